@@ -94,6 +94,10 @@ class RewardHead:
 
     def compute(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_1D: Tensor) -> Tensor:
         """Return the rewards [B, K]: scores of the last tokens of the answers, in at least fp32."""
+        return batch.sum_by_answer(self.scores(hidden_BCD, weight_1D, batch) * batch.is_last)
+
+    def scores(self, hidden_BCD: Tensor, weight_1D: Tensor, batch: Batch) -> Tensor:
+        """Return the scores [B, T] of all tokens, in at least fp32."""
         wide = torch.promote_types(hidden_BCD.dtype, torch.float32)
         scores_BT = (hidden_BCD.to(wide) @ weight_1D.to(wide).t()).squeeze(-1)
         if scores_BT.requires_grad and self._tensor_ranks > 1:
@@ -101,4 +105,4 @@ class RewardHead:
             scores_BT.register_hook(lambda gradient: gradient / self._tensor_ranks)
         if self.share < 1.0:
             scores_BT = all_gather(scores_BT, 1, self._context_group)[:, : batch.tokens.shape[1]]
-        return batch.sum_by_answer(scores_BT * batch.is_last)
+        return scores_BT

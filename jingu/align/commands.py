@@ -29,8 +29,7 @@ TASKS = {
     **dict.fromkeys(("dpo", "simpo", "orpo", "cpo"), PREFERENCE_LEARNING),
     "reward": REWARD_LEARNING,
     "kto": KTO_LEARNING,
-    "grpo": POLICY_LEARNING,
-    "distill": POLICY_LEARNING,
+    **dict.fromkeys(("grpo", "ppo", "distill"), POLICY_LEARNING),
 }
 prepare = partial(prepare_rows, kind=PREFERENCES)
 preview = partial(preview_rows, kind=PREFERENCES)

@@ -1,4 +1,4 @@
-"""Learning from rewards: GRPO and its family, as a task of the training loop.
+"""Learning from rewards: PPO, GRPO and its family, as a task of the training loop.
 
 A step generates answers to prompts, scores them, turns the rewards into advantages, and takes one update or several.
 
@@ -8,6 +8,7 @@ Shapes: P prompts, G answers to each, R = P · G rows; B rows of a micro-batch, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.advantages import (
+    generalized_advantages,
     greedy_advantages,
     group_advantages,
     leave_one_out_advantages,
@@ -26,14 +28,25 @@ from jingu.align.advantages import (
     returns_to_go,
     whiten,
 )
-from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator
+from jingu.align.answers import RewardHead
+from jingu.align.critic import SeparateCritic
+from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt, PromptSet, load_prompts
 from jingu.align.reference import check_vocabulary
 from jingu.align.reward_list import Rewards
 from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
-from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PolicySettings, RolloutSettings
+from jingu.config.sections.policies import (
+    DistillationSettings,
+    GrpoSettings,
+    PolicySettings,
+    PpoSettings,
+    RewardedSettings,
+    RolloutSettings,
+    SeparateCriticSettings,
+    SharedCriticSettings,
+)
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.errors import JinguError, join_words, refuse
 from jingu.formats.models import open_model
@@ -44,6 +57,7 @@ from jingu.model.spec import Lora
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import data_rank
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.runtime.log import log_warning
@@ -55,6 +69,10 @@ from jingu.training.run import Run
 from jingu.training.session import training_layout
 from jingu.training.task import Evaluation, TaskFactory
 
+# Columns of a batch.
+_COLUMNS = ("advantages", "sampled", "old", "reference", "values", "returns")
+# Computes values [B, T] of a batch's tokens from hidden states and the weight of the head.
+TokenHead = Callable[[Tensor, Tensor, Batch], Tensor]
 # Rows are padded to a multiple of so many tokens, with which products do not depend on the number of rows.
 _LENGTH_MULTIPLE = 16
 
@@ -89,12 +107,23 @@ class PolicyLearning:
             self._reference = _load_reference(run, mesh, settings.teacher, "task.teacher")
         elif settings.penalty is not None:
             self._reference = _load_reference(run, mesh, settings.penalty.reference, "task.kl.reference")
+        self._critic: SeparateCritic | None = None
+        self._value_head: RewardHead | None = None
+        if isinstance(settings, PpoSettings):
+            if isinstance(settings.critic, SharedCriticSettings):
+                self._value_head = RewardHead(mesh)
+            else:
+                self._critic = SeparateCritic(run, mesh, settings, self.batch)
         # Of the step:
         self._samples: list[Sample] = []
         self._old: dict[int, list[float]] = {}
         self._reference_logprobs: dict[int, list[float]] = {}
+        self._values: dict[int, list[float]] = {}
+        self._returns: dict[int, list[float]] = {}
+        self._update: tuple[BatchPlan, int] | None = None
         self._is_first_update = True
         self._metrics: dict[str, float] = {}
+        self._explained = math.nan
         # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|; and the largest mismatch
         self._sums = torch.zeros(5, dtype=torch.float64, device=mesh.device_type)
         self._largest = torch.zeros(1, dtype=torch.float64, device=mesh.device_type)
@@ -106,6 +135,7 @@ class PolicyLearning:
         """Before the first update of a step, generate answers and score them."""
         number, update = divmod(step, plan.updates)
         self._is_first_update = update == 0
+        self._update = plan, step
         if update:
             return
         settings = self.settings
@@ -127,12 +157,16 @@ class PolicyLearning:
                 prompts = [self._generator.prompts.prompts[row] for row in rows]
                 greedy = self._rollout(generating, prompts, number, greedy=True)
 
-        # 2. Log-probabilities that training needs of all its rows, by this model and by the reference.
+        # 2. Log-probabilities that training needs of all its rows, by this model and by the reference; predictions.
         self._samples = samples
-        self._old = {}
-        self._reference_logprobs = {}
-        self._old = self._score(model, plan) if plan.updates > 1 else {}
-        self._reference_logprobs = self._score(self._reference, plan) if self._reference is not None else {}
+        self._old, self._reference_logprobs, self._values, self._returns = {}, {}, {}, {}
+        self._old = self._score(model, plan, self._log_probs_head) if plan.updates > 1 else {}
+        if self._reference is not None:
+            self._reference_logprobs = self._score(self._reference, plan, self._log_probs_head)
+        if self._critic is not None:
+            self._values = self._score(self._critic.model, plan, self._critic.values)
+        elif self._value_head is not None:
+            self._values = self._score(model, plan, self._shared_values(model))
 
         # 3. Advantages.
         self._samples = self._add_advantages(samples, greedy)
@@ -199,9 +233,8 @@ class PolicyLearning:
                     num_resampled += 1
         return [sample for group in groups for sample in group], num_resampled
 
-    def _score(self, model: ParallelModel, plan: BatchPlan) -> dict[int, list[float]]:
-        """Return the log-probabilities of the answers' tokens by a model, by row. Each rank computes its rows."""
-
+    def _score(self, model: ParallelModel, plan: BatchPlan, compute: TokenHead) -> dict[int, list[float]]:
+        """Return what `compute` gives for the answers' tokens by a model, by row. Each rank computes its rows."""
         mesh = model.sharding.mesh
         size = self._run.config.batch.global_batch_size
         starts = [
@@ -210,20 +243,21 @@ class PolicyLearning:
             for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
         ]
         labels: list[Tensor] = []
-        logprobs: list[Tensor] = []
+        values: list[Tensor] = []
         with eval_mode(model), force_eager():
             for start in starts:
                 rows = self._rows(start, plan.micro_batch_size)
                 labels.append(rows.labels)
                 batch = to_device(rows, torch.device(mesh.device_type))
 
-                def head(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor = batch.labels) -> Tensor:
-                    return self._compute_log_probs(hidden_BTD, weight_VD, labels_BT)[0]
+                def head(hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch = batch) -> Tensor:
+                    return compute(hidden_BTD, weight_VD, batch)
 
-                logprobs.append(model(self._inputs(batch), loss=head))
+                inputs = model_inputs(batch) if model.spec.score_head else self._inputs(batch)
+                values.append(model(inputs, loss=head))
         # The host waits for the device once, for all rows.
         numbers = [start + index for start in starts for index in range(plan.micro_batch_size)]
-        scored = zip(numbers, torch.cat(logprobs).cpu(), torch.cat(labels), strict=True)
+        scored = zip(numbers, torch.cat(values).cpu(), torch.cat(labels), strict=True)
         merged = {}
         for part in gather_from_all(
             [(number, values_T[labels_T >= 0].tolist()) for number, values_T, labels_T in scored]
@@ -231,19 +265,33 @@ class PolicyLearning:
             merged.update(dict(part))
         return merged
 
+    def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch) -> Tensor:
+        return self._compute_log_probs(hidden_BTD, weight_VD, batch.labels)[0]
+
+    def _shared_values(self, model: Any) -> TokenHead:
+        """Return what computes the predictions of a critic on the states of the model, or of a stage of it."""
+
+        def values(hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch) -> Tensor:
+            # The head is in the last stage, which calls this.
+            score = model.stages[-1].score
+            assert self._value_head is not None and score is not None
+            return self._value_head.scores(hidden_BTD, score.weight, batch)
+
+        return values
+
     def _add_advantages(self, samples: list[Sample], greedy: list[Sample]) -> list[Sample]:
         """Return the samples with rewards after shaping and with the advantage of each token."""
         settings = self.settings
-        if not isinstance(settings, GrpoSettings):
+        if not isinstance(settings, RewardedSettings):
             # A teacher judges each token.
             return [
                 replace(sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], sample.logprobs)))
                 for index, sample in enumerate(samples)
             ]
-        lengths_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
+        lengths_R = torch.tensor([len(sample.ids) for sample in samples])
         reward_R = _rewards_of(samples)
         if settings.overlong_tokens:
-            reward_R += overlong_penalty(lengths_R, settings.max_new_tokens, settings.overlong_tokens)
+            reward_R += overlong_penalty(lengths_R.double(), settings.max_new_tokens, settings.overlong_tokens)
         # What KL takes from the reward of each token.
         penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
         if settings.penalty is not None and settings.penalty.estimator == "k1":
@@ -251,12 +299,16 @@ class PolicyLearning:
                 k1_T = torch.tensor(sample.logprobs).double() - torch.tensor(self._reference_logprobs[index]).double()
                 penalty_RT[index, : len(k1_T)] = settings.penalty.beta * k1_T
         mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
-        if settings.advantage == "reinforce++":
-            token_reward_RT = -penalty_RT
-            token_reward_RT[torch.arange(len(samples)), lengths_R.long() - 1] += reward_R
-            scorable_RT = mask_RT & reward_R.isfinite()[:, None]
+        # Per token: the reward comes with the last one.
+        token_reward_RT = -penalty_RT
+        token_reward_RT[torch.arange(len(samples)), lengths_R - 1] += reward_R
+        scorable_RT = mask_RT & reward_R.isfinite()[:, None]
+        if isinstance(settings, PpoSettings):
+            advantage_RT = self._critic_advantages(settings, token_reward_RT, scorable_RT)
+        elif isinstance(settings, GrpoSettings) and settings.advantage == "reinforce++":
             advantage_RT = whiten(returns_to_go(token_reward_RT), scorable_RT)
         else:
+            assert isinstance(settings, GrpoSettings)
             reward_R -= penalty_RT.sum(1)
             reward_PG = reward_R.view(-1, settings.answers_per_prompt)
             if settings.advantage == "rloo":
@@ -275,6 +327,20 @@ class PolicyLearning:
             for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
         ]
 
+    def _critic_advantages(self, settings: PpoSettings, reward_RT: Tensor, scorable_RT: Tensor) -> Tensor:
+        """Return the advantages of tokens by the critic's predictions, and note what it should have predicted."""
+        value_RT = torch.zeros_like(reward_RT)
+        for index, values in self._values.items():
+            value_RT[index, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        advantage_RT = generalized_advantages(reward_RT, value_RT, settings.discount, settings.gae_lambda)
+        return_RT = (advantage_RT + value_RT).where(scorable_RT, math.nan)
+        self._returns = {index: return_RT[index, : len(values)].tolist() for index, values in self._values.items()}
+        # The share of the variance that the predictions explain.
+        returns_N, values_N = return_RT[scorable_RT], value_RT[scorable_RT]
+        rest = (returns_N - values_N).var() / returns_N.var() if len(returns_N) > 1 else torch.tensor(math.nan)
+        self._explained = float(1.0 - rest)
+        return whiten(advantage_RT, scorable_RT) if settings.whiten else advantage_RT.where(scorable_RT, 0.0)
+
     # Batches
 
     def batch(self, step: int, first: int, count: int) -> Batch:
@@ -287,7 +353,8 @@ class PolicyLearning:
         labels_BT = tokens_BT.clone()
         labels_BT[:, : -self.settings.max_new_tokens] = IGNORE_INDEX
         zeros_BT = tokens_BT.double()
-        return PolicyBatch(tokens_BT, labels_BT, advantages=zeros_BT, sampled=zeros_BT, reference=zeros_BT)
+        names = ("advantages", "sampled", "reference", "values", "returns")
+        return replace(PolicyBatch(tokens_BT, labels_BT), **dict.fromkeys(names, zeros_BT))
 
     def _rows(self, first: int, count: int) -> PolicyBatch:
         """Return rows of the step, padded at the end to the longest of all."""
@@ -295,7 +362,7 @@ class PolicyLearning:
         length += -length % _LENGTH_MULTIPLE
         tokens_BT = torch.zeros(count, length, dtype=torch.int64)
         labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
-        values_4BT = torch.zeros(4, count, length, dtype=torch.float64)
+        values = {name: torch.zeros(count, length, dtype=torch.float64) for name in _COLUMNS}
         for place, index in enumerate(range(first, first + count)):
             sample = self._samples[index]
             ids = (*sample.prompt_ids, *sample.ids)[:-1]
@@ -303,19 +370,14 @@ class PolicyLearning:
             # The last token of the prompt predicts the first one of the answer.
             part = slice(len(sample.prompt_ids) - 1, len(ids))
             labels_BT[place, part] = torch.tensor(sample.ids)
-            columns = (sample.advantages, sample.logprobs, self._old.get(index), self._reference_logprobs.get(index))
-            for values_BT, column in zip(values_4BT, columns, strict=True):
+            scores = (self._old, self._reference_logprobs, self._values, self._returns)
+            columns = (sample.advantages, sample.logprobs, *(rows.get(index) for rows in scores))
+            for name, column in zip(_COLUMNS, columns, strict=True):
                 if column:
-                    values_BT[place, part] = torch.tensor(column, dtype=torch.float64)
-        advantages, sampled, old, reference = values_4BT
-        return PolicyBatch(
-            tokens_BT,
-            labels_BT,
-            advantages=advantages,
-            sampled=sampled,
-            old=old if self._old else None,
-            reference=reference if self._reference_logprobs else None,
-        )
+                    values[name][place, part] = torch.tensor(column, dtype=torch.float64)
+        if not self._old:
+            del values["old"]
+        return replace(PolicyBatch(tokens_BT, labels_BT), **values)
 
     def denominator(self, batch: Batch) -> float:
         return loss_denominator(batch, self.settings)
@@ -323,6 +385,8 @@ class PolicyLearning:
     # The loss
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
+        if isinstance(self.settings, PpoSettings) and isinstance(self.settings.critic, SharedCriticSettings):
+            return {"loss": 1.0, "value_loss": self.settings.critic.weight, "value_clipped": 0.0}
         return {"loss": 1.0}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -339,6 +403,10 @@ class PolicyLearning:
                 mask_BT = batch.labels >= 0
                 mismatch_BT = (rows.old - rows.sampled).where(mask_BT & is_first, 0.0)
                 self._record(mask_BT, entropy_BT, clipped_BT, mismatch_BT)
+            if self._value_head is not None:
+                assert isinstance(self.settings, PpoSettings)
+                value_BT = self._shared_values(model)(hidden_BTD, weight_VD, batch)
+                loss = torch.stack([loss, *value_loss(batch, value_BT, self.settings.value_clip)])
             return loss * self._log_probs.share
 
         total: Tensor = model(self._inputs(batch), loss=head)
@@ -370,8 +438,13 @@ class PolicyLearning:
         self._sums += torch.stack([value.double() for value in values])
         self._largest = torch.maximum(self._largest, mismatch_BT.abs().max().double())
 
+    def tensors(self) -> dict[str, TensorBlock]:
+        """Return those of a critic with weights of its own."""
+        return {} if self._critic is None else self._critic.tensors()
+
     def end_step(self) -> dict[str, Tensor | float]:
-        """Return the metrics of the step so far. The host waits for the device in the first update of a step only.
+        """Train the critic with the rows of the update; return the metrics of the step so far. The host waits for the
+        device in the first update of a step only.
 
         Raises:
             JinguError: generation and training disagree by more than `task.max_mismatch`.
@@ -391,8 +464,13 @@ class PolicyLearning:
                 fix="Compute in a wider precision (precision.type=fp32); or raise task.max_mismatch, without exact, "
                 "and set task.importance_cap=2.",
             )
+        critic: dict[str, Tensor | float] = {}
+        if self._critic is not None and self._update is not None:
+            # Now, since no checkpoint is being copied after a step.
+            critic = self._critic.train(*self._update)
         return {
             **self._metrics,
+            **critic,
             "entropy": entropy / tokens.clamp_min(1.0),
             "clipped": clipped / tokens.clamp_min(1.0),
             "mismatch_mean": mismatch / first.clamp_min(1.0),
@@ -419,12 +497,15 @@ class PolicyLearning:
         worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
         metrics = {
             "reward": mean,
-            "dead_groups": fmean(_is_dead(group) for group in groups),
             "truncated": fmean(sample.finish_reason == "length" for sample in samples),
             "length": fmean(len(sample.ids) for sample in samples),
             "length_better": fmean(better) if better else math.nan,
             "length_worse": fmean(worse) if worse else math.nan,
         }
+        if self.settings.answers_per_prompt > 1:
+            metrics["dead_groups"] = fmean(_is_dead(group) for group in groups)
+        if self._values:
+            metrics["explained_variance"] = self._explained
         for name in samples[0].rewards:
             values = [value for sample in samples if (value := sample.rewards[name]) is not None]
             metrics[f"rewards/{name}"] = fmean(values) if values else math.nan
@@ -465,7 +546,7 @@ class Alarms:
             self._first_entropies.append(metrics["entropy"])
         if metrics["truncated"] > 0.5:
             self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
-        if metrics["dead_groups"] > 0.8:
+        if metrics.get("dead_groups", 0.0) > 0.8:
             self._warn(
                 "In more than 80% of the groups all rewards are equal, and nothing is learned from them: choose "
                 "prompts that the model solves now and then, or set task.max_resampling."
@@ -592,8 +673,14 @@ def check(run: Run) -> None:
         open_model(Path(settings.teacher))
     elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
         open_model(Path(path))
-    if isinstance(settings, GrpoSettings) and all(reward.audit for reward in settings.rewards):
+    if isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
         raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
+    if isinstance(settings, PpoSettings) and isinstance(settings.critic, SeparateCriticSettings):
+        if settings.critic.model is not None:
+            open_model(Path(settings.critic.model))
+        if run.config.precision.type == "fp16":
+            what = "fp16 scales the loss of one model, and the critic is another."
+            raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
     Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
 
 

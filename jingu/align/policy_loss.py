@@ -23,12 +23,16 @@ class PolicyBatch(Batch):
         sampled: log-probabilities in generation.
         old: log-probabilities before the first update of the step; None: those of this forward pass.
         reference: log-probabilities of the reference model; None: not needed.
+        values: predictions of the critic in generation; None: there is no critic.
+        returns: what it should have predicted; NaN: not known.
     """
 
     advantages: Tensor | None = None
     sampled: Tensor | None = None
     old: Tensor | None = None
     reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def batch_loss(batch: PolicyBatch, logprob_BT: Tensor, settings: PolicySettings) -> tuple[Tensor, Tensor]:
@@ -51,6 +55,27 @@ def batch_loss(batch: PolicyBatch, logprob_BT: Tensor, settings: PolicySettings)
     if settings.loss == "grpo":
         loss_BT = loss_BT / mask_BT.sum(1, keepdim=True).clamp_min(1)
     return loss_BT.where(mask_BT, 0.0).sum(), clipped_BT
+
+
+def value_loss(batch: PolicyBatch, value_BT: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Return the loss of a critic summed over tokens, and the number of tokens whose prediction is clipped.
+
+    The loss is max((V - R)², (V_clipped - R)²) / 2 with V_clipped within `clip` of the prediction in generation
+    (Schulman et al., 2017, in their code).
+
+    Args:
+        value_BT: predictions of the critic in training.
+    """
+    assert batch.values is not None and batch.returns is not None
+    mask_BT = (batch.labels >= 0) & batch.returns.isfinite()
+    old_BT, return_BT = batch.values.to(value_BT.dtype), batch.returns.to(value_BT.dtype).nan_to_num(0.0)
+    loss_BT = (value_BT - return_BT).square()
+    is_clipped_BT = torch.zeros_like(mask_BT)
+    if clip is not None:
+        clipped_BT = (old_BT + (value_BT - old_BT).clamp(-clip, clip) - return_BT).square()
+        is_clipped_BT = clipped_BT > loss_BT
+        loss_BT = torch.maximum(loss_BT, clipped_BT)
+    return 0.5 * loss_BT.where(mask_BT, 0.0).sum(), (is_clipped_BT & mask_BT).sum().to(value_BT.dtype)
 
 
 def loss_denominator(batch: Batch, settings: PolicySettings) -> float:

@@ -30,6 +30,7 @@ from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
@@ -162,6 +163,10 @@ class PreferenceLearning:
 
     def end_step(self) -> dict[str, float]:
         """Return nothing: all values are terms of the loss."""
+        return {}
+
+    def tensors(self) -> dict[str, TensorBlock]:
+        """Return nothing: only the model is trained."""
         return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

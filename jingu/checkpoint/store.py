@@ -114,7 +114,7 @@ def load(
     folder: CheckpointPath,
     tensors: StateTensors,
     *,
-    prefix: str = "",
+    prefix: str | tuple[str, ...] = "",
     whole: bool = True,
     gather: Gather = _gather_alone,
 ) -> None:
@@ -122,7 +122,7 @@ def load(
 
     Args:
         tensors: as in `save`, on any device.
-        prefix: load only names that begin with this, and ignore the rest of the checkpoint.
+        prefix: load only names that begin with this, or one of these, and ignore the rest of the checkpoint.
         whole: whether the checkpoint must have no further tensors; False where other ranks fill those.
         gather: as in `save`: no rank goes on if another one could not load.
 
@@ -206,7 +206,11 @@ class CheckpointReader:
 
 
 def _compare(
-    folder: CheckpointPath, manifest: Manifest, blocks: Mapping[str, TensorBlock], prefix: str, whole: bool
+    folder: CheckpointPath,
+    manifest: Manifest,
+    blocks: Mapping[str, TensorBlock],
+    prefix: str | tuple[str, ...],
+    whole: bool,
 ) -> None:
     """Raise MismatchError, with everything that differs, unless a checkpoint has the tensors to fill."""
     expected = {

@@ -36,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 # Settings that may name an earlier stage in place of a path.
-_MODEL_KEYS = frozenset({"from", "reference", "initial_adapter", "model"})
+_MODEL_KEYS = frozenset({"from", "reference", "initial_adapter", "model", "teacher"})
 
 
 def load_stages(path: Path) -> list[RunConfig]:

@@ -87,12 +87,14 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
             fix="Move it back to runs/NAME/checkpoints/.",
         )
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
-    spec = spec.model_copy(update={"frozen_parameters": ()})  # matters to training only
     reader = CheckpointReader(step)
+    # What matters to training only is left out.
+    ignored = ("model/score.weight",) if spec.value_head else ()
+    spec = spec.model_copy(update={"frozen_parameters": (), "value_head": False})
     stored = {
         name.removeprefix("model/"): torch.Size(tensor.shape)
         for name, tensor in reader.manifest.tensors.items()
-        if name.startswith("model/")
+        if name.startswith("model/") and name not in ignored
     }
     # A run that trained adapters has saved nothing else.
     expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}

@@ -271,8 +271,9 @@ class Decoder(TransformerStack):
         self.head = None
         if is_last and not spec.tie_word_embeddings and not spec.score_head:
             self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        # Of a reward model, in place of the head.
-        self.score = Linear(spec.hidden_size, 1, bias=False) if is_last and spec.score_head else None
+        # Of a reward model, in place of the head; of values, beside it.
+        has_score = is_last and (spec.score_head or spec.value_head)
+        self.score = Linear(spec.hidden_size, 1, bias=False) if has_score else None
         # The head's weight in the order of a CPU kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | None = None
         self.encoder = None
@@ -348,7 +349,7 @@ class Decoder(TransformerStack):
 
     def head_weight(self) -> Tensor:
         """Return the weight [V, D] of the head: its own, or the embedding's; of a reward model [1, D]."""
-        if self.score is not None:
+        if self.score is not None and self.spec.score_head:
             return self.score.weight
         if self.prepacked_head is not None:
             return cast(Tensor, self.prepacked_head)

@@ -354,6 +354,7 @@ class ModelSpec(Component):
         normalize_lm_head: whether each row of the head's weight is divided by its norm.
         scale_lm_head: whether the final states are divided by √hidden_size before the head.
         score_head: whether the head gives one number, the reward of the text so far, in place of logits.
+        value_head: whether there is a head for the value of the text so far beside that for logits, in training.
         initializer_range: standard deviation of the initial weights.
         adapter: adapters, the only parameters that are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
@@ -375,6 +376,7 @@ class ModelSpec(Component):
     normalize_lm_head: bool = False
     scale_lm_head: bool = False
     score_head: bool = False
+    value_head: bool = False
     initializer_range: PositiveFloat = 0.02
     adapter: Adapter | None = None
     quantization: QuantizationFormat | None = None

@@ -380,6 +380,10 @@ class _StageModel:
     def spec(self) -> ModelSpec:
         return self.stage.spec
 
+    @property
+    def stages(self) -> list[Decoder]:
+        return [self.stage]
+
     def __call__(self, inputs: Inputs, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None) -> Any:
         return self.stage(inputs, loss, auxiliary, self.received)
 

@@ -473,7 +473,7 @@ def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, whole: b
     """
     state = run_on_all_ranks(lambda: read_state(folder), folder, gather_from_all)
     # A fresh optimizer loads the weights alone: its state may be of another kind.
-    prefix = "model/" if resets_optimizer(run, read_progress(state)) else ""
+    prefix = ("model/", "critic/model/") if resets_optimizer(run, read_progress(state)) else ""
     tensors = {name: tensor for name, tensor in get_tensors().items() if name.startswith(prefix)}
     load(folder, tensors, prefix=prefix, whole=whole, gather=gather_from_all)
     return state

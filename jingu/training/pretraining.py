@@ -19,6 +19,7 @@ from jingu.errors import pluralize
 from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.model.spec import Experts, Lora, ModelSpec
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding
 from jingu.runtime.log import log_info
@@ -114,6 +115,10 @@ class Pretraining:
 
     def end_step(self) -> dict[str, float]:
         """Return nothing: the loss terms say it all."""
+        return {}
+
+    def tensors(self) -> dict[str, TensorBlock]:
+        """Return nothing: only the model is trained."""
         return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

@@ -22,7 +22,7 @@ from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
 from jingu.config.sections.data import ENCODER_OBJECTIVES, PreferenceSettings
-from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.policies import PpoSettings, RolloutSettings, SharedCriticSettings
 from jingu.config.sections.tasks import RewardSettings
 from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective, build_objective
@@ -397,7 +397,8 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             where="initialize.from",
             fix="Start from the model that it was trained from.",
         )
-    spec = spec.model_copy(update={"score_head": has_score_head})
+    has_value_head = isinstance(config.task, PpoSettings) and isinstance(config.task.critic, SharedCriticSettings)
+    spec = spec.model_copy(update={"score_head": has_score_head, "value_head": has_value_head})
     if isinstance(settings, tune.FullSettings):
         return _freeze(spec, settings)
     if config.initialize.from_ is None:

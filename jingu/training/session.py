@@ -34,6 +34,7 @@ from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, data_rank, resolve_axis_sizes
 from jingu.parallel.offload import DiskStorage
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.plan.forecast import estimate_memory, require_memory
 from jingu.runtime.device import has_compiler, is_out_of_memory, measure_peak_flops, total_memory
@@ -91,7 +92,9 @@ def train_run(
     trainer = build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=compile)
 
     # 3. The newest checkpoint, or the initial weights.
-    get_tensors = partial(checkpoint_tensors, trainer.model, trainer.optimizer)
+    def get_tensors() -> dict[str, TensorBlock]:
+        return checkpoint_tensors(trainer.model, trainer.optimizer) | trainer.task.tensors()
+
     memory = open_memory_copies(run, ranks, get_tensors)
     load = partial(resume, run, trainer.model, ranks, get_tensors, memory)
     progress = load()

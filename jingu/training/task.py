@@ -13,6 +13,7 @@ from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
 from jingu.parallel.pipeline import ParallelModel
+from jingu.parallel.sharding import TensorBlock
 from jingu.training.run import Run
 
 
@@ -62,6 +63,9 @@ class Task(Protocol):
     def end_step(self) -> Mapping[str, Tensor | float]:
         """Return what the step has measured, by name, equal on all ranks: scalars that may be on the device. Called
         after the weights have changed."""
+
+    def tensors(self) -> dict[str, TensorBlock]:
+        """Return what belongs to a checkpoint beside model and optimizer, by name: a second model that is trained."""
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Evaluate the model.

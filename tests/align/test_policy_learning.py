@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import jingu
 from jingu.align import policy_learning
 from jingu.align.commands import train
 from jingu.align.policy_learning import POLICY_LEARNING, Alarms
@@ -21,6 +23,7 @@ from jingu.align.rollouts import Generator
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.runtime.signals import StopRequest
@@ -150,6 +153,103 @@ def test_layouts_agree(layout: str, make: MakeRun, ranks: RankPool, done: Callab
     for name in ("loss", "grad_norm", "reward", "entropy", "kl"):
         expected = done(single).column(name)
         assert done(config).column(name) == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+    tensors = done(config).tensors()
+    for name, tensor in done(single).tensors().items():
+        assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
+
+
+CRITICS = {"separate": {"type": "separate", "lr": 3e-3}, "shared": {"type": "shared", "weight": 0.5}}
+
+
+@pytest.fixture
+def make_ppo(make: MakeRun, done: Callable[[RunConfig], Done]) -> MakeRun:
+    """Makes a run of 2 steps of PPO with two updates each."""
+    start = make({"train.steps": 1}, name="start")
+    assert train(start) == 0
+
+    def make_ppo(changes: dict[str, Any] | None = None, *, critic: str = "separate", **more: Any) -> RunConfig:
+        settings = make().model_dump()["task"]
+        kept = ("prompts", "prompts_per_step", "max_new_tokens", "rewards")
+        task = {"type": "ppo", "critic": CRITICS[critic], **{key: settings[key] for key in kept}}
+        task |= {"answers_per_prompt": 2, "updates_per_step": 2}
+        base = {"task": task, "train.steps": 2, "batch.global_batch_size": 4, "batch.micro_batch_size": 2}
+        base["initialize"] = {"from": str(done(start).folder)}
+        return make({**base, **(changes or {})}, **more)
+
+    return make_ppo
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_ppo_trains_policy_and_critic(critic: str, make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    config = make_ppo({"train.steps": 4}, critic=critic)
+    assert train(config) == 0
+    run = done(config)
+    assert all(0 < value < 10 for value in run.column("value_loss"))
+    assert all(value > 0 for value in run.column("grad_norm"))
+    # Whitened over the tokens of a step.
+    values = [value for sample in rollout(run, 1) for value in sample["advantages"]]
+    advantages = torch.tensor(values, dtype=torch.float64)
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-9)
+    assert advantages.std().item() == pytest.approx(1.0, abs=1e-6)
+    # The trained model opens like any other.
+    assert not open_model(run.folder).spec.value_head
+    assert jingu.load(run.folder).generate(["def f"], max_tokens=2)
+
+
+def test_a_critic_starts_from_a_reward_model(
+    make_ppo: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
+) -> None:
+    config = make_ppo({"task.critic.model": "nowhere"})
+    with pytest.raises(JinguError, match="nowhere"):
+        train(config)
+    with pytest.raises(JinguError, match="fp16 scales the loss of one model"):
+        train(make_ppo({"precision": {"type": "fp16"}}, name="half"))
+    other = tiny_run({"model.vocab_size": 400, "train.steps": 1, "schedule.warmup": 0}, name="other")
+    assert train(other) == 0
+    with pytest.raises(JinguError, match=r"^task.critic.model: the model has a vocabulary of 400 entries"):
+        train(make_ppo({"task.critic.model": str(done(other).folder)}, name="odd"))
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_ppo_resumes_with_its_critic(critic: str, make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    whole = make_ppo({"train.steps": 3}, critic=critic, name="whole")
+    assert train(whole) == 0
+    parts = make_ppo({"train.steps": 3, "checkpoint.every": 1}, critic=critic, name="parts")
+    assert train(parts) == 0
+    # As after a kill: without the last checkpoint.
+    shutil.rmtree(max((done(parts).folder / "checkpoints").iterdir()))
+    assert train(parts) == 0
+    tensors = done(parts).tensors()
+    assert any("score.weight" in name for name in tensors)
+    for name, tensor in done(whole).tensors().items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    ("critic", "layout"),
+    [
+        ("separate", "zero3"),
+        ("shared", "tensor"),
+        *(
+            pytest.param(critic, layout, marks=pytest.mark.slow)
+            for critic, layouts in (
+                ("separate", ("tensor", "pipeline", "context")),
+                ("shared", ("zero3", "pipeline", "context")),
+            )
+            for layout in layouts
+        ),
+    ],
+)
+def test_layouts_agree_on_ppo(
+    critic: str, layout: str, make_ppo: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]
+) -> None:
+    single = make_ppo(critic=critic, name="single")
+    assert train(single) == 0
+    world, changes = LAYOUTS[layout]
+    config = make_ppo(changes, critic=critic, name="divided")
+    assert ranks.run(train_here, world, [config]) == [[0]] * world
+    for name in ("loss", "grad_norm", "reward", "value_loss", "explained_variance", "kl"):
+        assert done(config).column(name) == pytest.approx(done(single).column(name), rel=1e-9, abs=1e-12), name
     tensors = done(config).tensors()
     for name, tensor in done(single).tensors().items():
         assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from jingu.align.advantages import (
     returns_to_go,
     whiten,
 )
-from jingu.align.policy_loss import PolicyBatch, batch_loss, importance_weights, kl_loss, loss_denominator
+from jingu.align.policy_loss import PolicyBatch, batch_loss, importance_weights, kl_loss, loss_denominator, value_loss
 from jingu.config.sections.policies import GrpoSettings, KlSettings
 
 LENGTHS = (3, 5, 1, 4)
@@ -228,3 +229,30 @@ def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
 def test_estimators_of_kl_that_mislead_are_not_offered() -> None:
     with pytest.raises(ValueError, match="k2"):
         KlSettings(estimator="k3")  # type: ignore[arg-type]
+
+
+# The critic
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_the_loss_of_values_equals_its_formula(clip: float | None) -> None:
+    """As PPO's codes have it: 0.5 · masked mean of max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²)."""
+    generator = torch.Generator().manual_seed(5)
+    old_BT, noise_BT, return_BT = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
+    value_BT = (old_BT + 0.3 * noise_BT).requires_grad_()
+    batch, _ = make_batch()
+    mask_BT = batch.labels >= 0
+    # The second answer is not scorable, and its tokens have no gradient.
+    return_BT[1] = torch.nan
+    loss, clipped = value_loss(replace(batch, values=old_BT, returns=return_BT), value_BT, clip)
+    (gradient_BT,) = torch.autograd.grad(loss, value_BT)
+    mask_BT[1] = False
+    first_BT = (value_BT - return_BT) ** 2
+    second_BT = first_BT
+    if clip is not None:
+        second_BT = (torch.clamp(value_BT, old_BT - clip, old_BT + clip) - return_BT) ** 2
+    expected = 0.5 * torch.max(first_BT, second_BT)[mask_BT].sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(gradient_BT, torch.autograd.grad(expected, value_BT)[0].nan_to_num(0.0), rtol=1e-12)
+    assert clipped.item() == (second_BT > first_BT)[mask_BT].sum().item()
+    assert bool(clipped > 0) == (clip is not None)

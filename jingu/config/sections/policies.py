@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import NonNegative, PathText, Positive, Settings
+from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings
 from jingu.config.sections.rewards import Reward
 
 Coefficient = Annotated[float, Field(ge=0)]
@@ -38,6 +38,34 @@ class KlSettings(Settings):
 
 
 Kl = Annotated[NoKlSettings | KlSettings, Discriminator("type")]
+
+
+class SeparateCriticSettings(Settings):
+    """A critic of its own: a model with a score head, which is trained in full and saved in the run's checkpoints.
+
+    Attributes:
+        model: What it starts from: a run of the task `reward`, or any model with the same tokenizer; null:
+            `initialize.from`, or random weights.
+        lr: Its peak learning rate; null: `optimizer.lr`. Schedule and optimizer are those of the run.
+    """
+
+    type: Literal["separate"] = "separate"
+    model: PathText | None = None
+    lr: AboveZero | None = None
+
+
+class SharedCriticSettings(Settings):
+    """A linear head on the states of the trained model, which learn to predict values too. It takes no memory.
+
+    Attributes:
+        weight: Coefficient of the loss of the values.
+    """
+
+    type: Literal["shared"] = "shared"
+    weight: AboveZero = 0.1
+
+
+Critic = Annotated[SeparateCriticSettings | SharedCriticSettings, Discriminator("type")]
 
 
 class RolloutSettings(Settings):
@@ -119,7 +147,53 @@ class DistillationSettings(PolicySettings):
     teacher: PathText = "runs/teacher"
 
 
-class GrpoSettings(PolicySettings):
+class RewardedSettings(PolicySettings):
+    """Settings of tasks that learn from rewards.
+
+    Attributes:
+        kl: Pull towards a reference model.
+        overlong_tokens: From so many tokens before the limit the reward of an answer falls, to 1 less at the limit
+            (DAPO); 0: never.
+    """
+
+    kl: Kl = NoKlSettings()
+    overlong_tokens: NonNegative = 0
+
+    @property
+    def penalty(self) -> KlSettings | None:
+        return self.kl if isinstance(self.kl, KlSettings) else None
+
+
+class PpoSettings(RewardedSettings):
+    """Proximal policy optimization (PPO, Schulman et al., 2017) with a critic, which predicts the reward that an answer
+    will get from each of its tokens on. Defaults are those of TRL's PPOTrainer, but for one update a step.
+
+    Attributes:
+        answers_per_prompt: Answers to each prompt.
+        clip_high: The ratio counts up to 1 + clip_high.
+        kl: Pull towards a reference model.
+        critic: What predicts the rewards.
+        value_clip: A prediction learns only within this distance from what it was when the answers were generated;
+            null: without a bound.
+        discount: Factor on a reward for each token before it.
+        gae_lambda: Generalized advantage estimation (Schulman et al., 2016): 0: differences of neighboring predictions;
+            1: rewards minus predictions.
+        whiten: Give the advantages of a step mean 0 and standard deviation 1.
+    """
+
+    type: Literal["ppo"] = "ppo"
+    loss: Literal["dapo"] = "dapo"
+    answers_per_prompt: Positive = 1
+    clip_high: Coefficient = 0.2
+    kl: Kl = KlSettings(estimator="k1", beta=0.05)
+    critic: Critic = SeparateCriticSettings()
+    value_clip: AboveZero | None = 0.2
+    discount: Fraction = 1.0
+    gae_lambda: Fraction = 0.95
+    whiten: bool = True
+
+
+class GrpoSettings(RewardedSettings):
     """Group relative policy optimization (GRPO, Shao et al., 2024) and its family: several answers to each prompt,
     whose rewards are compared with each other. Defaults are those of DAPO (Yu et al., 2025) for the loss, and no KL.
 
@@ -129,21 +203,12 @@ class GrpoSettings(PolicySettings):
             al., 2024). reinforce++: whitened over the batch (Hu, 2025). remax: minus the reward of the greedy answer
             (Li et al., 2023).
         scale: group: divide by the standard deviation of the group; none: as Dr. GRPO (Liu et al., 2025).
-        kl: Pull towards a reference model.
         max_resampling: How often groups in which all rewards are equal are replaced by other prompts (dynamic sampling,
             DAPO).
-        overlong_tokens: From so many tokens before the limit the reward of an answer falls, to 1 less at the limit
-            (DAPO); 0: never.
     """
 
     type: Literal["grpo"] = "grpo"
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
     advantage: Literal["group", "rloo", "reinforce++", "remax"] = "group"
     scale: Literal["group", "none"] = "group"
-    kl: Kl = NoKlSettings()
     max_resampling: NonNegative = 0
-    overlong_tokens: NonNegative = 0
-
-    @property
-    def penalty(self) -> KlSettings | None:
-        return self.kl if isinstance(self.kl, KlSettings) else None

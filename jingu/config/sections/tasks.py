@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field
 
 from jingu.config.sections.base import PathText, Settings, default_type
-from jingu.config.sections.policies import DistillationSettings, GrpoSettings
+from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PpoSettings
 
 Coefficient = Annotated[float, Field(ge=0)]
 Temperature = Annotated[float, Field(gt=0)]
@@ -117,7 +117,7 @@ PairSettings = RewardSettings | DpoSettings | SimpoSettings | OrpoSettings | Cpo
 """Tasks that learn from pairs of a chosen and a rejected answer."""
 
 Task = Annotated[
-    PretrainingSettings | PairSettings | KtoSettings | GrpoSettings | DistillationSettings,
+    PretrainingSettings | PairSettings | KtoSettings | GrpoSettings | PpoSettings | DistillationSettings,
     Discriminator("type"),
     default_type("pretraining"),
 ]
