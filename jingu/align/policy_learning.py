@@ -353,8 +353,8 @@ class PolicyLearning:
         labels_BT = tokens_BT.clone()
         labels_BT[:, : -self.settings.max_new_tokens] = IGNORE_INDEX
         zeros_BT = tokens_BT.double()
-        names = ("advantages", "sampled", "reference", "values", "returns")
-        return replace(PolicyBatch(tokens_BT, labels_BT), **dict.fromkeys(names, zeros_BT))
+        columns: dict[str, Any] = dict.fromkeys(_COLUMNS, zeros_BT) | {"old": None}
+        return PolicyBatch(tokens_BT, labels_BT, **columns)
 
     def _rows(self, first: int, count: int) -> PolicyBatch:
         """Return rows of the step, padded at the end to the longest of all."""
@@ -362,7 +362,7 @@ class PolicyLearning:
         length += -length % _LENGTH_MULTIPLE
         tokens_BT = torch.zeros(count, length, dtype=torch.int64)
         labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
-        values = {name: torch.zeros(count, length, dtype=torch.float64) for name in _COLUMNS}
+        values: dict[str, Any] = {name: torch.zeros(count, length, dtype=torch.float64) for name in _COLUMNS}
         for place, index in enumerate(range(first, first + count)):
             sample = self._samples[index]
             ids = (*sample.prompt_ids, *sample.ids)[:-1]
@@ -377,7 +377,7 @@ class PolicyLearning:
                     values[name][place, part] = torch.tensor(column, dtype=torch.float64)
         if not self._old:
             del values["old"]
-        return replace(PolicyBatch(tokens_BT, labels_BT), **values)
+        return PolicyBatch(tokens_BT, labels_BT, **values)
 
     def denominator(self, batch: Batch) -> float:
         return loss_denominator(batch, self.settings)
