@@ -92,9 +92,7 @@ def train_run(
     trainer = build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=compile)
 
     # 3. The newest checkpoint, or the initial weights.
-    def get_tensors() -> dict[str, TensorBlock]:
-        return checkpoint_tensors(trainer.model, trainer.optimizer) | trainer.task.tensors()
-
+    get_tensors = partial(_state_tensors, trainer)
     memory = open_memory_copies(run, ranks, get_tensors)
     load = partial(resume, run, trainer.model, ranks, get_tensors, memory)
     progress = load()
@@ -136,6 +134,11 @@ def train_run(
             except DivergenceError as error:
                 checkpointer.wait()
                 progress = _roll_back(trainer, progress, load, error, write)
+
+
+def _state_tensors(trainer: Trainer) -> dict[str, TensorBlock]:
+    """Return all tensors of a checkpoint, by name."""
+    return checkpoint_tensors(trainer.model, trainer.optimizer) | trainer.task.tensors()
 
 
 def _roll_back(
