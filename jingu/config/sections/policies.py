@@ -169,6 +169,7 @@ class PpoSettings(RewardedSettings):
     will get from each of its tokens on. Defaults are those of TRL's PPOTrainer, but for one update a step.
 
     Attributes:
+        loss: Normalization: dapo: mean over all tokens.
         answers_per_prompt: Answers to each prompt.
         clip_high: The ratio counts up to 1 + clip_high.
         kl: Pull towards a reference model.
