@@ -52,7 +52,7 @@ class SeparateCritic:
         self._config = config
         self._clip = settings.value_clip
         self._head = RewardHead(mesh)
-        self._lr = settings.critic.lr or config.optimizer.lr
+        self._lr = settings.critic.lr_multiplier * config.optimizer.lr
         self.batch = batch
         path = settings.critic.model or config.initialize.from_
         stored = None if path is None else open_model(Path(path))

@@ -116,6 +116,11 @@ def load_prompts(
     )
 
 
+def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the ids of a prompt that is a text, with what the tokenizer begins every text with."""
+    return (*tokenizer.prompt_prefix_ids, *tokenizer.encode(text))
+
+
 def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None) -> Prompt:
     """Return the prompt of a line. Raise ConversationError if it has none."""
     try:
@@ -126,8 +131,7 @@ def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFo
         raise ConversationError("expected an object with the field prompt, a text or messages")
     content = value.pop("prompt")
     if isinstance(content, str):
-        ids = (*tokenizer.prompt_prefix_ids, *tokenizer.encode(content))
-        return Prompt(row, ids, content, value)
+        return Prompt(row, encode_text_prompt(tokenizer, content), content, value)
     if chat_format is None:
         raise ConversationError("the prompt has messages, and the tokenizer no chat template; set task.template")
     # What follows the prompt is the model's: parse it as a conversation with an answer.

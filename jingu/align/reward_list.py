@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -23,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from jingu.align.prompt_set import encode_text_prompt
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
 from jingu.config.sections.rewards import (
     HttpReward,
@@ -192,11 +194,13 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
 
 
 class Worker:
-    """A process that computes rewards; see `jingu.align.reward_worker`. It starts with the first request."""
+    """A process that computes rewards; see `jingu.align.reward_worker`. It starts with the first request, and ends
+    with the last reference to this object if nobody closes it before."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)
         self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
         """Return the values of answers. After a timeout the process is ended, and the next request starts another.
@@ -210,7 +214,8 @@ class Worker:
             self.ask(settings, columns, [], START_SECONDS)
         request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
         try:
-            reply = self._executor.submit(self._exchange, json.dumps(request) + "\n").result(timeout)
+            process = self._start()
+            reply = self._executor.submit(_exchange, process, json.dumps(request) + "\n").result(timeout)
         except FutureTimeoutError:
             self.close()
             raise TimeoutError from None
@@ -218,30 +223,42 @@ class Worker:
             raise JinguError(f"{reply['error']}.", where=f"the reward {settings.type}", fix="Correct the reward.")
         return list(reply["scores"])
 
-    def _exchange(self, line: str) -> dict[str, Any]:
+    def _start(self) -> subprocess.Popen[str]:
+        """Return the process, which this starts if there is none."""
         if self._process is None:
             command = [sys.executable, "-m", "jingu.align.reward_worker"]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            return dict(json.loads(process.stdout.readline()))
-        except (OSError, ValueError):
-            return {"error": f"its process ended with exit code {process.wait()}"}
+            self._end = weakref.finalize(self, _end_process, self._process)
+        return self._process
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(OSError), process:
-            process.wait()
+        self._process = None
+        self._end()
+
+
+# Neither function may refer to the worker, which would then never be collected.
+
+
+def _exchange(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
+    """Send a line to a worker's process and return its reply."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+        return dict(json.loads(process.stdout.readline()))
+    except (OSError, ValueError):
+        return {"error": f"its process ended with exit code {process.wait()}"}
+
+
+def _end_process(process: subprocess.Popen[str]) -> None:
+    """End a worker's process and its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(OSError), process:
+        process.wait()
 
 
 class FunctionScorer:
@@ -321,7 +338,7 @@ class ModelScorer:
 
         values: Values = []
         for answer in answers:
-            prompt_ids = answer.get("prompt_ids") or self._tokenizer.encode(answer["prompt"])
+            prompt_ids = answer.get("prompt_ids") or encode_text_prompt(self._tokenizer, answer["prompt"])
             tokens_BT = torch.tensor([[*prompt_ids, *answer["completion_ids"]]])
             values += self._model(tokens_BT, loss=head).tolist()
         return values

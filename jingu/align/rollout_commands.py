@@ -101,7 +101,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _rollout_answer(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
     """Return a line of a rollout as rewards see it."""
-    return {**prompt.columns, "prompt": prompt.text, "completion": row["text"], "completion_ids": row["ids"]}
+    answer = {"completion": row["text"], "completion_ids": row["ids"], "prompt_ids": row["prompt_ids"]}
+    return {**prompt.columns, "prompt": prompt.text, **answer}
 
 
 def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def test_ppo_learns_to_sort(critic: str, tmp_path: Path, monkeypatch: pytest.Mon
     example.run_jingu("train", "examples/sort.yaml")
     ppo = {"type": "ppo", "prompts": "build/sort/prompts.jsonl", "prompts_per_step": 64, "answers_per_prompt": 4}
     ppo |= {"max_new_tokens": 8, "rewards": [{"type": "exact"}], "kl": {"type": "none"}}
-    ppo["critic"] = {"type": "separate", "lr": 3e-3} if critic == "separate" else {"type": "shared"}
+    ppo["critic"] = {"type": "separate", "lr_multiplier": 6.0} if critic == "separate" else {"type": "shared"}
     example.run_jingu("train", "examples/grpo.yaml", f"task={json.dumps(ppo)}", "name=ppo", "train.steps=100")
     lines = [json.loads(line) for line in Path("runs/ppo/metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines if line["type"] == "train"]

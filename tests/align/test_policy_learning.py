@@ -158,7 +158,7 @@ def test_layouts_agree(layout: str, make: MakeRun, ranks: RankPool, done: Callab
         assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
 
 
-CRITICS = {"separate": {"type": "separate", "lr": 3e-3}, "shared": {"type": "shared", "weight": 0.5}}
+CRITICS = {"separate": {"type": "separate", "lr_multiplier": 0.3}, "shared": {"type": "shared", "weight": 0.5}}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import sys
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 from pydantic import TypeAdapter
 
@@ -54,6 +56,15 @@ def test_verifiers(settings: dict[str, Any], completion: str, expected: Any, sco
     rewards = build(settings)
     assert rewards.score([answer(completion, expected)]) == [{settings["type"]: score}]
     rewards.close()
+
+
+def test_a_worker_ends_with_the_last_reference() -> None:
+    rewards = build({"type": "regex", "pattern": "a+"})
+    assert rewards.score([answer("a")]) == [{"regex": 1.0}]
+    (process,) = (child for child in psutil.Process().children() if "reward_worker" in " ".join(child.cmdline()))
+    del rewards
+    gc.collect()
+    assert not process.is_running()
 
 
 def test_a_verifier_that_hangs_gives_0_and_goes_on() -> None:

@@ -46,12 +46,12 @@ class SeparateCriticSettings(Settings):
     Attributes:
         model: What it starts from: a run of the task `reward`, or any model with the same tokenizer; null:
             `initialize.from`, or random weights.
-        lr: Its peak learning rate; null: `optimizer.lr`. Schedule and optimizer are those of the run.
+        lr_multiplier: Factor on `optimizer.lr`. Optimizer and schedule are those of the run.
     """
 
     type: Literal["separate"] = "separate"
     model: PathText | None = None
-    lr: AboveZero | None = None
+    lr_multiplier: AboveZero = 1.0
 
 
 class SharedCriticSettings(Settings):
