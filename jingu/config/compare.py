@@ -33,6 +33,7 @@ CHANGEABLE_KEYS = frozenset(
         "train.log_every",
         "train.on_divergence",
         "train.tensorboard",
+        "train.trackers",
         "train.hang_timeout",
         "train.profile",
         "device",

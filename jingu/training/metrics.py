@@ -12,6 +12,7 @@ from jingu.errors import pluralize
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.log import log_warning
 from jingu.training.run import run_write_error
+from jingu.training.trackers import Trackers
 
 
 class MetricsFile:
@@ -20,14 +21,14 @@ class MetricsFile:
     Args:
         resume_step: the last step whose lines stay; None for a new run.
         is_evaluated: whether an evaluation of that step stays, too.
-        tensorboard: folder for the same numbers as TensorBoard events.
+        trackers: get the same numbers.
 
     Raises:
         JinguError: the file cannot be written.
     """
 
     def __init__(
-        self, path: Path, *, resume_step: int | None, is_evaluated: bool = True, tensorboard: Path | None = None
+        self, path: Path, *, resume_step: int | None, is_evaluated: bool = True, trackers: Trackers | None = None
     ) -> None:
         self._path = path
         try:
@@ -38,26 +39,15 @@ class MetricsFile:
             raise run_write_error(error, path) from error
         self._buffer = b""
         self._has_warned = False
-        self._writer: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard hides events from the purged step on, which the run will repeat.
-            purge_step = None if resume_step is None else resume_step + 1
-            self._writer = SummaryWriter(str(tensorboard), purge_step=purge_step)
+        self._trackers = trackers
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line. What the disk does not accept is buffered until the next line, with one warning."""
         record = {"type": kind, "step": step, **{key: _to_json(value) for key, value in values.items()}}
         self._buffer += json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self._flush()
-        if self._writer is None:
-            return
-        for key, value in values.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{kind}/{key}", value, step)
-            elif kind == "sample" and key == "text":
-                self._writer.add_text(str(values.get("prompt")), value, step)
+        if self._trackers is not None:
+            self._trackers.log(kind, values, step)
 
     def _flush(self) -> None:
         try:
@@ -82,8 +72,8 @@ class MetricsFile:
             log_warning(f"{self._path}: the disk is full; {pluralize(lines, 'line')} lost.")
         with contextlib.suppress(OSError):
             self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def _drop_lines_after(path: Path, step: int | None, is_evaluated: bool) -> None:

@@ -200,11 +200,12 @@ def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
             where="train.neftune_alpha",
             fix="Set it to 0.",
         )
-    if config.train.tensorboard and find_spec("tensorboard") is None:
-        raise JinguError(
-            "train.tensorboard is on, but the tensorboard package is not installed.",
-            fix="Install it (`pip install tensorboard`), or set train.tensorboard=false.",
-        )
+    packages: dict[str, str] = {name: f"train.trackers={name}" for name in config.train.trackers}
+    packages |= {"tensorboard": "train.tensorboard"} if config.train.tensorboard else {}
+    for name, setting in packages.items():
+        if find_spec(name) is None:
+            what = f"{setting} is on, but the {name} package is not installed."
+            raise JinguError(what, fix=f"Install it (`pip install {name}`), or leave out the setting.")
 
 
 def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:

@@ -50,6 +50,7 @@ from jingu.training.precision import choose_precision
 from jingu.training.run import Run
 from jingu.training.task import TaskFactory
 from jingu.training.throughput import ThroughputMeter, training_flops_per_token
+from jingu.training.trackers import Trackers
 
 # Time to compile the blocks and the loss of a model on CPU; docs/log.md has the measurements.
 COMPILE_SECONDS = 30.0
@@ -169,10 +170,10 @@ def _open_metrics(run: Run, ranks: RankInfo, progress: Progress, start: dict[str
         yield lambda *_, **__: None
         return
     step = progress.step or None
-    tensorboard = run.folder / "tensorboard" if run.config.train.tensorboard else None
+    trackers = Trackers(run.folder, run.config, step)
     is_evaluated = not progress.evaluation_due
     with MetricsFile(
-        run.folder / "metrics.jsonl", resume_step=step, is_evaluated=is_evaluated, tensorboard=tensorboard
+        run.folder / "metrics.jsonl", resume_step=step, is_evaluated=is_evaluated, trackers=trackers
     ) as metrics:
         metrics.write("start", progress.step, **start, resumed_from=step)
         yield metrics.write

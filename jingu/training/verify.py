@@ -231,7 +231,13 @@ def short_run_overrides(folder: Path, name: str, steps: int, precision: str) -> 
     """Return overrides for a run that saves what is compared, at every step."""
     return [
         *(f"runs_dir={folder}", f"name={name}", f"precision={{type: {precision}}}"),
-        *(f"train.steps={steps}", "train.log_every=1", "train.compile=false", "train.tensorboard=false"),
+        *(
+            f"train.steps={steps}",
+            "train.log_every=1",
+            "train.compile=false",
+            "train.tensorboard=false",
+            "train.trackers=[]",
+        ),
         # Clipping would spread one wrong gradient over all; the norm is compared by itself.
         "train.max_grad_norm=null",
         *("checkpoint.every=1", f"checkpoint.keep_last={steps}"),

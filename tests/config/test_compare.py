@@ -73,6 +73,7 @@ def test_another_type_is_told_without_the_keys_that_only_one_has(tmp_path: Path)
         "train.activation_checkpointing.type=full",
         "train.log_every=1",
         "train.tensorboard=true",
+        "train.trackers=[wandb]",
         "evaluation.every=7",
         "evaluation.sample_prompts=[a]",
         "checkpoint.every=7",

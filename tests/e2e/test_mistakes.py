@@ -157,8 +157,10 @@ def test_missing_tensorboard(error_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert error_of({"train.tensorboard": True}) == (
         "jingu: train.tensorboard is on, but the tensorboard package is not installed. Install it (`pip install "
-        "tensorboard`), or set train.tensorboard=false."
+        "tensorboard`), or leave out the setting."
     )
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    assert "train.trackers=mlflow is on, but the mlflow package" in error_of({"train.trackers": ["mlflow"]})
 
 
 def test_missing_gpu(error_of, monkeypatch):

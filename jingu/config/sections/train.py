@@ -242,6 +242,8 @@ class TrainSettings(Settings):
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
+        trackers: Services that also receive the numbers of metrics.jsonl: wandb, mlflow (their packages are needed, and
+            their own settings say where they send them).
         hang_timeout: Seconds (or 10 steps, if they take longer) after which a run of several ranks that stands still
             is ended, and the rank at fault named; null: never.
     """
@@ -256,6 +258,7 @@ class TrainSettings(Settings):
     on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
     tensorboard: bool = False
+    trackers: list[Literal["wandb", "mlflow"]] = []
     hang_timeout: Annotated[float, Field(gt=0)] | None = 60.0
     profile: ProfileSettings = ProfileSettings()
 

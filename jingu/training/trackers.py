@@ -1,0 +1,143 @@
+"""Services that show the numbers of a run beside `metrics.jsonl`: TensorBoard, W&B and MLflow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from jingu.config.compare import flatten
+from jingu.config.load import dump_yaml
+from jingu.config.schema import RunConfig
+from jingu.runtime.files import write_text_atomically
+from jingu.runtime.log import log_warning
+
+
+class Tracker(Protocol):
+    """Receives the numbers of each line of metrics, and the samples."""
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None: ...
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Writes events into the run's folder."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides events from the purged step on, which the run will repeat.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        self._writer.add_text(prompt, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Sends numbers to W&B, whose own settings say where to. A run that resumes goes on in the same run there."""
+
+    def __init__(self, run_id: str, folder: Path, config: RunConfig) -> None:
+        settings = flatten(config.model_dump(mode="json"))
+        wandb = import_module("wandb")
+        self._run: Any = wandb.init(id=run_id, resume="allow", name=config.name, config=settings, dir=str(folder))
+        # W&B drops what comes with an earlier step, as after a resume, unless the step is a number like the others.
+        self._run.define_metric("*", step_metric="step")
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """Sends numbers to MLflow, whose own settings say where to and to which experiment."""
+
+    def __init__(self, run_id: str | None, config: RunConfig) -> None:
+        self._mlflow: Any = import_module("mlflow")
+        run = self._mlflow.start_run(run_id=run_id, run_name=config.name)
+        self.run_id: str = run.info.run_id
+        if run_id is None:
+            self._mlflow.log_text(dump_yaml(config), "config.yaml")
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        # A slow server does not hold up training.
+        self._mlflow.log_metrics(dict(numbers), step=step, run_id=self.run_id, synchronous=False)
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Trackers:
+    """All trackers of a run. One that fails is left out from then on, with a warning; training goes on.
+
+    Args:
+        resume_step: of the checkpoint from which the run goes on; None for a new run.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig, resume_step: int | None) -> None:
+        self._trackers: dict[str, Tracker] = {}
+        if config.train.tensorboard:
+            self._trackers["tensorboard"] = TensorBoardTracker(folder / "tensorboard", resume_step)
+        # The runs of the services under which this run is known there.
+        path = folder / "trackers.json"
+        ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for name in config.train.trackers:
+            try:
+                if name == "wandb":
+                    ids.setdefault(name, uuid4().hex[:12])
+                    self._trackers[name] = WandbTracker(ids[name], folder, config)
+                else:
+                    self._trackers[name] = tracker = MlflowTracker(ids.get(name), config)
+                    ids[name] = tracker.run_id
+                write_text_atomically(path, json.dumps(ids))
+            except Exception as error:
+                _warn(name, error)
+
+    def log(self, kind: str, values: Mapping[str, Any], step: int) -> None:
+        """Pass on the numbers of a line of metrics, named `kind/key`, and its sample if it is one."""
+        numbers = {
+            f"{kind}/{key}": float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for name, tracker in list(self._trackers.items()):
+            try:
+                if numbers:
+                    tracker.log_numbers(numbers, step)
+                if kind == "sample":
+                    tracker.log_sample(str(values.get("prompt")), str(values.get("text")), step)
+            # Whatever a service raises, it is no reason to end a run.
+            except Exception as error:
+                _warn(name, error)
+                del self._trackers[name]
+
+    def close(self) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                _warn(name, error)
+
+
+def _warn(name: str, error: Exception) -> None:
+    log_warning(f"{name} no longer receives the numbers of this run ({error}). They are in metrics.jsonl.")
