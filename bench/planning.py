@@ -45,7 +45,9 @@ MEGATRON = Software(
     kernels=60,
     overlap=0.0,
 )
-ONEFLOW = replace(MEGATRON, logit_bytes=12.0)
+# OneFlow of 2021 stores fp32 weights and casts them, and gradients in both dtypes, logits and their gradient in fp32,
+# too. Collectives run between products (nccl_use_compute_stream), hidden states travel beside them.
+ONEFLOW = replace(MEGATRON, gradient_bytes=6.0, logit_bytes=10.0, overlaps_sends=True)
 # Eager elementwise operations in fp32; attention by an early Triton kernel.
 FOUNDRY = Software(reduce_bytes=2.0, traffic=2.5)
 # Layers and hidden size of MPT models; a head has 64 or 128 dims.
@@ -69,6 +71,7 @@ class Case:
     Attributes:
         gib: memory of the fullest card, if it was measured.
         nic_gbs: of a card's share of the network, if it is not that of the library.
+        reserved: measured memory as a multiple of the tensors', with fragments; context: GiB of driver and libraries.
     """
 
     work: Workload
@@ -76,6 +79,15 @@ class Case:
     seconds: float
     gib: float | None = None
     nic_gbs: float | None = None
+    reserved: float = 1.0
+    context: float = 0.0
+
+    @property
+    def memory_error(self) -> float | None:
+        """Planned over measured memory, less 1."""
+        if self.gib is None:
+            return None
+        return (fullest_stage(self.work)[1].total / 2**30 * self.reserved + self.context) / self.gib - 1
 
 
 def read_rows(name: str, folder: Path) -> list[Row]:
@@ -225,16 +237,19 @@ def zero_bubble(folder: Path) -> list[Case]:
 
 
 def oneflow(folder: Path) -> list[Case]:
-    """OneFlow's GPT on V100 cards. Its pipelines buffer three to four micro-batches for each stage."""
+    """OneFlow's GPT on V100 cards. Its pipelines buffer three micro-batches a stage, and all stages are equal."""
     cases = []
     for row in read_rows("oneflow_gpt_v100", folder):
         data, tensor, pipeline, batch, micro = whole(row, "dp", "tp", "pp", "gbs", "mbs")
         layers, hidden, heads = whole(row, "layers", "hidden", "heads")
         axes = {"replicate": data, "tensor": tensor, "pipeline": pipeline}
-        software = replace(ONEFLOW, in_flight=7 * pipeline // 2)
-        work = workload(gpt(layers, hidden, heads, 2048), axes, micro, batch, software)
+        software = replace(ONEFLOW, in_flight=3 * pipeline)
+        equal = [layers // pipeline] * pipeline
+        work = workload(gpt(layers, hidden, heads, 2048), axes, micro, batch, software, layers_per_stage=equal)
         # The nodes of this cluster share one link of 100 Gbit/s among eight cards.
-        cases.append(Case(work, "v100-16", float(row["iter_ms"]) / 1e3, float(row["mem_mib"]) / 1024, 12.5 / 8))
+        gib = float(row["mem_mib"]) / 1024
+        # Memory is that of the whole process, with driver and NCCL.
+        cases.append(Case(work, "v100-16", float(row["iter_ms"]) / 1e3, gib, 12.5 / 8, context=0.6))
     return cases
 
 
@@ -263,7 +278,8 @@ def torchtitan(folder: Path) -> list[Case]:
         machine = "h200" if "H200" in row["source"] else "h100-96"
         seconds = work.tokens_per_step / (float(row["tps_gpu"]) * cards)
         gib = float(row["mem_gib"]) if row["mem_gib"] else None
-        cases.append(Case(work, machine, seconds, gib))
+        # torchtitan prints what the allocator has reserved.
+        cases.append(Case(work, machine, seconds, gib, reserved=1.03))
     return cases
 
 
@@ -354,7 +370,7 @@ def run(argument: str = "") -> str:
             other = [measurement(case) for case in load(folder)]
             rows = [measurement(case) for case in sorted(cases, key=split_key)]
             unseen = fitted(rows[:: -(-len(rows) // MAX_FIT)], other) if other else []
-        memory = [fullest_stage(case.work)[1].total / 2**30 / case.gib - 1 for case in cases if case.gib is not None]
+        memory = [error for case in cases if (error := case.memory_error) is not None]
         worst = f"{max(map(abs, memory)):.1%}" if memory else "–"
         middle = f"{median(map(abs, alone)):.1%}"
         cells = [name, str(len(cases)), middle, mean_error(unseen), mean_error(constant_mfu(cases)), mean_error(memory)]

@@ -159,6 +159,11 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         **_gathered(work, stage, parts),
         **_activations(work, stage),
     }
+    if work.accumulation == 1 and work.parallel.offload.type == "none":
+        # Where the only micro-batch's activations end, gradients begin: these take the space of those.
+        before = card["activations"] + card.get("loss", 0.0)
+        share = max(0.0, 1 - card["gradients"] / before)
+        card |= {part: card[part] * share for part in ("activations", "loss") if part in card}
     whole = card.pop("whole gradients", 0.0)
     offloaded = {}
     if work.parallel.offload.type != "none":

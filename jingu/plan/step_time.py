@@ -238,7 +238,8 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
             size *= work.sizes.tensor
         # Each micro-batch crosses a boundary there and back.
         travel = 2 * chunks * _send_seconds(size, groups["pipeline"], machine)
-        terms["pipeline"] = travel * batches
+        computing = time.forward + time.backward if work.software.overlaps_sends else 0.0
+        terms["pipeline"] = max(0.0, travel - computing) * batches
         # The slowest rank waits until its first micro-batch has come through the other ranks, and back.
         others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
         others -= time.forward + time.backward

@@ -119,6 +119,7 @@ class Software:
         kernels: kernels of a block's forward pass that the host launches.
         gathers_per_block: collectives that gather a block's parameters under ZeRO 3.
         overlap: share of the computing time in which gradients and gathered weights travel; 0: none.
+        overlaps_sends: whether hidden states travel between stages during computation.
         expert_imbalance: rows of the fullest expert, as a multiple of the mean.
         product_speed: of products, as a multiple of bf16.
     """
@@ -141,6 +142,7 @@ class Software:
     kernels: int = 30
     gathers_per_block: int = 1
     overlap: float = 0.8
+    overlaps_sends: bool = False
     expert_imbalance: float = 1.0
     product_speed: float = 1.0
 
