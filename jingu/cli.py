@@ -193,6 +193,7 @@ COMMANDS = {
             "--answers", "FILE", expand_path, "rows of prompt, completion and columns (default: the newest rollout)"
         ),
         option("--to", "FILE", expand_path, "write the answers with their rewards"),
+        flag("--best", "write the best answer to each prompt alone, as rows to tune on"),
         run_file=True,
     ),
     "align replay": command(

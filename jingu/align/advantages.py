@@ -41,6 +41,16 @@ def greedy_advantages(reward_PG: Tensor, greedy_P: Tensor) -> Tensor:
     return (reward_PG - greedy_P.unsqueeze(1)).nan_to_num(0.0)
 
 
+def best_advantages(reward_PG: Tensor) -> Tensor:
+    """Return 1 for the best of each group, the first of equals, and 0 for the others and for groups without a
+    difference (RAFT, Dong et al., 2023)."""
+    comparable_PG = reward_PG.nan_to_num(-torch.inf)
+    best_P1 = comparable_PG.argmax(1, keepdim=True)
+    worst_P1 = reward_PG.nan_to_num(torch.inf).amin(1, keepdim=True)
+    differs_P1 = comparable_PG.gather(1, best_P1) > worst_P1
+    return torch.zeros_like(reward_PG).scatter(1, best_P1, differs_P1.to(reward_PG.dtype))
+
+
 def returns_to_go(reward_RT: Tensor, discount: float = 1.0) -> Tensor:
     """Return the discounted sum of the rewards of a token and of those after it."""
     return generalized_advantages(reward_RT, torch.zeros_like(reward_RT), discount, 1.0)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.advantages import (
+    best_advantages,
     generalized_advantages,
     greedy_advantages,
     group_advantages,
@@ -30,6 +31,7 @@ from jingu.align.advantages import (
 )
 from jingu.align.answers import RewardHead
 from jingu.align.critic import SeparateCritic
+from jingu.align.distillation import TeacherDivergence
 from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt, PromptSet, load_prompts
 from jingu.align.reference import check_vocabulary
@@ -103,8 +105,16 @@ class PolicyLearning:
                 raise JinguError(what, where="task.exact", fix="Divide the model by parallel.zero_stage alone.")
             self._row_attention = RowAttention(run.spec, torch.device(mesh.device_type))
         self._reference: ParallelModel | None = None
+        self._divergence: TeacherDivergence | None = None
         if isinstance(settings, DistillationSettings):
             self._reference = _load_reference(run, mesh, settings.teacher, "task.teacher")
+            if settings.beta is not None:
+                if mesh["pipeline"].size() > 1:
+                    what = "the teacher's distributions do not travel through a pipeline."
+                    raise JinguError(what, where="task.beta", fix="Set it to null, or parallel.pipeline=1.")
+                self._divergence = TeacherDivergence(
+                    self._reference, mesh, run.spec.vocab_size, settings.beta, settings.temperature
+                )
         elif settings.penalty is not None:
             self._reference = _load_reference(run, mesh, settings.penalty.reference, "task.kl.reference")
         self._critic: SeparateCritic | None = None
@@ -315,6 +325,8 @@ class PolicyLearning:
                 advantage_PG = leave_one_out_advantages(reward_PG)
             elif settings.advantage == "remax":
                 advantage_PG = greedy_advantages(reward_PG, _rewards_of(greedy))
+            elif settings.advantage == "best":
+                advantage_PG = best_advantages(reward_PG)
             else:
                 advantage_PG = group_advantages(reward_PG, settings.scale)
             advantage_RT = advantage_PG.view(-1, 1) * mask_RT
@@ -407,6 +419,8 @@ class PolicyLearning:
                 assert isinstance(self.settings, PpoSettings)
                 value_BT = self._shared_values(model)(hidden_BTD, weight_VD, batch)
                 loss = torch.stack([loss, *value_loss(batch, value_BT, self.settings.value_clip)])
+            if self._divergence is not None:
+                return self._divergence(model_inputs(batch), hidden_BTD, weight_VD, batch.labels)
             return loss * self._log_probs.share
 
         total: Tensor = model(self._inputs(batch), loss=head)

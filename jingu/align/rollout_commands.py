@@ -29,13 +29,14 @@ from jingu.training.run import Run
 from jingu.training.task import TaskFactory
 
 
-def score(config: RunConfig, answers: Path | None = None, to: Path | None = None) -> int:
+def score(config: RunConfig, answers: Path | None = None, to: Path | None = None, best: bool = False) -> int:
     """Print the mean of each reward of the run over saved answers.
 
     Args:
         answers: JSON Lines of rows with `prompt`, `completion` and columns; or a file of a run's folder `rollouts`, by
             default the newest one of this run.
         to: file for the answers with their rewards.
+        best: write only the best answer to each prompt, as a row of instruction data.
 
     Raises:
         JinguError: the task has no rewards, the file cannot be read, or a reward fails.
@@ -67,12 +68,22 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         audit = " (audit)" if name in rewards.audit_names else ""
         print(f"{name + audit:30} {mean:>10}  {len(numbers):,} of {len(rows):,} answers")
     if to is not None:
-        lines = (
-            json.dumps({**row, "rewards": scores, "reward": total}, ensure_ascii=False)
-            for row, scores, total in zip(rows, parts, totals, strict=True)
-        )
+        scored = [
+            {**row, "rewards": scores, "reward": total} for row, scores, total in zip(rows, parts, totals, strict=True)
+        ]
+        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(scored) if best else scored))
         write_text_atomically(to, "".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the best answer to each prompt, the first of equals, with what instruction tuning reads."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        key = json.dumps(row["prompt"])
+        if row["reward"] is not None and (key not in best or row["reward"] > best[key]["reward"]):
+            best[key] = row
+    return [{name: row[name] for name in ("prompt", "completion", "reward")} for row in best.values()]
 
 
 def _rollout_settings(config: RunConfig) -> RolloutSettings:

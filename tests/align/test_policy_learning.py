@@ -28,6 +28,7 @@ from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.runtime.signals import StopRequest
 from jingu.training.commands import train_on_rank
+from jingu.tune.row_formats import parse_row
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
 from tests.limits import PATIENCE
 from tests.rank_pool import RankPool
@@ -297,6 +298,17 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
     path = folder / "rollouts" / "step_1.jsonl"
     assert score(config, path, tmp_path / "scored.jsonl") == 0
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    # The best answer to each prompt, as a row to tune on.
+    assert score(config, path, tmp_path / "best.jsonl", best=True) == 0
+    best = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    groups = {
+        prompt: [row["reward"] for row in scored if row["prompt"] == prompt]
+        for prompt in dict.fromkeys(row["prompt"] for row in scored)
+    }
+    assert [(row["prompt"], row["reward"]) for row in best] == [
+        (prompt, max(group)) for prompt, group in groups.items()
+    ]
+    assert all(parse_row(row) for row in best)
     assert [row["reward"] for row in scored] == [sample["reward"] for sample in rollout(done(config), 1)]
     assert "length (audit)" in capsys.readouterr().out
     path.write_text(path.read_text().replace('"choice": 0', '"choice": 7', 1))
@@ -317,7 +329,7 @@ def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[
     assert done(config).column("resampled_groups")[0] > 0
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "reinforce++", "remax"])
+@pytest.mark.parametrize("advantage", ["rloo", "reinforce++", "remax", "best"])
 def test_every_baseline_trains(advantage: str, make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
     start = make({"train.steps": 1}, name="start")
     assert train(start) == 0
@@ -362,13 +374,15 @@ def test_models_of_another_vocabulary_are_refused(
             train(make(changes, name=where))
 
 
+@pytest.mark.parametrize("beta", [None, pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_student_comes_closer_to_its_teacher(
-    make: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done]
+    beta: float | None, make: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done]
 ) -> None:
     teacher = tiny_run(name="teacher")
     assert train(teacher) == 0
     task = make().task
     settings = {"type": "distill", "prompts": task.prompts, "teacher": str(done(teacher).folder), "max_new_tokens": 6}
+    settings["beta"] = beta
     changes = {"task": {**settings, "prompts_per_step": 4, "answers_per_prompt": 4}, "train.steps": 20}
     config = make({**changes, "batch.global_batch_size": 16, "optimizer.lr": 1e-2}, name="student")
     assert train(config) == 0
@@ -377,6 +391,26 @@ def test_a_student_comes_closer_to_its_teacher(
     # The advantage is the teacher's log-probability minus the student's; their mean is minus the divergence.
     advantages = [value for sample in rollout(done(config), 1) for value in sample["advantages"]]
     assert sum(advantages) / len(advantages) == pytest.approx(-kl[0])
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("zero3", marks=pytest.mark.slow), "tensor", pytest.param("context", marks=pytest.mark.slow)]
+)
+def test_layouts_agree_on_divergences(
+    layout: str, make: MakeRun, tiny_run: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]
+) -> None:
+    teacher = tiny_run({"train.steps": 2}, name="teacher")
+    assert train(teacher) == 0
+    task = {"type": "distill", "teacher": str(done(teacher).folder), "beta": 0.3, "temperature": 0.9}
+    task |= {"prompts": make().task.prompts, "prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 6}
+    base = {"task": task, "train.steps": 2, "batch.global_batch_size": 16}
+    single = make(base, name="single")
+    assert train(single) == 0
+    world, changes = LAYOUTS[layout]
+    config = make({**base, **changes, "batch.micro_batch_size": 2}, name="divided")
+    assert ranks.run(train_here, world, [config]) == [[0]] * world
+    for name in ("loss", "grad_norm", "kl"):
+        assert done(config).column(name) == pytest.approx(done(single).column(name), rel=1e-9, abs=1e-12), name
 
 
 @pytest.mark.parametrize(

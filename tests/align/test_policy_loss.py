@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jingu.align.advantages import (
+    best_advantages,
     generalized_advantages,
     greedy_advantages,
     group_advantages,
@@ -23,6 +24,7 @@ from jingu.align.advantages import (
     returns_to_go,
     whiten,
 )
+from jingu.align.distillation import generalized_jsd
 from jingu.align.policy_loss import PolicyBatch, batch_loss, importance_weights, kl_loss, loss_denominator, value_loss
 from jingu.config.sections.policies import GrpoSettings, KlSettings
 
@@ -140,6 +142,7 @@ def test_advantages_of_groups_by_hand() -> None:
     assert torch.allclose(scaled_PG[2], plain_PG[2] / (2.0**0.5 + 1e-4))
     left_PG = leave_one_out_advantages(reward_PG)
     assert left_PG[0, 0].item() == pytest.approx(1.0 - (0.0 + 0.0 + 1.0) / 3)
+    assert best_advantages(reward_PG).tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 1.0, 0.0]]
     assert greedy_advantages(reward_PG, torch.tensor([1.0, 0.0, 1.0]).double())[2].tolist() == [1.0, 0.0, 3.0, 0.0]
 
 
@@ -256,3 +259,37 @@ def test_the_loss_of_values_equals_its_formula(clip: float | None) -> None:
     assert torch.allclose(gradient_BT, torch.autograd.grad(expected, value_BT)[0].nan_to_num(0.0), rtol=1e-12)
     assert clipped.item() == (second_BT > first_BT)[mask_BT].sum().item()
     assert bool(clipped > 0) == (clip is not None)
+
+
+# Distillation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_divergences_equal_trl(beta: float) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    generator = torch.Generator().manual_seed(7)
+    student_MV, teacher_MV = 3 * torch.randn(2, 5, 37, generator=generator, dtype=torch.float64)
+    student_MV.requires_grad_()
+    expected = gkd.GKDTrainer.generalized_jsd_loss(student_MV[None], teacher_MV[None], beta=beta, reduction="sum")
+    losses_M, gradient_MV = generalized_jsd(student_MV.detach(), teacher_MV, beta)
+    assert losses_M.sum().item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(gradient_MV, torch.autograd.grad(expected, student_MV)[0], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_divergences_equal_their_formula(beta: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    student_MV, teacher_MV = 3 * torch.randn(2, 5, 37, generator=generator, dtype=torch.float64)
+    student_MV.requires_grad_()
+    p_MV, q_MV = student_MV.softmax(1), teacher_MV.softmax(1)
+    mixture_MV = beta * q_MV + (1 - beta) * p_MV
+    expected_M = beta * (q_MV * (q_MV / mixture_MV).log()).sum(1) + (1 - beta) * (p_MV * (p_MV / mixture_MV).log()).sum(
+        1
+    )
+    if beta in (0.0, 1.0):
+        first_MV, second_MV = (q_MV, p_MV) if beta == 0.0 else (p_MV, q_MV)
+        expected_M = (first_MV * (first_MV / second_MV).log()).sum(1)
+    losses_M, gradient_MV = generalized_jsd(student_MV.detach(), teacher_MV, beta)
+    assert torch.allclose(losses_M, expected_M, rtol=1e-12)
+    assert torch.allclose(gradient_MV, torch.autograd.grad(expected_M.sum(), student_MV)[0], rtol=1e-9, atol=1e-14)

@@ -137,14 +137,17 @@ class PolicySettings(RolloutSettings):
 class DistillationSettings(PolicySettings):
     """On-policy distillation: a teacher judges each token of the model's own answers. The advantage of a token is
     log π_teacher - log π, whose gradient is that of the reverse KL divergence of the next token (Gu et al., 2024;
-    Agarwal et al., 2024).
+    Agarwal et al., 2024). With `beta`, whole distributions are compared rather than sampled tokens.
 
     Attributes:
         teacher: The teacher, with the same tokenizer: a run, a checkpoint, or a Hugging Face folder.
+        beta: Loss: the generalized Jensen-Shannon divergence over the vocabulary (Agarwal et al., 2024); 0: forward KL
+            divergence; 1: reverse KL divergence; 0.5: between both; null: the policy-gradient loss on sampled tokens.
     """
 
     type: Literal["distill"] = "distill"
     teacher: PathText = "runs/teacher"
+    beta: Fraction | None = None
 
 
 class RewardedSettings(PolicySettings):
@@ -202,7 +205,8 @@ class GrpoSettings(RewardedSettings):
         answers_per_prompt: Answers to each prompt, 2 or more: their rewards are compared.
         advantage: group: reward minus the mean of its prompt's answers. rloo: minus the mean of the others (Ahmadian et
             al., 2024). reinforce++: whitened over the batch (Hu, 2025). remax: minus the reward of the greedy answer
-            (Li et al., 2023).
+            (Li et al., 2023). best: 1 for the best answer to a prompt if there is a worse one, 0 for all others:
+            rejection sampling (RAFT, Dong et al., 2023).
         scale: group: divide by the standard deviation of the group; none: as Dr. GRPO (Liu et al., 2025).
         max_resampling: How often groups in which all rewards are equal are replaced by other prompts (dynamic sampling,
             DAPO).
@@ -210,6 +214,6 @@ class GrpoSettings(RewardedSettings):
 
     type: Literal["grpo"] = "grpo"
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
-    advantage: Literal["group", "rloo", "reinforce++", "remax"] = "group"
+    advantage: Literal["group", "rloo", "reinforce++", "remax", "best"] = "group"
     scale: Literal["group", "none"] = "group"
     max_resampling: NonNegative = 0
