@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
@@ -71,6 +72,36 @@ def static_pipeline_stages() -> Iterator[None]:
         yield
     finally:
         setattr(PipelineStage, name, original)
+
+
+@dataclass(frozen=True)
+class _PendingWork:
+    """A call between two ranks, with the tensors that real ones keep alive."""
+
+    work: Any
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@contextmanager
+def hold_sent_tensors() -> Iterator[None]:
+    """Let calls between stages of a pipeline hold their tensors, while inside, as those of real ranks do.
+
+    Schedules keep these calls until the end of a step; those to ranks that do not exist hold nothing.
+    """
+    original = schedules._batch_p2p
+
+    def exchange(operations: list[Any], desc: str | None = None) -> list[Any]:
+        tensors = [operation.tensor for operation in operations]
+        return [_PendingWork(work, tensors) for work in original(operations, desc)]
+
+    schedules._batch_p2p = exchange  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = original
 
 
 def collective_group(operation: Any, arguments: Sequence[Any]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
+from jingu.compat.torch_distributed import hold_sent_tensors, pretend_ranks, static_pipeline_stages
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
 from jingu.model.spec import ModelSpec
@@ -54,7 +54,7 @@ def replay_run(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: 
     """Return what one rank of a run does in a step; the others do not exist."""
     pretend_ranks(rank, ranks)
     try:
-        with static_pipeline_stages():
+        with static_pipeline_stages(), hold_sent_tensors():
             return replay_on_rank(config, spec, precision, ranks)
     finally:
         dist.destroy_process_group()

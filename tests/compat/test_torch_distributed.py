@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,6 +154,19 @@ def mesh_axis_of_calls(rank: int, world: int) -> None:
 
 def test_axis_of_a_collective(ranks: Any) -> None:
     ranks.run(mesh_axis_of_calls, 4)
+
+
+def test_calls_between_stages_hold_what_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = torch.ones(3)
+    waits: list[str] = []
+    work = SimpleNamespace(wait=lambda: waits.append("sent"))
+    monkeypatch.setattr(schedules, "_batch_p2p", lambda operations, desc=None: [work for _ in operations])
+    with compat.hold_sent_tensors():
+        (pending,) = schedules._batch_p2p([SimpleNamespace(tensor=sent)])
+    assert pending.tensors[0] is sent
+    pending.wait()
+    assert waits == ["sent"]
+    assert schedules._batch_p2p([]) == []
 
 
 def test_stages_of_pretended_ranks_do_not_vote() -> None:
