@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,6 +124,8 @@ class Scorer:
         names = self._tokenizer.special_names
         self._start_token = names["bos_token"] or names["eos_token"]
         self._start_id = self._tokenizer.vocab().get(self._start_token, self._tokenizer.eos_token_id)
+        # Continuations of one context follow each other.
+        self._encode_context = lru_cache(maxsize=1)(self._encode)
         self.counts = {"truncated": 0, "empty": 0}
 
     # Text to ids
@@ -139,11 +142,11 @@ class Scorer:
         continuation = context[len(stripped) :] + continuation
         if self._is_encoder_decoder:
             # The engine appends the end token to the context.
-            return self._encode(stripped), self._encode(continuation, with_prefix=False)
+            return self._encode_context(stripped), self._encode(continuation, with_prefix=False)
         if not context:
             ids = self._encode(continuation, with_prefix=False)
             return (self._start_id,), ids[1:] if ids[:1] == (self._start_id,) else ids
-        context_ids = self._encode(stripped)
+        context_ids = self._encode_context(stripped)
         return context_ids, self._encode(stripped + continuation)[len(context_ids) :]
 
     def _truncate(self, context: Ids, room: int) -> Ids:

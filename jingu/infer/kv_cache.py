@@ -22,8 +22,8 @@ from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
 HEAD_DIM_MULTIPLE = 16
-# In place of a chunk's number: all sequences that decode a single token.
-_DECODE = -1
+# In place of a chunk's number: all chunks that can share a group.
+_SHARED = -1
 
 
 @dataclass(eq=False)
@@ -228,16 +228,18 @@ def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, lis
 
     Returns:
         (tokens, spans of keys that they see, members), a member being the number of a chunk and a first position.
-        Sequences that decode share a group; the tokens of a longer chunk have groups of their own.
+        Chunks of equal length share a group, as of sequences that decode; those that are divided, or see themselves
+        in both directions, have groups of their own, one after another.
     """
     groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for number, chunk in enumerate(chunks):
         begin = chunk.first
         last = chunk.first + len(chunk.ids)
+        is_whole = not chunk.bidirectional and begin // KV_SPAN == (last - 1) // KV_SPAN
         while begin < last:
             end = min((begin // KV_SPAN + 1) * KV_SPAN, last)
             keys_end = max(end, chunk.bidirectional.stop) if begin < chunk.bidirectional.stop else end
-            kind = _DECODE if len(chunk.ids) == 1 else number
+            kind = _SHARED if is_whole or len(chunk.ids) == 1 else number
             groups.setdefault((kind, end - begin, -(-keys_end // KV_SPAN)), []).append((number, begin))
             begin = end
     return [(num_tokens, spans, members) for (_, num_tokens, spans), members in groups.items()]
