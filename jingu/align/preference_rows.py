@@ -1,10 +1,11 @@
-"""Rows of preference data: a chosen and a rejected answer to a prompt, or an answer with a label."""
+"""Rows of preference data: a chosen and a rejected answer to a prompt, a ranking, or an answer with a label."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class PreferenceRow:
 
     Attributes:
         kind: the form in which the row was written.
-        answers: the chosen and the rejected one; or a single one.
+        answers: the chosen and the rejected one, or all of a ranking, the best first; or a single one.
+        ranks: of the answers of a ranking; equal ones are not compared.
         is_desirable: the label of a single answer.
         margin: by how much the chosen answer is better, in units of reward.
     """
@@ -43,6 +45,7 @@ class PreferenceRow:
     answers: tuple[Row, ...]
     is_desirable: bool = True
     margin: float = 0.0
+    ranks: tuple[int, ...] = (0, 1)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -55,7 +58,7 @@ class PreferenceRow:
 
 def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -> PreferenceRow:
     """Convert a row of any known form: chosen and rejected answers (texts, messages, or lists of them, with the prompt
-    or without), or an answer with a label in any form that tuning knows.
+    or without), a ranking of such answers, or an answer with a label in any form that tuning knows.
 
     Raises:
         ConversationError: the row has no known form, or a field of it is not as expected.
@@ -63,6 +66,8 @@ def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -
     if not isinstance(value, dict):
         raise ConversationError("expected an object with fields")
     value = rename_columns(value, columns or {})
+    if "ranking" in value:
+        return _parse_ranking(value)
     answers = [name for name in ("chosen", "rejected") if name in value]
     if len(answers) == 1:
         raise ConversationError(f"expected the fields chosen and rejected; it has only {answers[0]}")
@@ -71,7 +76,8 @@ def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -
     label = next((name for name in LABELS if name in value), None)
     if label is None:
         fields = ", ".join(map(str, value)) or "none"
-        raise ConversationError(f"expected the fields chosen and rejected, or {' or '.join(LABELS)}; it has {fields}")
+        known = f"ranking or {' or '.join(LABELS)}"
+        raise ConversationError(f"expected the fields chosen and rejected, or {known}; it has {fields}")
     if value[label] not in (True, False):
         raise ConversationError(f"field {label}: expected true or false")
     row = parse_row({name: item for name, item in value.items() if name != label})
@@ -102,6 +108,30 @@ def _parse_pair(value: JsonObject) -> PreferenceRow:
         except ConversationError as error:
             raise ConversationError(f"field {name}: {error}") from error
     return PreferenceRow(f"{rows[0].kind} pair", tuple(rows), margin=margin)
+
+
+def _parse_ranking(value: JsonObject) -> PreferenceRow:
+    """Return answers from the best to the worst: in the order of the list, or of their `scores`."""
+    answers = value["ranking"]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise ConversationError("field ranking: expected a list of two answers or more")
+    scores = value.get("scores", [-number for number in range(len(answers))])
+    numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
+    if not numbers or len(scores) != len(answers):
+        raise ConversationError("field scores: expected a number for each answer of the ranking")
+    ordered = sorted(set(scores), reverse=True)
+    if len(ordered) < 2:
+        raise ConversationError("field scores: all are equal, so there is nothing to compare")
+    rest = {name: item for name, item in value.items() if name not in ("ranking", "scores")}
+    rows = []
+    ranks = []
+    for rank, answer in sorted(zip(map(ordered.index, scores), answers, strict=True), key=lambda pair: pair[0]):
+        try:
+            rows.append(_parse_answer(rest, answer))
+        except ConversationError as error:
+            raise ConversationError(f"field ranking: {error}") from error
+        ranks.append(rank)
+    return PreferenceRow(f"{rows[0].kind} ranking", tuple(rows), ranks=tuple(ranks))
 
 
 def _common_prefix(first: str, second: str) -> int:
@@ -142,9 +172,15 @@ class TokenizedAnswers(TokenizedRow):
 
     Attributes:
         parts: what is stored beside each id (`encode_part`).
+        best_ids: of the best answer of a ranking, whose pairs are all for training or all for validation.
     """
 
     parts: npt.NDArray[np.int32]
+    best_ids: list[int] | None = None
+
+    @property
+    def split_ids(self) -> list[int]:
+        return self.ids if self.best_ids is None else self.best_ids
 
     @property
     def sidecar(self) -> npt.NDArray[Any]:
@@ -165,10 +201,27 @@ class PreferenceTokenizer(RowTokenizer):
             raise ConversationError(
                 "an answer with a label is no pair; set data.objective.rows=labels and task.type=kto"
             )
+        if self._settings.rows == "labels" and len(row.answers) > 2:
+            raise ConversationError("a ranking does not say which answers are desirable; set data.objective.rows=pairs")
         return row
 
     def tokenize(self, row: PreferenceRow, counts: ReadCounts) -> Sequence[TokenizedRow]:
         parts = [tokenize_row(answer, self.template, self.tokenizer, "last_assistant") for answer in row.answers]
+        if len(parts) < 2:
+            return self._tokenize_answers(row, parts, counts)
+        # Each answer of a ranking is compared with each that is worse (Ouyang et al., 2022).
+        pairs = [
+            (better, worse)
+            for (better, rank), (worse, other) in combinations(zip(parts, row.ranks, strict=True), 2)
+            if rank < other
+        ]
+        answers = [part for pair in pairs for part in self._tokenize_answers(row, pair, counts)]
+        return [replace(part, best_ids=parts[0].ids) for part in answers] if len(parts) > 2 else answers
+
+    def _tokenize_answers(
+        self, row: PreferenceRow, parts: Sequence[TokenizedRow], counts: ReadCounts
+    ) -> list[TokenizedAnswers]:
+        """Return a pair, or a single answer, as what is stored."""
         _check_prompts(parts)
         # Each answer of a pair has one half of a sequence. With labels, every answer is a row of its own.
         is_pair = self._settings.rows == "pairs"

@@ -34,6 +34,11 @@ class TokenizedRow:
     weights: npt.NDArray[Any]
 
     @property
+    def split_ids(self) -> list[int]:
+        """Ids that decide whether the row is for validation."""
+        return self.ids
+
+    @property
     def sidecar(self) -> npt.NDArray[Any]:
         """What is stored beside each id."""
         return self.weights

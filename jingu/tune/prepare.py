@@ -321,7 +321,7 @@ def _encode_unit(
             # Converted at once: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
             sidecars.append(row.sidecar)
-            hashes.append(build.hash_document(ids[-1].tobytes()))
+            hashes.append(build.hash_document(np.array(row.split_ids, dtype).tobytes()))
     counts.documents = len(ids)
     if ids:
         yield EncodedDocuments(

@@ -56,6 +56,25 @@ def test_conversations(row: dict[str, Any]) -> None:
     assert pair.margin == 2
 
 
+def test_a_ranking_is_all_of_its_pairs(tiny_run: MakeRun, tmp_path: Path) -> None:
+    row = parse_preference_row({"prompt": [USER], "ranking": ["C", [message("A")], "B", "D"], "scores": [1, 3, 2.5, 1]})
+    assert [answer.messages[-1].content for answer in row.answers] == ["A", "B", "C", "D"]
+    assert row.ranks == (0, 1, 2, 2)
+    rows: list[dict[str, Any]] = [{"prompt": [USER], "ranking": ["best", "good", "bad"]}]
+    rows.append({"prompt": [USER], "ranking": ["x", "y", "z"], "scores": [1, 2, 1]})
+    config = make(tiny_run, tmp_path, rows)
+    prepare(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    (dataset,) = open_sources(config, tokenizer).sources
+    texts = []
+    for row_tokens, documents in zip(
+        *(getattr(dataset.read(np.arange(5)), name) for name in ("tokens", "documents")), strict=True
+    ):
+        sides = [tokenizer.decode(row_tokens[documents == side].tolist()) for side in (0, 1)]
+        texts.append(tuple(side.split("assistant\n")[1].split("<|im_end|>")[0] for side in sides))
+    assert texts == [("best", "good"), ("best", "bad"), ("good", "bad"), ("y", "x"), ("y", "z")]
+
+
 @pytest.mark.parametrize(
     ("row", "prompt", "answers"),
     [
@@ -89,11 +108,15 @@ def test_labels(row: dict[str, Any], label: str) -> None:
     [
         ([], "expected an object with fields"),
         ({"prompt": "Q", "chosen": "A"}, "it has only chosen"),
-        ({"prompt": "Q", "completion": "A"}, "expected the fields chosen and rejected, or label or kto_tag"),
+        ({"prompt": "Q", "completion": "A"}, "expected the fields chosen and rejected, or ranking or label or kto_tag"),
         ({"prompt": "Q", "completion": "A", "label": "good"}, "field label: expected true or false"),
         ({"prompt": "Q", "chosen": "A", "rejected": ""}, "field rejected: field completion: expected text"),
         ({"prompt": "Q", "chosen": "A", "rejected": 3}, "field rejected: expected a text, a message, or a list"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "x"}, "field margin: expected a number"),
+        ({"prompt": "Q", "ranking": ["A"]}, "field ranking: expected a list of two answers or more"),
+        ({"prompt": "Q", "ranking": ["A", ""]}, "field ranking: field completion: expected text"),
+        ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1]}, "field scores: expected a number for each answer"),
+        ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1, 1]}, "field scores: all are equal"),
         ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
