@@ -19,6 +19,7 @@ from jingu.errors import JinguError
 from jingu.formatting import format_duration, format_number, format_rounded, memory_unit, show_control_characters
 from jingu.report.page import render_page
 from jingu.report.record import Row, RunRecord, get_number, read_run
+from jingu.watch.watchdog import STRAGGLERS
 
 _REFRESH_SECONDS = 2.0
 # The time left follows from so many of the last lines of metrics.
@@ -74,6 +75,8 @@ def render_board(run: Path) -> str:
         lines += ["", text[:_SAMPLE_CHARS]]
     verdicts = sorted(run.glob("log/jingu-watch-*/verdict.txt"), key=lambda path: path.stat().st_mtime)
     lines += ["", verdicts[-1].read_text(encoding="utf-8")] if verdicts else []
+    stragglers = run / "log" / STRAGGLERS
+    lines += ["", *stragglers.read_text(encoding="utf-8").splitlines()[-3:]] if stragglers.exists() else []
     return "\n".join(lines)
 
 

@@ -76,6 +76,13 @@ def check_fp8(device: torch.device) -> None:
         raise JinguError(problem, where="precision.type", fix="Choose bf16.")
 
 
+def card_uuid(device: torch.device) -> str:
+    """Return the identifier of an NVIDIA card as NVML writes it; empty for other devices."""
+    return (
+        f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" and torch.version.cuda else ""
+    )
+
+
 def device_module(device: torch.device) -> Any:
     """Return PyTorch's module for a type of device, such as torch.cuda."""
     return torch.get_device_module(device)

@@ -148,6 +148,7 @@ def train_on_rank(
 
         def on_model(model: ParallelModel) -> None:
             model.activity = activity
+            activity.set_stage(model.rank)
             if tracer is not None:
                 tracer.attach(model)
 

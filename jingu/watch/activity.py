@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from jingu.compat.torch_distributed import process_groups, recorded_collectives
+from jingu.runtime.device import card_uuid
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
 from jingu.runtime.signals import EXIT_STALLED
-from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, SLOT_BYTES, start_time
+from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, SLOT_BYTES, STAGE, STAGE_OFFSET, start_time
 
 # Calls of each process group that a report keeps: enough to find the first one in which ranks differ.
 REPORTED_CALLS = 200
@@ -66,6 +67,11 @@ class Activity:
         OPERATION.pack_into(
             self._slot, 0, self._changes, phase.encode(), self._step, micro_batch, peer, time.monotonic()
         )
+
+    def set_stage(self, stage: int) -> None:
+        """Record the rank's stage of the pipeline: what it computes is compared with others of that stage."""
+        if self._slot is not None:
+            STAGE.pack_into(self._slot, STAGE_OFFSET, stage)
 
 
 @contextmanager
@@ -123,6 +129,7 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
             "pid": os.getpid(),
             "start_time": start_time(os.getpid()),
             "thread": f"{threading.main_thread().ident:016x}",
+            "card": card_uuid(ranks.device),
         }
         write_text_atomically(slots / f"{name}.json", json.dumps(process))
         reporter = _Reporter(slot, slots / f"{name}.calls")

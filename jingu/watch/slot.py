@@ -15,7 +15,10 @@ BEAT = struct.Struct("=d")
 # Offset of the byte in which the watchdog leaves a command, and the commands.
 COMMAND = OPERATION.size + BEAT.size
 LISTEN, REPORT, EXIT = range(3)
-SLOT_BYTES = COMMAND + 1
+# The rank's stage of the pipeline, which stays the same.
+STAGE = struct.Struct("=q")
+STAGE_OFFSET = COMMAND + 1
+SLOT_BYTES = STAGE_OFFSET + STAGE.size
 
 # Phases of a rank, and how messages call them.
 PHASES = {

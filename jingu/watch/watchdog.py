@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from jingu.runtime.files import write_text_atomically
+from jingu.watch.pace import PaceMeter
 from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, UNTIMED_PHASES, process_state
 from jingu.watch.verdict import RankReport, find_difference, judge
 
@@ -41,6 +42,10 @@ _NODE_SECONDS = 10.0
 _EXIT_SECONDS = 3.0
 # The thread of a rank runs twice a second; without a sign for so long, a call holds the interpreter's lock.
 _SILENT_SECONDS = 5.0
+# The shortest window in which ranks are compared.
+_MIN_WINDOW = 1.0
+# File beside the run's log, with a line for each straggler.
+STRAGGLERS = "stragglers.txt"
 
 
 @dataclass
@@ -129,6 +134,9 @@ class Watchdog:
         self._last_step = (0, 0.0)
         self._step_seconds: list[float] = []
         self._has_ended = False
+        # Paces are compared while training goes on; three windows are as long as it may stand still.
+        exchange = folder if world > len(self._ranks) else None
+        self._pace = PaceMeter(self._ranks, exchange, max(_MIN_WINDOW, timeout / 3))
         # The first ranks that ended with an error; the others follow.
         self._first_dead: list[int] = []
 
@@ -145,6 +153,7 @@ class Watchdog:
         while verdict is None and not self._has_ended:
             time.sleep(_POLL_SECONDS)
             verdict = self.look()
+        self._pace.close()
         return verdict
 
     def look(self) -> str | None:
@@ -156,11 +165,21 @@ class Watchdog:
             self._has_ended = True
             return self._judge_the_dead() if running else None
         self._measure_steps(running)
+        if len(running) == len(self._ranks) and not dead and not self._is_beginning():
+            self._announce(self._pace.look())
         deadline = self._deadline()
         if dead:
             deadline = min(deadline, _SECONDS_AFTER_DEATH)
         idle_seconds = self._idle_seconds(running)
         return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
+
+    def _announce(self, sentences: list[str]) -> None:
+        """Print sentences about stragglers, and keep them beside the run's log."""
+        for sentence in sentences:
+            print(f"jingu: {sentence}", file=sys.stderr, flush=True)
+        if sentences:
+            with suppress(OSError), (self._folder.parent / STRAGGLERS).open("a", encoding="utf-8") as file:
+                file.writelines(f"{sentence}\n" for sentence in sentences)
 
     def _measure_steps(self, ranks: list[LocalRank]) -> None:
         step = max(rank.operation[2] for rank in ranks)

@@ -122,11 +122,11 @@ def run_rank(rank: int, store: str, folder: str, fault: Callable[[Rank], None]) 
 
 
 @contextmanager
-def start_ranks(folder: Path, fault: Callable[[Rank], None]) -> Iterator[list[Any]]:
+def start_ranks(folder: Path, fault: Callable[[Any], None], run: Callable[..., None] = run_rank) -> Iterator[list[Any]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["jingu.training.commands"])
     arguments = (str(folder / "store"), str(folder), fault)
-    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+    processes = [context.Process(target=run, args=(rank, *arguments)) for rank in range(WORLD)]
     for process in processes:
         process.start()
     try:

@@ -1,0 +1,226 @@
+"""Stragglers: ranks that compute for longer than their peers, or wait longer for data, while training goes on.
+
+What counts is the time in which a process runs, or waits for a core: in a collective it sleeps. On GPUs, whose work the
+host does not see, it is the clock of the card, as NVML tells it where pynvml is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from jingu.runtime.files import write_text_atomically
+from jingu.watch.slot import STAGE, STAGE_OFFSET, UNTIMED_PHASES
+
+if TYPE_CHECKING:
+    from jingu.watch.watchdog import LocalRank
+
+# A straggler takes so much longer than its peers, in so many windows in a row, and so large a share of a step.
+SLOW_RATIO = 1.2
+_WINDOWS = 3
+_SHARE_OF_STEP = 0.05
+# The clock of a slow card, beside those of its peers.
+_SLOW_CLOCK = 0.85
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a rank did in a window, in seconds of a step.
+
+    Attributes:
+        stage: of the pipeline; peers have the same one.
+        step: duration of a step.
+        compute: time in which the process ran, or waited for a core; 0 on a GPU.
+        core: the part of it in which it waited for a core.
+        data: time in which it read data.
+        clock: of the card in MHz; 0: unknown.
+    """
+
+    rank: int
+    host: str
+    stage: int
+    step: float
+    compute: float = 0.0
+    core: float = 0.0
+    data: float = 0.0
+    clock: float = 0.0
+
+
+def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
+    """Return a sentence if a rank is a straggler among its peers; None if it is not, or has no peers."""
+    peers = [pace for pace in paces if pace.stage == own.stage and pace.rank != own.rank]
+    if not peers:
+        return None
+
+    def usual(field: str) -> float:
+        return median(getattr(pace, field) for pace in peers)
+
+    place = f"rank {own.rank} ({own.host})"
+    clock = f"Its clock is {own.clock:,.0f} MHz (others {usual('clock'):,.0f})."
+    is_slow_clock = 0 < own.clock < _SLOW_CLOCK * usual("clock")
+    # The cause may be the disk or its own code that reads: waiting for data is no computation.
+    excess = own.data - usual("data")
+    if excess > _SHARE_OF_STEP * own.step and own.data > SLOW_RATIO * usual("data"):
+        return (
+            f"{place} waits for data for {own.data:.3g} s of a step (its peers: {usual('data'):.3g} s): "
+            f"{excess / own.step:.0%} of the run's time."
+        )
+    excess = own.compute - usual("compute")
+    if excess > _SHARE_OF_STEP * own.step and own.compute > SLOW_RATIO * usual("compute"):
+        text = f"{place} computes {own.compute / usual('compute'):.2f} times as long as its peers: "
+        text += f"{excess / own.step:.0%} of the run's time."
+        if is_slow_clock:
+            return f"{text} {clock}"
+        if own.core - usual("core") > excess / 2:
+            return f"{text} It waits for cores that other processes use."
+        return text
+    return f"{place} has a slow card. {clock}" if is_slow_clock else None
+
+
+@dataclass
+class _Reading:
+    """Totals of a rank at the begin of a window."""
+
+    step: int
+    seconds: float
+    core_seconds: float
+    looks: int = 0
+    data_looks: int = 0
+
+
+class PaceMeter:
+    """Measures the ranks of one node in windows, and compares them with their peers on all nodes.
+
+    Args:
+        folder: in which the watchdogs of several nodes exchange what they measure; None: there is one node.
+        window: seconds.
+    """
+
+    def __init__(self, ranks: Sequence[LocalRank], folder: Path | None, window: float) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._window = window
+        self._cards = [_open_card(rank.process.get("card", "")) for rank in ranks]
+        self._slow_windows = dict.fromkeys((rank.process["rank"] for rank in ranks), 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._start = time.monotonic()
+        self._is_disturbed = False
+        self._readings = [self._read(rank) for rank in self._ranks]
+
+    @staticmethod
+    def _read(rank: LocalRank) -> _Reading:
+        run, core = _process_seconds(rank.process["pid"])
+        return _Reading(rank.operation[2], run, core)
+
+    def look(self) -> list[str]:
+        """Look at the ranks once. Returns sentences about new stragglers, at the end of a window."""
+        phases = [rank.operation[1] for rank in self._ranks]
+        for phase, reading in zip(phases, self._readings, strict=True):
+            reading.looks += 1
+            reading.data_looks += phase == "data"
+        # Only the first rank writes checkpoints and samples.
+        self._is_disturbed = self._is_disturbed or any(phase in (*UNTIMED_PHASES, "failed") for phase in phases)
+        seconds = time.monotonic() - self._start
+        steps = self._ranks[0].operation[2] - self._readings[0].step
+        if seconds < self._window or steps < _STEPS:
+            return []
+        paces = [] if self._is_disturbed else self._measure(seconds)
+        self._begin()
+        return self._judge(paces)
+
+    def _measure(self, seconds: float) -> list[Pace]:
+        paces = []
+        for rank, card, before in zip(self._ranks, self._cards, self._readings, strict=True):
+            after = self._read(rank)
+            steps = max(1, after.step - before.step)
+            stage = STAGE.unpack_from(rank.slot, STAGE_OFFSET)[0]
+            paces.append(
+                Pace(
+                    rank.process["rank"],
+                    rank.process["host"],
+                    stage,
+                    seconds / steps,
+                    0.0 if rank.process.get("card") else (after.seconds - before.seconds) / steps,
+                    (after.core_seconds - before.core_seconds) / steps,
+                    before.data_looks / before.looks * seconds / steps,
+                    _read_clock(card),
+                )
+            )
+        return paces
+
+    def _judge(self, own: Sequence[Pace]) -> list[str]:
+        paces = self._exchange(own)
+        sentences = []
+        for pace in own:
+            sentence = describe_straggler(pace, paces)
+            count = self._slow_windows[pace.rank] = 0 if sentence is None else self._slow_windows[pace.rank] + 1
+            if sentence is not None and count == _WINDOWS:
+                sentences.append(f"Straggler: {sentence}")
+        return sentences
+
+    def _exchange(self, own: Sequence[Pace]) -> list[Pace]:
+        """Return the latest paces of all nodes."""
+        if self._folder is None or not own:
+            return list(own)
+        paces = []
+        with suppress(OSError, ValueError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self._file(), json.dumps([asdict(pace) for pace in own]))
+            for path in sorted(self._folder.glob("pace-*.json")):
+                paces += [Pace(**pace) for pace in json.loads(path.read_text(encoding="utf-8"))]
+        return paces
+
+    def _file(self) -> Path:
+        assert self._folder is not None
+        return self._folder / f"pace-{self._ranks[0].process['rank']:05d}.json"
+
+    def close(self) -> None:
+        """Remove what the nodes have exchanged."""
+        if self._folder is not None:
+            with suppress(OSError):
+                self._file().unlink(missing_ok=True)
+                self._folder.rmdir()  # fails while another node, or a verdict, has a file there
+
+
+def _process_seconds(pid: int) -> tuple[float, float]:
+    """Return for how long the threads of a process have run or waited for a core, and for how long they waited."""
+    run = wait = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):
+            own_run, own_wait, _ = map(int, path.read_text(encoding="utf-8").split())
+            run += own_run
+            wait += own_wait
+    return (run + wait) / 1e9, wait / 1e9
+
+
+def _open_card(uuid: str) -> Any:
+    """Return NVML's handle of a card; None if there is none, or no pynvml."""
+    if not uuid or find_spec("pynvml") is None:
+        return None
+    nvml = import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+
+
+def _read_clock(card: Any) -> float:
+    if card is None:
+        return 0.0
+    nvml = import_module("pynvml")
+    try:
+        return float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))
+    except nvml.NVMLError:
+        return 0.0

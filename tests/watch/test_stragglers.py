@@ -1,0 +1,157 @@
+"""Stragglers on real ranks and in made-up measurements: who is named, for what cause, and who is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from jingu.runtime.ranks import RankInfo
+from jingu.watch import pace as pace_module
+from jingu.watch.activity import Activity, _open_slot, watch_rank
+from jingu.watch.pace import Pace, PaceMeter, describe_straggler
+from jingu.watch.watchdog import STRAGGLERS, Watchdog
+from tests.limits import PATIENCE
+from tests.watch.test_hangs import CULPRIT, WORLD, start_ranks
+
+USUAL = Pace(0, "node0", 0, step=1.0, compute=0.6, core=0.1, data=0.01, clock=1980.0)
+
+
+def describe(stage: int = 0, **changes: float) -> str | None:
+    """The sentence about rank 3 of four, of which the others are alike; rank 4 is of another stage."""
+    own = replace(USUAL, rank=3, host="node1", stage=stage, **changes)
+    peers = [replace(USUAL, rank=rank) for rank in range(3)]
+    return describe_straggler(own, [*peers, own, replace(USUAL, rank=4, stage=1, compute=9.0)])
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.5, 2.0])
+def test_slow_compute_is_named_with_its_cost(factor):
+    text = describe(compute=0.6 * factor)
+    assert text == (
+        f"rank 3 (node1) computes {factor:.2f} times as long as its peers: {0.6 * factor - 0.6:.0%} of the run's time."
+    )
+
+
+def test_causes_are_named_where_they_are_known():
+    assert (describe(compute=0.9, clock=1050.0) or "").endswith(" Its clock is 1,050 MHz (others 1,980).")
+    assert (describe(compute=0.9, core=0.35) or "").endswith(" It waits for cores that other processes use.")
+    text = "rank 3 (node1) waits for data for 0.3 s of a step (its peers: 0.01 s): 29% of the run's time."
+    assert describe(data=0.3) == text
+    # Of a card only the clock is known.
+    assert describe(compute=0.0, clock=1050.0) == (
+        "rank 3 (node1) has a slow card. Its clock is 1,050 MHz (others 1,980)."
+    )
+
+
+def test_what_is_usual_is_no_straggler():
+    assert describe() is None and describe(compute=0.7) is None and describe(compute=0.1) is None
+    # A ratio of little is little, another stage may take longer, and a single rank has no peers.
+    assert describe(compute=0.64, step=1.0) is None and describe(data=0.04) is None
+    assert describe_straggler(USUAL, [USUAL, replace(USUAL, rank=1, stage=1, compute=0.1)]) is None
+
+
+@pytest.fixture
+def watchdog(tmp_path, monkeypatch) -> Any:
+    """A watchdog of this process as the only rank of its node, and the rank's record."""
+    monkeypatch.setattr(pace_module, "_process_seconds", lambda _: (time.monotonic(), 0.0))
+    slots = tmp_path / "slots"
+    slots.mkdir()
+    with _open_slot(slots, RankInfo(2, 4, torch.device("cpu"), "node1")) as slot:
+        yield slots, Activity(slot)
+
+
+def test_nodes_exchange_their_paces_and_name_a_straggler_once(watchdog, tmp_path):
+    slots, activity = watchdog
+    ranks = Watchdog(slots, tmp_path, 4, 60.0)._ranks
+    folder = tmp_path / "exchange"
+    meter = PaceMeter(ranks, folder, window=0.0)
+    activity.set_stage(1)
+    peers = [Pace(rank, "node0", stage, 1.0, compute=1e-9) for rank, stage in ((0, 0), (1, 1), (3, 1))]
+    folder.mkdir()
+    (folder / "pace-00000.json").write_text(json.dumps([asdict(peer) for peer in peers]))
+    said = []
+    for step in range(0, 50, 5):
+        activity.enter("micro-batch", step)
+        said += meter.look()
+    assert len(said) == 1 and said[0].startswith("Straggler: rank 2 (node1) computes ")
+    # A window with a checkpoint in it says nothing.
+    activity.enter("save", 60)
+    assert meter.look() == []
+    meter.close()
+    assert [path.name for path in folder.iterdir()] == ["pace-00000.json"]
+
+
+def test_clock_of_a_card_by_nvml(monkeypatch):
+    module: Any = ModuleType("pynvml")
+    module.__spec__ = ModuleSpec("pynvml", None)
+    module.NVMLError = RuntimeError
+    module.NVML_CLOCK_SM = 1
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetHandleByUUID = {"GPU-1": "handle"}.__getitem__
+    module.nvmlDeviceGetClockInfo = lambda handle, kind: {("handle", 1): 1050}[handle, kind]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert pace_module._read_clock(pace_module._open_card("GPU-1")) == 1050.0
+    assert pace_module._read_clock(pace_module._open_card("")) == 0.0
+
+
+def compute_slowly(rank: int) -> None:
+    burn(1.5 if rank == CULPRIT else 1.0)
+
+
+def read_slowly(rank: int) -> None:
+    if rank == CULPRIT:
+        time.sleep(0.05)
+
+
+def burn(factor: float) -> None:
+    for _ in range(int(300_000 * factor)):
+        pass
+
+
+def run_rank(rank: int, store: str, folder: str, fault: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=timedelta(seconds=PATIENCE)
+    )
+    os.dup2(os.open(f"{folder}/output", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    ranks = RankInfo(rank, WORLD, torch.device("cpu"), "node")
+    is_named = torch.zeros(1)
+    with watch_rank(Path(folder) / "log", ranks, 1.0) as activity:
+        for step in range(1_000_000):
+            activity.enter("data", step)
+            if fault is read_slowly:
+                fault(rank)
+            activity.enter("micro-batch")
+            if fault is compute_slowly:
+                fault(rank)
+            activity.enter("gradients")
+            is_named.fill_((Path(folder) / "log" / STRAGGLERS).exists())
+            dist.all_reduce(is_named)
+            if is_named.item():
+                break
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "words"), [(compute_slowly, "computes 1."), (read_slowly, "waits for data for 0.0")])
+def test_a_slow_rank_is_named_while_training_goes_on(tmp_path, fault, words):
+    (tmp_path / "log").mkdir()
+    with start_ranks(tmp_path, fault, run_rank) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+        assert [process.exitcode for process in processes] == [0] * WORLD
+    text = (tmp_path / "log" / STRAGGLERS).read_text()
+    assert f"Straggler: rank 2 (node) {words}" in text and text in (tmp_path / "output").read_text().replace(
+        "jingu: ", ""
+    )
