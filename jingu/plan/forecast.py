@@ -64,6 +64,10 @@ class Forecast:
         return self.step * self.steps / 86400
 
     @property
+    def card_hours(self) -> float:
+        return self.days * 24 * self.work.ranks
+
+    @property
     def spare(self) -> float:
         """Bytes of the card that are left; below zero, the run does not fit."""
         return self.machine.usable_bytes - self.memory.total
@@ -267,16 +271,15 @@ def print_clusters(forecasts: Sequence[Forecast], deadline: float | None = None)
         deadline: days within which the run must end; of the clusters that need longer, none is the smallest.
     """
     in_time = [result for result in forecasts if deadline is None or result.days <= deadline]
-    hours = {result.work.ranks: result.days * 24 * result.work.ranks for result in in_time}
+    hours = {result.work.ranks: result.card_hours for result in in_time}
     rows = []
     for result in forecasts:
         ranks = result.work.ranks
-        card_hours = result.days * 24 * ranks
         notes = ["too slow"] * (ranks not in hours)
         notes += ["smallest"] * (ranks == min(hours, default=0))
         notes += ["cheapest"] * (ranks == min(hours, key=lambda ranks: hours[ranks], default=0))
-        price = "" if result.price is None else f"{card_hours * result.price:,.0f}"
-        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{card_hours:,.0f}", price)
+        price = "" if result.price is None else f"{result.card_hours * result.price:,.0f}"
+        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{result.card_hours:,.0f}", price)
         rows.append((*cells, ", ".join(notes), describe_layout(result.work)))
     print_table(("cards", "step s", "days", "card-hours", "price", "", "layout"), rows, range(5))
 

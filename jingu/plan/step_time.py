@@ -91,10 +91,26 @@ def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
     return max((flops + rates.half_gflop * 1e9) / peak, moved / (machine.memory_gbs * rates.memory * 1e9))
 
 
-def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of all products of a part: of a forward pass, and of a backward pass."""
+@dataclass(frozen=True)
+class Product:
+    """A product of a forward pass: tokens times a rank's part of a matrix.
+
+    Attributes:
+        shape: of the part; experts first.
+        moved: bytes of operands and results.
+    """
+
+    shape: tuple[int, ...]
+    flops: float
+    moved: float
+    seconds: float
+    is_trained: bool
+
+
+def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product]:
+    """Return the products of a part for one micro-batch."""
     sizes, spec, soft = work.sizes, work.spec, work.software
-    forward = backward = 0.0
+    result = []
     for weight in part.weights:
         if not weight.is_product:
             continue
@@ -109,9 +125,17 @@ def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tup
         flops = 2.0 * rows * outputs * inputs * count
         moved = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
         seconds = _matmul_seconds(flops / soft.product_speed, moved, machine)
-        forward += seconds
+        result.append(Product((*shape[:-1], inputs), flops, moved, seconds, weight.is_trained))
+    return result
+
+
+def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of all products of a part: of a forward pass, and of a backward pass."""
+    forward = backward = 0.0
+    for product in products(part, work, machine):
+        forward += product.seconds
         # The gradient of inputs, and that of weights, if they are trained.
-        backward += seconds * (1 + weight.is_trained)
+        backward += product.seconds * (1 + product.is_trained)
     return forward, backward
 
 
@@ -231,13 +255,8 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     terms["data"] = data_seconds(work, slowest, time, machine)
     terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     if ranks > 1:
-        groups = place_groups(work, machine)
-        chunks = stages_per_rank(work.parallel)
-        size = work.tokens / work.sizes.tensor * work.spec.hidden_size * work.software.compute_bytes
-        if not work.software.sequence_parallel:
-            size *= work.sizes.tensor
         # Each micro-batch crosses a boundary there and back.
-        travel = 2 * chunks * _send_seconds(size, groups["pipeline"], machine)
+        travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
         computing = time.forward + time.backward if work.software.overlaps_sends else 0.0
         terms["pipeline"] = max(0.0, travel - computing) * batches
         # The slowest rank waits until its first micro-batch has come through the other ranks, and back.
@@ -247,7 +266,12 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     return terms
 
 
-def _send_seconds(size: float, group: Neighbors, machine: Machine) -> float:
+def boundary_seconds(work: Workload, machine: Machine) -> float:
+    """Return the seconds in which a micro-batch's hidden states cross a boundary of the pipeline."""
+    size = work.tokens / work.sizes.tensor * work.spec.hidden_size * work.software.compute_bytes
+    if not work.software.sequence_parallel:
+        size *= work.sizes.tensor
+    group = place_groups(work, machine)["pipeline"]
     near = group.in_node == group.ranks
     rates = machine.efficiency
     bandwidth = machine.link_gbs * rates.link if near else machine.nic_gbs * rates.nic

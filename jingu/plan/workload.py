@@ -6,7 +6,6 @@ sharding table says how its parameters are divided.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -191,13 +190,18 @@ class Workload:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """What each rank of the pipeline holds; equal ones once, of which the first has the most in flight."""
+        return _merge_stages(self.rank_stages)
+
+    @property
+    def rank_stages(self) -> tuple[Stage, ...]:
+        """What each rank of the pipeline holds, in the order of the ranks."""
         layers = self.parallel.layers_per_stage
         key = (
             self.parallel.pipeline_schedule,
             self.parallel.stages_per_rank,
             None if layers is None else tuple(layers),
         )
-        return _split_stages(self.model, self.sizes.pipeline, key)
+        return _rank_stages(self.model, self.sizes.pipeline, key)
 
 
 @dataclass(frozen=True)
@@ -238,14 +242,14 @@ class ModelSizes:
 
 
 @lru_cache(maxsize=1024)
-def _split_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
+def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
+    """Return what each rank of the pipeline holds."""
     schedule, stages_per_rank, layers = key
     settings = ParallelSettings(
         pipeline_schedule=schedule, stages_per_rank=stages_per_rank, layers_per_stage=layers and list(layers)
     )
     ranges = [range(len(model.blocks))] if ranks == 1 else split_blocks(settings, ranks, model.spec)
-    stages: dict[tuple[Any, ...], Stage] = {}
-    counts: Counter[tuple[Any, ...]] = Counter()
+    stages = []
     for rank in range(ranks):
         numbers = [n for n in range(len(ranges)) if ranks == 1 or rank_of_stage(settings, ranks, n) == rank]
         kinds: dict[BlockSizes, list[int]] = {}
@@ -257,10 +261,18 @@ def _split_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[
         if has_head:
             ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
         blocks = tuple((kind, tuple(members)) for kind, members in kinds.items())
-        load = (*((kind, len(members)) for kind, members in blocks), ends, has_head)
-        stages.setdefault(load, Stage(rank, 1, blocks, ends, has_head))
-        counts[load] += 1
-    return tuple(replace(stage, count=counts[load]) for load, stage in stages.items())
+        stages.append(Stage(rank, 1, blocks, ends, has_head))
+    return tuple(stages)
+
+
+@lru_cache(maxsize=1024)
+def _merge_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    merged: dict[tuple[Any, ...], Stage] = {}
+    for stage in stages:
+        load = (*((kind, len(members)) for kind, members in stage.blocks), stage.ends, stage.has_head)
+        first = merged.get(load)
+        merged[load] = stage if first is None else replace(first, count=first.count + 1)
+    return tuple(merged.values())
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from markupsafe import Markup
 
@@ -24,7 +24,7 @@ get_value = itemgetter(1)
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the plot area, in SVG units
-_SIZES = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
+SIZES: dict[str, Any] = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
 MAX_POINTS = 1000
 MAX_DRAWABLE = 1e100  # larger values count as infinite
 
@@ -125,12 +125,12 @@ def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
     low, high = min(values), max(values)
     if low > 0 and high > chart.logarithmic_beyond * median(values):
         low, high = low / 1.04, high * 1.04
-        return Scale(low, high, last_step, True), _powers(low, high)
+        return Scale(low, high, last_step, True), log_ticks(low, high)
     ticks = round_ticks(min(low, 0.0) if chart.from_zero else low, max(high, 0.0) if chart.from_zero else high)
     return Scale(ticks[0], ticks[-1], last_step), ticks
 
 
-def _powers(low: float, high: float) -> list[float]:
+def log_ticks(low: float, high: float) -> list[float]:
     """Return ticks of a log scale: powers of ten, and round numbers between them if there are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ratio = high / low
@@ -161,7 +161,7 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] 
         curves=[_curve(series, scale) for series in shown],
         gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
         data=_for_script(shown, scale, chart.names),
-        **_SIZES,
+        **SIZES,
     )
 
 

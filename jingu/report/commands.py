@@ -32,23 +32,24 @@ def write_report(run: Path, to: Path | None = None, against: Path | None = None)
     if target.is_dir():
         raise JinguError("is a folder, not a file to write.", where=target, fix="Name the file, such as report.html.")
     if is_pair and against is not None:
-        _write(target, render_comparison(read_run(run), read_run(against)))
+        write_page(target, render_comparison(read_run(run), read_run(against)))
         return
     text = render_evaluations(run, against)
     if text is None:
         evaluations = render_evaluations(run / "evaluations", against)
         if evaluations is not None:
-            _write(run / "evaluations" / "report.html", evaluations)
+            write_page(run / "evaluations" / "report.html", evaluations)
         text = render_page(read_run(run))
-    _write(target, text)
+    write_page(target, text)
 
 
-def _write(target: Path, text: str) -> None:
+def write_page(target: Path, text: str) -> None:
+    """Write a page, and print where it is."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(target, text)
     except OSError as error:
         raise JinguError(
-            f"the report cannot be written ({error.strerror}).", where=target, fix="Name another place with --to."
+            f"the page cannot be written ({error.strerror}).", where=target, fix="Name another place."
         ) from error
     print(f"Wrote {target} ({len(text.encode()) / 1000:,.0f} kB); open it in a browser.")

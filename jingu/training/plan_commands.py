@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from jingu.config.load import config_from_tree, dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import PrecisionSettings, resolve_steps
-from jingu.errors import pluralize
+from jingu.errors import JinguError, pluralize
 from jingu.formats.huggingface import spec_from_config
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
 from jingu.model.decoder import parameter_shapes
@@ -25,6 +25,7 @@ from jingu.parallel.layout import Precision
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import plan_layout, split_blocks
 from jingu.plan.forecast import (
+    Forecast,
     estimate_memory,
     forecast,
     print_clusters,
@@ -131,8 +132,8 @@ def _format_steps(length: int | float, steps: int) -> str:
 # jingu plan
 
 
-# Nodes that `--gpus-needed` tries at most.
-MAX_NODES = 128
+# Numbers of nodes that `--gpus-needed` tries.
+NODES = [2**power for power in range(8)]
 
 
 @dataclass(frozen=True)
@@ -246,21 +247,57 @@ def _plan_clusters(
     request: PlanRequest, machine: Machine, price: float | None, days: float | None, *, as_json: bool
 ) -> int:
     """Print the best layout on 1, 2, 4, ... nodes, as long as the batch suffices."""
-    forecasts, nodes = [], 1
-    while nodes * machine.gpus_per_node <= request.config.batch.global_batch_size and nodes <= MAX_NODES:
-        result = search_run(request.config, request.spec, machine, nodes * machine.gpus_per_node)
-        if result.best:
-            work = result.best[0].work
-            outcome = forecast(work, machine, request.config.train.steps, price, list(request.assumptions))
-            forecasts.append(add_task(outcome, request.config, request.spec))
-        nodes *= 2
+    forecasts = _forecast_clusters(request, machine, price, NODES)
     if as_json:
         print(json.dumps([result.to_json() for result in forecasts]))
     elif forecasts:
         print_clusters(forecasts, days)
     else:
-        print(f"No layout fits on up to {nodes // 2} nodes of {machine.name}.")
+        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name}.")
     return int(not any(days is None or result.days <= days for result in forecasts))
+
+
+def _forecast_clusters(
+    request: PlanRequest, machine: Machine, price: float | None, sizes: Iterable[int]
+) -> list[Forecast]:
+    """Return the forecasts of the best layouts on those numbers of nodes on which the run fits."""
+    config, forecasts = request.config, []
+    for ranks in (nodes * machine.gpus_per_node for nodes in sizes):
+        # Each rank needs a row.
+        if ranks > config.batch.global_batch_size:
+            continue
+        result = search_run(config, request.spec, machine, ranks)
+        if result.best:
+            outcome = forecast(result.best[0].work, machine, config.train.steps, price, list(request.assumptions))
+            forecasts.append(add_task(outcome, config, request.spec))
+    return forecasts
+
+
+def forecast_for_page(
+    target: str, overrides: Sequence[str], machine: Machine, nodes: int, *, search: bool, price: float | None
+) -> tuple[Forecast, list[Forecast]]:
+    """Return the forecast of a run, and those of its best layouts on a quarter to four times as many cards.
+
+    Args:
+        search: whether to plan the best layout instead of that of the settings.
+
+    Raises:
+        JinguError: as `plan`, or no layout fits into memory.
+    """
+    ranks = nodes * machine.gpus_per_node
+    request = _read_target(target, overrides, ranks)
+    config, spec = request.config, request.spec
+    if search or not request.has_layout:
+        result = search_run(config, spec, machine, ranks)
+        if not result.best:
+            fix = "Plan with more --nodes; --search without --html says what each layout lacks."
+            raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=target, fix=fix)
+        work = result.best[0].work
+    else:
+        work = run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))
+    outcome = add_task(forecast(work, machine, config.train.steps, price, request.assumptions), config, spec)
+    sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(4)]
+    return outcome, _forecast_clusters(request, machine, price, sizes)
 
 
 def _machine_precision(config: RunConfig, machine: Machine) -> Precision:

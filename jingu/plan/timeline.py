@@ -1,0 +1,158 @@
+"""The timeline of a pipeline: when each rank computes which micro-batch in a step, and how long it waits.
+
+The order of the passes is that of the schedule that training runs (`jingu/parallel/pipeline.py:SCHEDULES`); their
+times are those of `jingu/plan/step_time.py:stage_time`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
+
+from jingu.parallel.pipeline import SCHEDULES
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, stages_per_rank
+from jingu.plan.machine import Machine
+from jingu.plan.step_time import boundary_seconds, stage_time
+from jingu.plan.workload import Workload
+
+Kind = Literal["forward", "backward", "weights"]
+# Gradients of inputs are backward passes; those of weights are passes of their own where a schedule divides them.
+_KINDS: dict[str, Kind] = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward",
+    "BACKWARD_WEIGHT": "weights",
+}
+# Pass, stage and micro-batch.
+Step = tuple[Kind, int, int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a micro-batch through a stage; seconds from the beginning of the step."""
+
+    kind: Kind
+    stage: int
+    batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The passes of each rank of a pipeline.
+
+    Attributes:
+        ranks: passes of each rank, in their order.
+        batches: micro-batches that they are of: those of the step, or fewer, but so many that the pipeline is full.
+        idle: share of a whole step's passes in which each rank waits.
+    """
+
+    ranks: list[list[Pass]]
+    batches: int
+    idle: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return max(passes[-1].end for passes in self.ranks)
+
+
+def simulate_pipeline(work: Workload, machine: Machine) -> Timeline:
+    """Return the timeline of a step, of at most two micro-batches for each rank of the pipeline."""
+    ranks, chunks = work.sizes.pipeline, stages_per_rank(work.parallel)
+    batches = min(work.accumulation, 2 * ranks)
+    times = [stage_time(work, stage, machine) for stage in work.rank_stages]
+    is_divided = work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
+    durations: list[dict[Kind, float]] = []
+    for time in times:
+        # The gradient of inputs takes as long as that of weights.
+        backward = time.backward / chunks / (2 if is_divided else 1)
+        durations.append({"forward": time.forward / chunks, "backward": backward, "weights": backward})
+    passes = _run_steps(work, rank_orders(work, batches), durations, boundary_seconds(work, machine))
+    # Further micro-batches prolong the step by those of the slowest rank, which then does not wait.
+    busy = [time.forward + time.backward for time in times]
+    step = max(own[-1].end for own in passes) + (work.accumulation - batches) * max(busy)
+    return Timeline(passes, batches, [1 - work.accumulation * seconds / step for seconds in busy])
+
+
+def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
+    """Return the passes of each rank of the pipeline in the order in which it takes them."""
+    ranks, name = work.sizes.pipeline, work.parallel.pipeline_schedule
+    if name in ("gpipe", "1f1b"):
+        orders = []
+        for rank in range(ranks):
+            # Forward passes before the first backward pass.
+            ahead = batches if name == "gpipe" else min(batches, ranks - rank)
+            order: list[Step] = [("forward", rank, batch) for batch in range(ahead)]
+            for batch in range(batches):
+                order.append(("backward", rank, batch))
+                order += [("forward", rank, batch + ahead)] * (batch + ahead < batches)
+            orders.append(order)
+        return orders
+    # PyTorch's schedules of several stages compute the orders of all ranks when they are made, of the first rank's
+    # stages here, of which they ask no more than their places.
+    count = ranks * stages_per_rank(work.parallel)
+    stages = [
+        SimpleNamespace(
+            num_stages=count,
+            group_size=ranks,
+            group_rank=0,
+            stage_index=stage,
+            is_first=stage == 0,
+            is_last=stage == count - 1,
+            device="cpu",
+            group=None,
+            has_backward=True,
+            submod=None,
+        )
+        for stage in range(count)
+        if rank_of_stage(work.parallel, ranks, stage) == 0
+    ]
+    schedule = SCHEDULES[name](stages, batches, loss_fn=len)
+    return [
+        [
+            (_KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in schedule.pipeline_order[rank]
+            if action is not None and action.computation_type.name in _KINDS
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _run_steps(
+    work: Workload, orders: list[list[Step]], durations: list[dict[Kind, float]], travel: float
+) -> list[list[Pass]]:
+    """Return the passes of each rank, each of which begins when the rank and what it needs are ready.
+
+    Args:
+        travel: seconds from a rank to the next.
+    """
+    last = work.sizes.pipeline * stages_per_rank(work.parallel) - 1
+    ends: dict[Step, float] = {}
+    passes: list[list[Pass]] = [[] for _ in orders]
+    while any(len(own) < len(order) for own, order in zip(passes, orders, strict=True)):
+        for rank, (own, order) in enumerate(zip(passes, orders, strict=True)):
+            # Take passes until one needs what another rank has not computed yet.
+            while len(own) < len(order):
+                kind, stage, batch = order[len(own)]
+                source = _source(kind, stage, batch, last)
+                if source is not None and source not in ends:
+                    break
+                start = own[-1].end if own else 0.0
+                if source is not None:
+                    is_near = rank_of_stage(work.parallel, len(orders), source[1]) == rank
+                    start = max(start, ends[source] + travel * (not is_near))
+                end = start + durations[rank][kind]
+                ends[kind, stage, batch] = end
+                own.append(Pass(kind, stage, batch, start, end))
+    return passes
+
+
+def _source(kind: Kind, stage: int, batch: int, last: int) -> Step | None:
+    """Return the pass whose result a pass needs: of the stage before or after, or its own forward pass."""
+    if kind == "weights":
+        return ("backward", stage, batch)
+    if kind == "forward":
+        return ("forward", stage - 1, batch) if stage else None
+    return ("backward", stage + 1, batch) if stage < last else ("forward", stage, batch)

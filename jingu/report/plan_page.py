@@ -1,0 +1,244 @@
+"""`jingu plan`, and the page of a plan: memory of each rank, the pipeline's timeline, the roofline, and cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from jingu.errors import JinguError
+from jingu.formatting import memory_unit
+from jingu.plan.forecast import Forecast
+from jingu.plan.machine import find_machine
+from jingu.plan.memory import RankMemory, stage_memory
+from jingu.plan.search import describe_layout
+from jingu.plan.step_time import products
+from jingu.plan.timeline import Kind, Pass, Timeline, simulate_pipeline
+from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
+from jingu.report.commands import write_page
+from jingu.report.rollout_answers import spread
+from jingu.report.template import render_document
+from jingu.training import plan_commands
+
+# Rows of a picture: ranks of a pipeline.
+MAX_ROWS = 16
+# Where bars begin and end, in SVG units, and the height of a row.
+BAR_LEFT, BAR_RIGHT, ROW = 90, 1000, 26
+# Micro-batches have numbers where there are at most so many passes.
+MAX_NUMBERED = 400
+
+
+def plan(
+    target: str,
+    overrides: Sequence[str],
+    on: str = "here",
+    nodes: int = 1,
+    gpus: int | None = None,
+    mode: str | float | None = None,
+    price: float | None = None,
+    output: str | Path | None = None,
+) -> int:
+    """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page.
+
+    Args:
+        output: `json`, or the file of the page; None: tables.
+
+    Raises:
+        JinguError: as there; or the file cannot be written.
+    """
+    if not isinstance(output, Path):
+        return plan_commands.plan(target, overrides, on, nodes, gpus, mode, price, as_json=output == "json")
+    if mode not in (None, "search"):
+        fix = "Leave out the other option, or --html."
+        raise JinguError(
+            "the page shows one plan of training, of the layout or with --search.", where="--html", fix=fix
+        )
+    machine = find_machine(on)
+    machine = machine.with_nodes(gpus or machine.gpus_per_node)
+    outcome, clusters = plan_commands.forecast_for_page(
+        target, overrides, machine, nodes, search=mode == "search", price=price
+    )
+    name = Path(target).parent.name if target.endswith("config.json") else Path(target).name
+    write_page(output, render_plan(name, outcome, clusters))
+    return 0 if outcome.spare >= 0 else 1
+
+
+def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
+    """Return the page of a plan.
+
+    Args:
+        clusters: forecasts of the run on other numbers of cards.
+    """
+    work = outcome.work
+    unit, unit_name = memory_unit(outcome.memory.total)
+    timeline = simulate_pipeline(work, outcome.machine) if work.sizes.pipeline > 1 else None
+    return render_document(
+        "plan.html",
+        title=title,
+        outcome=outcome,
+        figures=outcome.to_json(),
+        layout=describe_layout(work),
+        unit=unit,
+        unit_name=unit_name,
+        memory=_draw_memory(outcome, unit),
+        timeline=timeline,
+        drawing=_draw_timeline(timeline, work.sizes.pipeline) if timeline else None,
+        roofline=_draw_roofline(outcome),
+        clusters=[(cluster, describe_layout(cluster.work)) for cluster in clusters],
+        BAR_LEFT=BAR_LEFT,
+        BAR_RIGHT=BAR_RIGHT,
+        ROW=ROW,
+        **SIZES,
+    )
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class MemoryDrawing:
+    """Bars of memory.
+
+    Attributes:
+        rows: name of each rank, its memory, and its parts: name, x, width and bytes.
+        parts: names of all parts.
+        limit: x of what a card can hold; None: far beyond the bars.
+        ticks: x and value of round sizes, in the unit.
+    """
+
+    rows: list[tuple[str, RankMemory, list[tuple[str, float, float, float]]]]
+    parts: list[str]
+    limit: float | None
+    ticks: list[tuple[float, float]]
+
+
+def _draw_memory(outcome: Forecast, unit: float) -> MemoryDrawing:
+    """Return a bar for each rank of the pipeline: ranks of the other axes hold the same."""
+    work, usable = outcome.work, outcome.machine.usable_bytes
+    memories = [(stage, stage_memory(work, stage)) for stage in work.rank_stages]
+    largest = max(memory.total for _, memory in memories)
+    is_near = usable < 4 * largest
+    ticks = round_ticks(0, max(largest, usable * is_near) / unit, 8)
+    scale = (BAR_RIGHT - BAR_LEFT) / (ticks[-1] * unit)
+    rows = []
+    for stage, memory in spread(memories, MAX_ROWS):
+        x = float(BAR_LEFT)
+        bars = []
+        for part, size in memory.card.items():
+            bars.append((part, round(x, 1), round(size * scale, 1), size))
+            x += size * scale
+        name = f"rank {stage.rank}" if work.sizes.pipeline > 1 else "every rank"
+        rows.append((name, memory, bars))
+    return MemoryDrawing(
+        rows,
+        list(dict.fromkeys(part for _, memory in memories for part in memory.card)),
+        round(BAR_LEFT + usable * scale, 1) if is_near else None,
+        [(round(BAR_LEFT + tick * unit * scale, 1), tick) for tick in ticks],
+    )
+
+
+# The pipeline's timeline
+
+
+@dataclass(frozen=True)
+class TimelineDrawing:
+    """Passes of ranks as bars.
+
+    Attributes:
+        is_numbered: whether passes are few enough for numbers.
+        rows: rank, a path for each kind of pass and chunk of blocks, numbers of micro-batches with their x, and the
+            share in which the rank waits.
+        ticks: x and seconds.
+    """
+
+    is_numbered: bool
+    rows: list[tuple[int, dict[str, Markup], list[tuple[float, int]], float]]
+    ticks: list[tuple[float, float]]
+
+    @property
+    def kinds(self) -> set[str]:
+        """Styles of the passes."""
+        return {style for _, paths, _, _ in self.rows for style in paths}
+
+
+def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
+    ticks = [tick for tick in round_ticks(0, timeline.seconds, 8) if tick <= timeline.seconds]
+    scale = (BAR_RIGHT - BAR_LEFT) / timeline.seconds
+    is_numbered = sum(map(len, timeline.ranks)) <= MAX_NUMBERED
+    rows = []
+    for row, rank in enumerate(spread(list(range(ranks)), MAX_ROWS)):
+        paths: dict[str, list[str]] = {}
+        numbers = []
+        for done in timeline.ranks[rank]:
+            left, right = BAR_LEFT + done.start * scale, BAR_LEFT + done.end * scale
+            paths.setdefault(_pass_class(done, ranks), []).append(
+                f"M{left:.1f} {row * ROW + 2}H{right:.1f}v{ROW - 4}H{left:.1f}z"
+            )
+            if is_numbered and right - left > 14:
+                numbers.append((round((left + right) / 2, 1), done.batch))
+        joined = {name: Markup("".join(parts)) for name, parts in paths.items()}
+        rows.append((rank, joined, numbers, timeline.idle[rank]))
+    return TimelineDrawing(is_numbered, rows, [(round(BAR_LEFT + tick * scale, 1), tick) for tick in ticks])
+
+
+def _pass_class(done: Pass, ranks: int) -> str:
+    """Return the style of a pass: its kind; later chunks of a rank's blocks are lighter."""
+    kind: Kind = done.kind
+    return f"{kind} later" if done.stage >= ranks else kind
+
+
+# The roofline
+
+
+@dataclass(frozen=True)
+class RooflineDrawing:
+    """Products by operations for each byte that they move, and by speed.
+
+    Attributes:
+        roof: the path of what the card can do.
+        points: x, y, shape of the matrix, its TFLOP/s, and its share of the products' time.
+        x_ticks, y_ticks: positions and values.
+    """
+
+    roof: str
+    points: list[tuple[float, float, str, float, float]]
+    x_ticks: list[tuple[float, float]]
+    y_ticks: list[tuple[float, float]]
+
+
+def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
+    work, machine = outcome.work, outcome.machine
+    parts = [*work.model.blocks, work.model.head]
+    # Equal products are one point: of each shape the time of all.
+    seconds: dict[str, float] = {}
+    examples = {}
+    for part in parts:
+        for product in products(part, work, machine):
+            shape = " × ".join(f"{size:,}" for size in product.shape)
+            seconds[shape] = seconds.get(shape, 0.0) + product.seconds
+            examples[shape] = product
+    peak, bandwidth = machine.matmul_tflops, machine.memory_gbs / 1000  # TFLOP/s, TB/s
+    speeds = {shape: product.flops / product.seconds / 1e12 for shape, product in examples.items()}
+    intensities = {shape: product.flops / product.moved for shape, product in examples.items()}
+    # A decade around the ridge at least, in powers of ten.
+    across = [*intensities.values(), peak / bandwidth]
+    up = [*speeds.values(), peak]
+    x_low, x_high = math.floor(math.log10(min(across) / 2)), math.ceil(math.log10(max(across) * 2))
+    y_low, y_high = min(up) / 4, max(up) * 1.5
+    scale = Scale(y_low, y_high, x_high - x_low, logarithmic=True)
+
+    def x_of(intensity: float) -> float:
+        return scale.x_of(math.log10(intensity) - x_low)
+
+    first = max(10.0**x_low, y_low / bandwidth)
+    roof = f"M{x_of(first)} {scale.y_of(first * bandwidth)}L{x_of(peak / bandwidth)} {scale.y_of(peak)}H{RIGHT}"
+    whole = sum(seconds.values())
+    return RooflineDrawing(
+        roof,
+        [(x_of(intensities[s]), scale.y_of(speeds[s]), s, speeds[s], seconds[s] / whole) for s in seconds],
+        [(x_of(10.0**power), 10.0**power) for power in range(x_low, x_high + 1)],
+        [(scale.y_of(tick), tick) for tick in log_ticks(y_low, y_high)],
+    )

@@ -1,0 +1,105 @@
+"""The timeline of a pipeline: complete, in order, with the idle shares of published formulas and of the planner."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.model.resolve import find_preset
+from jingu.parallel.mesh import AxisSizes
+from jingu.plan import timeline
+from jingu.plan.machine import find_machine
+from jingu.plan.step_time import StageTime, step_time
+from jingu.plan.timeline import simulate_pipeline
+from jingu.plan.workload import Workload, model_sizes
+
+MACHINE = find_machine("a100-80")
+
+
+def make_work(schedule: str, ranks: int, batches: int, stages: int | str = "auto") -> Workload:
+    """A step of an 8B model on so many ranks of a pipeline."""
+    settings = ParallelSettings.model_validate(
+        {"pipeline": ranks, "pipeline_schedule": schedule, "stages_per_rank": stages, "zero_stage": 1}
+    )
+    sizes = AxisSizes(ranks, 1, 1, 1, 1, 1)
+    return Workload(model_sizes(find_preset("llama-3-8b"), 2), sizes, settings, 4096, 1, batches)
+
+
+@pytest.fixture
+def equal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks take as long, a backward pass twice as long as a forward pass, and sending nothing."""
+    monkeypatch.setattr(timeline, "stage_time", lambda *_: StageTime({}, 1.0, 2.0))
+    monkeypatch.setattr(timeline, "boundary_seconds", lambda *_: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "batches", "stages"),
+    [
+        ("gpipe", 3, 5, 1),
+        ("1f1b", 5, 3, 1),
+        ("1f1b", 3, 7, 1),
+        ("interleaved", 3, 6, 3),
+        ("zero_bubble", 4, 8, 2),
+        ("zero_bubble", 3, 3, 1),
+        ("zbv", 3, 7, 2),
+        ("zbv", 4, 2, 2),
+    ],
+)
+def test_every_pass_has_its_place(schedule: str, ranks: int, batches: int, stages: int) -> None:
+    work = make_work(schedule, ranks, batches, stages)
+    drawn = simulate_pipeline(work, MACHINE)
+    # 1. Each micro-batch passes each stage once, up to so many that the pipeline is full.
+    done = {(p.kind, p.stage, p.batch): p for own in drawn.ranks for p in own}
+    kinds = {"forward", "backward"} | ({"weights"} if schedule in ("zero_bubble", "zbv") else set())
+    last = ranks * stages - 1
+    assert drawn.batches == min(batches, 2 * ranks)
+    assert set(done) == {(k, s, b) for k in kinds for s in range(last + 1) for b in range(drawn.batches)}
+    assert sum(map(len, drawn.ranks)) == len(done)
+    # 2. A rank takes one pass at a time; a pass follows what it needs.
+    for own in drawn.ranks:
+        assert all(before.end <= after.start for before, after in pairwise(own))
+    for (kind, stage, batch), own_pass in done.items():
+        if kind == "forward" and stage:
+            assert done["forward", stage - 1, batch].end <= own_pass.start
+        if kind == "backward":
+            needed = ("backward", stage + 1, batch) if stage < last else ("forward", stage, batch)
+            assert done[needed].end <= own_pass.start
+        if kind == "weights":
+            assert done["backward", stage, batch].end <= own_pass.start
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "batches"),
+    [("gpipe", 1, 8), ("gpipe", 1, 32), ("1f1b", 1, 8), ("1f1b", 1, 50), ("interleaved", 2, 16), ("interleaved", 4, 8)],
+)
+def test_idle_shares_are_those_of_narayanan_et_al(schedule: str, stages: int, batches: int, equal_stages: None) -> None:
+    """Narayanan et al. (2021), sections 2.2.1 and 2.2.2: bubbles take (p - 1) / (v m) of the ideal time."""
+    bubble = (4 - 1) / (stages * batches)
+    drawn = simulate_pipeline(make_work(schedule, 4, batches, stages), MACHINE)
+    assert drawn.idle == pytest.approx([bubble / (1 + bubble)] * 4, abs=1e-12)
+
+
+def test_split_backward_passes_fill_bubbles(equal_stages: None) -> None:
+    idle = {
+        name: max(simulate_pipeline(make_work(name, 4, 16), MACHINE).idle)
+        for name in ("1f1b", "interleaved", "zero_bubble", "zbv")
+    }
+    assert idle["1f1b"] > idle["interleaved"] > idle["zero_bubble"] >= idle["zbv"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
+def test_the_slowest_rank_waits_as_long_as_the_plan_says(schedule: str) -> None:
+    work = make_work(schedule, 4, 32)
+    seconds = step_time(work, MACHINE)
+    passes = sum(seconds.values()) - seconds["optimizer"] - seconds["data"]
+    assert min(simulate_pipeline(work, MACHINE).idle) == pytest.approx(seconds["bubble"] / passes, abs=0.01)
+
+
+def test_ranks_of_a_pipeline_have_stages_of_their_own() -> None:
+    work = make_work("1f1b", 4, 8)
+    assert [stage.rank for stage in work.rank_stages] == [0, 1, 2, 3]
+    assert sum(stage.num_blocks for stage in work.rank_stages) == 32
+    # Equal ones are one, of which the first counts.
+    assert sum(stage.count for stage in work.stages) == 4 and len(work.stages) == 3
