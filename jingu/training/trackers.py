@@ -1,11 +1,16 @@
-"""Services that show the numbers of a run beside `metrics.jsonl`: TensorBoard, W&B and MLflow."""
+"""Services that show the numbers of a run beside `metrics.jsonl`: TensorBoard, W&B, MLflow and Kubeflow Trainer."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections import deque
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -13,7 +18,12 @@ from jingu.config.compare import flatten
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.runtime.files import write_text_atomically
+from jingu.runtime.kubeflow import StatusServer, find_status_server
 from jingu.runtime.log import log_warning
+
+# The time left follows from so many of the last lines of metrics, and is told no more often than the server wishes.
+_RATE_LINES = 50
+_SECONDS_BETWEEN_POSTS = 5.0
 
 
 class Tracker(Protocol):
@@ -87,6 +97,66 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
+class KubeflowTracker:
+    """Tells Kubeflow Trainer progress, time left, and the numbers of the last step, in a thread of its own.
+
+    Args:
+        steps: of the run.
+    """
+
+    def __init__(self, server: StatusServer, steps: int) -> None:
+        self._server = server
+        self._steps = steps
+        self._times: deque[tuple[int, float]] = deque(maxlen=_RATE_LINES)
+        self._metrics: dict[str, float] = {}
+        self._last_post = -math.inf
+        self._thread: Thread | None = None
+        self._error: OSError | None = None
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        if self._error is not None:
+            raise self._error
+        self._metrics |= numbers
+        if "train/seconds" in numbers:
+            self._times.append((step, numbers["train/seconds"]))
+        if time.monotonic() - self._last_post > _SECONDS_BETWEEN_POSTS:
+            self._post()
+
+    def _post(self) -> None:
+        if not self._times or (self._thread is not None and self._thread.is_alive()):
+            return
+        (first, begin), (step, end) = self._times[0], self._times[-1]
+        status = {
+            "progressPercentage": 100 * step // self._steps,
+            "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds"),
+            "metrics": [{"name": key, "value": f"{value:g}"} for key, value in self._metrics.items()],
+        }
+        if step > first:
+            status["estimatedRemainingSeconds"] = round((self._steps - step) * (end - begin) / (step - first))
+        self._last_post = time.monotonic()
+        self._thread = Thread(target=self._send, args=(status,), daemon=True)
+        self._thread.start()
+
+    def _send(self, status: Mapping[str, Any]) -> None:
+        try:
+            self._server.post(status)
+        except OSError as error:
+            self._error = error
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        """Tell the last progress, and wait until it has arrived."""
+        if self._thread is not None:
+            self._thread.join()
+        self._post()
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
 class Trackers:
     """All trackers of a run. One that fails is left out from then on, with a warning; training goes on.
 
@@ -98,6 +168,9 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         if config.train.tensorboard:
             self._trackers["tensorboard"] = TensorBoardTracker(folder / "tensorboard", resume_step)
+        server = find_status_server()
+        if server is not None:
+            self._trackers["Kubeflow Trainer"] = KubeflowTracker(server, config.train.steps)
         # The runs of the services under which this run is known there.
         path = folder / "trackers.json"
         ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

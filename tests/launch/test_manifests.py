@@ -110,6 +110,17 @@ def test_manifests_have_the_fields_of_their_schemas(run_file, capsys):
     assert [c["name"] for c in replicas["Worker"]["template"]["spec"]["containers"]] == ["pytorch"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("trainjob", "TrainerV1alpha1TrainJob"), ("jobset", "JobsetV1alpha2JobSet")]
+)
+def test_manifests_come_back_whole_from_the_models_of_kubeflow(run_file, capsys, kind, name):
+    """The published models refuse what has a wrong type, and leave out what they do not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    assert main(["launch", "kubernetes", "--manifest", kind, "--nodes", "3", "--slots", "2", run_file]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert getattr(models, name).from_dict(manifest).to_dict() == manifest
+
+
 def test_a_refusal_of_the_cluster_is_one_sentence(run_file, monkeypatch, capsys):
     monkeypatch.setattr(manifests.shutil, "which", lambda _: None)
     assert main(["launch", "kubernetes", "--apply", run_file]) == 2

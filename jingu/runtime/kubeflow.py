@@ -1,0 +1,46 @@
+"""The server of Kubeflow Trainer v2 to which a job tells its progress: its controller names it in the environment.
+
+https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+_PREFIX = "KUBEFLOW_TRAINER_SERVER_"
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class StatusServer:
+    """Address of the status of this job, and the files with its certificate and with the job's token."""
+
+    url: str
+    certificate: Path | None
+    token: Path
+
+    def post(self, status: Mapping[str, Any]) -> None:
+        """Send the status of the trainer. Raises OSError if the server cannot be reached or refuses it."""
+        context = ssl.create_default_context(cafile=self.certificate) if self.certificate is not None else None
+        # The token expires, and another one is then in the file.
+        headers = {
+            "Authorization": f"Bearer {self.token.read_text(encoding='utf-8').strip()}",
+            "Content-Type": "application/json",
+        }
+        body = json.dumps({"trainerStatus": status}).encode()
+        urlopen(Request(self.url, body, headers), timeout=_SECONDS, context=context).close()
+
+
+def find_status_server() -> StatusServer | None:
+    """Return the server that the environment names; None outside of Kubeflow."""
+    url, certificate, token = (os.environ.get(f"{_PREFIX}{name}") for name in ("URL", "CA_CERT", "TOKEN"))
+    if not url or not token:
+        return None
+    return StatusServer(url, Path(certificate) if certificate else None, Path(token))
