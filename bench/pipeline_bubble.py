@@ -20,7 +20,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
-from jingu.parallel.pipeline import SCHEDULES
+from jingu.parallel.scheduled_stage import SCHEDULES
 from jingu.parallel.stages import stages_per_rank
 
 

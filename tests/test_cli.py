@@ -154,6 +154,16 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.rstrip().endswith("heavy: []"), result.stdout + result.stderr
 
 
+def test_generation_and_plans_start_without_the_compiler() -> None:
+    """PyTorch's compiler, FSDP and pipelines take longer to import than all else."""
+    slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor")
+    result = run_python(
+        "import sys, jingu.infer.engine, jingu.serve.commands, jingu.training.plan_commands\n"
+        f"print('slow:', [name for name in {slow} if name in sys.modules])\n"
+    )
+    assert result.stdout == "slow: []\n", result.stdout + result.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jingu {jingu.__version__}\n"

@@ -1,13 +1,14 @@
-"""Private names of `torch.distributed`: autograd collectives, device meshes, DTensor, ring attention."""
+"""Private names of `torch.distributed`: autograd collectives, device meshes, DTensor."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Process groups
 
@@ -62,6 +63,8 @@ def static_pipeline_stages() -> Iterator[None]:
 
     Since PyTorch 2.13 stages vote on it; ranks that do not exist would vote no.
     """
+    from torch.distributed.pipelining import PipelineStage
+
     name = "_warmup_backward_result"
     original = getattr(PipelineStage, name, None)
     if original is None:
@@ -91,6 +94,8 @@ def hold_sent_tensors() -> Iterator[None]:
 
     Schedules keep these calls until the end of a step; those to ranks that do not exist hold nothing.
     """
+    from torch.distributed.pipelining import schedules
+
     original = schedules._batch_p2p
 
     def exchange(operations: list[Any], desc: str | None = None) -> list[Any]:
@@ -180,87 +185,15 @@ def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, without importing them, which is slow."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def dtensor_like(local: Tensor, dtensor: DTensor) -> DTensor:
     """Return a DTensor in the layout of another one, around a local tensor on any device.
 
     `DTensor.from_local` would move the local tensor to the device of the mesh.
     """
-    return DTensor(local, dtensor._spec, requires_grad=False)
-
-
-# Ring attention (Liu et al., 2023). B rows, H heads, C tokens of a rank, K head dim.
-
-
-def ring_attention(q_BHCK: Tensor, k_BHCK: Tensor, v_BHCK: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
-    """Compute causal attention, with gradients, of tokens that lie on the ranks of a group in their order.
-
-    Keys and values travel from rank to rank, one rank's part at a time.
-
-    Args:
-        scale: of the products of queries and keys; None: 1 / sqrt(K).
-
-    Returns:
-        [B, H, C, K], of this rank's tokens.
-    """
-    y_BHCK: Tensor = _RingAttention.apply(q_BHCK, k_BHCK, v_BHCK, scale, group)
-    return y_BHCK
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
-        on_cpu = q.device.type == "cpu"
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        if on_cpu:
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        with _ring_settings(q.dtype):
-            y, logsumexp, *rest = ring._templated_ring_attention(
-                group, 2, kernel, q.contiguous(), k, v, is_causal=True, dropout_p=0.0, scale=scale
-            )
-        y = y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, logsumexp)
-        # The kernel on CUDA wants back lengths, and the state of a random number generator that it did not use.
-        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-        ctx.kernel_state = {} if on_cpu else dict(zip(names, rest, strict=False))
-        ctx.scale = scale
-        ctx.group = group
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, logsumexp = ctx.saved_tensors
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-        if q.device.type == "cpu":
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        with _ring_settings(q.dtype):
-            gradients = ring._templated_ring_attention_backward(
-                ctx.group,
-                2,
-                kernel,
-                grad_out=grad_outputs[0].contiguous(),
-                grad_out_name="grad_out",
-                query=q.contiguous(),
-                key=k,
-                value=v,
-                out=y,
-                logsumexp=logsumexp,
-                is_causal=True,
-                dropout_p=0.0,
-                scale=ctx.scale,
-                **ctx.kernel_state,
-            )
-        return (*gradients[:3], None, None)
-
-
-@contextmanager
-def _ring_settings(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's ring attention up, while inside, for tokens in their order and for sums in fp32 or wider."""
-    options = ring._cp_options
-    before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
-    options.convert_to_f32 = dtype.itemsize < 4
-    options.enable_load_balance = False
-    options.rotate_method = ring._RotateMethod.ALL_TO_ALL
-    try:
-        yield
-    finally:
-        options.convert_to_f32, options.enable_load_balance, options.rotate_method = before
+    return type(dtensor)(local, dtensor._spec, requires_grad=False)

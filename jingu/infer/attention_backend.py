@@ -22,7 +22,6 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from jingu.errors import JinguError
 from jingu.model.attention import attention_bias
@@ -123,6 +122,10 @@ class FlashBackend(AttentionBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        # Imported here, as it imports the compiler.
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._varlen_attn = varlen_attn
         self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
 
     def attend(
@@ -131,7 +134,7 @@ class FlashBackend(AttentionBackend):
         """Write what a group's tokens see; see `AttentionBackend`."""
         block_table = group.blocks.view(group.num_seqs, -1).int()
         tokens = group.num_seqs * group.num_tokens
-        y_THK = varlen.varlen_attn(
+        y_THK = self._varlen_attn(
             q_BTHK[0, group.rows],
             store[:, :, 0],
             store[:, :, 1],
@@ -154,13 +157,15 @@ def select_backend(name: BackendName, spec: ModelSpec, dtype: torch.dtype, devic
     """Return an attention backend. Raise JinguError where this model, device or installation does not support it."""
     if name == "gather":
         return GatherBackend(spec)
+    from torch.nn.attention.varlen import varlen_attn
+
     biased = isinstance(spec.position, AlibiPositions | RelativeBias)
     installed = find_spec("flash_attn_interface") is not None
     for unsupported, what in (
         (device.type != "cuda", "needs a CUDA device"),
         (dtype not in (torch.bfloat16, torch.float16), "needs bf16 or fp16"),
         (biased or spec.num_encoder_layers is not None, "supports only decoders without position biases"),
-        ("block_table" not in inspect.signature(varlen.varlen_attn).parameters, "needs PyTorch 2.13 or newer"),
+        ("block_table" not in inspect.signature(varlen_attn).parameters, "needs PyTorch 2.13 or newer"),
         (not installed, "needs FlashAttention-3 (the package flash_attn_interface)"),
     ):
         if unsupported:

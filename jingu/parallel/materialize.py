@@ -112,9 +112,10 @@ def parallelize(
         mesh: None if one process has the whole model; then nothing is divided.
         prepare: changes each stage on the meta device before it is divided.
     """
-    # Rows of supervised data have up to eight lengths. Each compiles its own code, and so do the first block and
-    # evaluations.
-    set_recompile_limit(32)
+    if layout.compile:
+        # Rows of supervised data have up to eight lengths. Each compiles its own code, and so do the first block and
+        # evaluations.
+        set_recompile_limit(32)
     model = ParallelModel(spec, mesh, layout, precision, prepare)
     if mesh is not None:
         for stage in model.stages:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from jingu.compat.torch_distributed import dtensor_like
+from jingu.compat.torch_distributed import dtensor_like, is_dtensor
 from jingu.errors import JinguError
 from jingu.parallel.sharding import local_tensor
 from jingu.runtime.files import write_error
@@ -51,7 +50,7 @@ class DiskStorage:
         Raises:
             JinguError: the disk has no room for it.
         """
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             return dtensor_like(self.zeros_like(tensor.to_local()), tensor)
         size = tensor.numel() * tensor.element_size()
         if not size:

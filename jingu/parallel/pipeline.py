@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from jingu.data.batch import Batch
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
@@ -34,8 +32,6 @@ from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, check_quantization_g
 from jingu.parallel.zero import prepare_backward
 from jingu.watch.activity import Activity
 
-_CLASS_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {name: get_schedule_class(_CLASS_NAMES.get(name, name)) for name in ("gpipe", "1f1b", *_CLASS_NAMES)}
 # Computes the summed losses [n] of a micro-batch by a model. Of a stage that is not the last, it returns the stage's
 # output.
 Loss = Callable[[Any, Batch], Any]
@@ -74,7 +70,7 @@ class ParallelModel(nn.Module):
         self._device = torch.device("cpu" if mesh is None else mesh.device_type)
         self._settings = layout.parallel
         self._compute = precision.compute
-        self._schedules: dict[Any, tuple[Any, _PipelineStep]] = {}
+        self._schedules: dict[Any, tuple[Any, Any]] = {}
         # Divide the blocks. A mesh without a pipeline has one stage, whatever the schedule.
         ranks = 1 if mesh is None else mesh["pipeline"].size()
         self.rank = 0 if mesh is None else mesh.get_local_rank("pipeline")
@@ -174,9 +170,9 @@ class ParallelModel(nn.Module):
             self._prepare_backward(stage, last=True)
             received = self._received_tensors(number, *_row_shape(batch))
             inputs = [torch.zeros_like(tensor, device=self._device).requires_grad_() for tensor in received]
-            stage_model = _StageModel(stage, _unpack(inputs, self._receives_encoder_states(number)) if inputs else None)
+            stage_model = StageModel(stage, unpack(inputs, self._receives_encoder_states(number)) if inputs else None)
             result = loss(stage_model, batch)
-            outputs = _pack(result) if isinstance(result, StageOutput) else (result,)
+            outputs = pack(result) if isinstance(result, StageOutput) else (result,)
             outputs = tuple(output for output in outputs if output.requires_grad)
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
         self.zero_grad()
@@ -198,14 +194,17 @@ class ParallelModel(nn.Module):
         self._collect_tied_gradients()
         return step.total_n
 
-    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, _PipelineStep]:
-        step = _PipelineStep(self.activity)
+    def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, Any]:
+        # PyTorch's schedules are slow to import.
+        from jingu.parallel.scheduled_stage import SCHEDULES, PipelineStep, ScheduledStage
+
+        step = PipelineStep(self.activity)
         name = self._settings.pipeline_schedule
         # What enters each stage, and at last what leaves the last one: a number.
         boundaries = [self._received_tensors(stage, rows, tokens, source) for stage in range(len(self.ranges))]
         boundaries.append((torch.empty(1, device="meta"),))
         stages = [
-            _ScheduledStage(
+            ScheduledStage(
                 stage,
                 step,
                 self._receives_encoder_states(number),
@@ -276,10 +275,10 @@ class ParallelModel(nn.Module):
                 tensors = [torch.empty_like(tensor, device=device) for tensor in shapes]
                 for tensor in tensors:
                     dist.recv(tensor, group=group, group_src=owners[number - 1])
-                received = _unpack(tensors, self._receives_encoder_states(number)) if tensors else None
+                received = unpack(tensors, self._receives_encoder_states(number)) if tensors else None
             result = stage(inputs, loss, auxiliary, received)
             if number + 1 < len(owners) and owners[number + 1] != self.rank and result is not None:
-                for tensor in _pack(result):
+                for tensor in pack(result):
                     dist.send(tensor.contiguous(), group=group, group_dst=owners[number + 1])
         return self._broadcast_from_last(result if isinstance(result, Tensor) else None, device)
 
@@ -351,26 +350,8 @@ class ParallelModel(nn.Module):
                 yield original, copy, self.owners[first], self.owners[other]
 
 
-class _PipelineStep:
-    """The micro-batches of one step. A schedule hands only tensors to its stages, so they look up the rest here."""
-
-    def __init__(self, activity: Activity) -> None:
-        self.activity = activity
-
-    def begin(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> None:
-        self.batches = batches
-        self.loss = loss
-        self.weight_n = weight_n
-        self.total_n = torch.zeros_like(weight_n)
-
-    def weighted_loss(self, losses_n: Tensor, number: Tensor) -> Tensor:
-        """Return the sum of a micro-batch's losses that is differentiated."""
-        self.total_n += losses_n.detach()
-        return losses_n @ self.weight_n.to(losses_n.dtype)
-
-
 @dataclass(frozen=True)
-class _StageModel:
+class StageModel:
     """A stage together with what it has received, called as a whole model is."""
 
     stage: Decoder
@@ -388,71 +369,7 @@ class _StageModel:
         return self.stage(inputs, loss, auxiliary, self.received)
 
 
-class _ScheduledStage(PipelineStage):
-    """A stage as a schedule drives it.
-
-    Where backward passes are whole, FSDP's hooks gather parameters and reduce gradients as without a pipeline. The
-    engine would do it for the whole stage at once, so it gets a plain container in the place of the model.
-
-    Args:
-        prepare_backward: called with whether a backward pass is the last of the step; None if the schedule splits
-            backward passes, which only the engine's own way serves.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        step: _PipelineStep,
-        receives_encoder_states: bool,
-        prepare_backward: Callable[[bool], None] | None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(model if prepare_backward is None else nn.ModuleList([model]), **arguments)
-        self._model = model
-        self._step = step
-        self._receives_encoder_states = receives_encoder_states
-        self._prepare_backward = prepare_backward
-
-    def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
-        self._step.activity.enter("micro-batch", micro_batch=int(number))
-        inputs = _unpack(received, self._receives_encoder_states) if received else None
-        result = self._step.loss(_StageModel(self._model, inputs), self._step.batches[int(number)])
-        if not isinstance(result, StageOutput):
-            return result.view(-1)
-        outputs = []
-        for tensor in _pack(result):
-            # A tensor that is only passed on must not leave as the one that came in: each has its own gradient.
-            if any(tensor is other for other in received):
-                tensor = tensor.clone()
-            # The engine expects a gradient of every output, even if nothing so far is trained.
-            outputs.append(tensor if tensor.requires_grad else tensor.requires_grad_())
-        return tuple(outputs)
-
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        if self._prepare_backward is not None:
-            self._prepare_backward(last_backward)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._record("receive", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._record("receive", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._record("send", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._record("send", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _record(self, phase: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Record an exchange with another rank, which the schedule is about to begin."""
-        if operations:
-            self._step.activity.enter(phase, micro_batch=number, peer=operations[0].peer)
-        return operations
-
-
-def _pack(output: StageOutput) -> tuple[Tensor, ...]:
+def pack(output: StageOutput) -> tuple[Tensor, ...]:
     """Return the tensors that travel: hidden states, an encoder's states, and routing statistics [L, B, 2E + 2]."""
     tensors = [output.states]
     if output.encoder_states is not None:
@@ -466,8 +383,8 @@ def _pack(output: StageOutput) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
-    """Return what `_pack` took apart."""
+def unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
+    """Return what `pack` took apart."""
     states, *others = tensors
     encoder_states = others.pop(0) if with_encoder_states and others else None
     routings = []

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.compat.torch_distributed import ring_attention
+from jingu.compat.torch_ring_attention import ring_attention
 from jingu.model.attention import Attention, AttentionMask, BlockContext, CrossAttention, SelfAttention
 from jingu.model.document_mask import DocumentMask
 from jingu.parallel.token_sharding import TokenSharding, compose

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from jingu.compat.torch_distributed import join_meshes, split_axis
+from jingu.compat.torch_distributed import is_dtensor, join_meshes, split_axis
 from jingu.model.sharding_table import ShardedDim, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
@@ -56,7 +55,7 @@ class TensorBlock:
 
 def whole_block(tensor: Tensor, rank: int = 0, ranks: int = 1) -> TensorBlock:
     """Return the block of a plain tensor that is equal on all ranks."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise TypeError("a DTensor has no block here: ask the ShardingPlan of its model for it")
     return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks, "plain")
 
@@ -233,7 +232,7 @@ def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def all_reduce_shards(tensors: Sequence[tuple[ParameterSharding, Tensor]]) -> None:

@@ -36,7 +36,6 @@ from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.layers import Embedding
 from jingu.model.sharding_table import child_styles, iterate_styles
 from jingu.model.spec import ModelSpec
-from jingu.parallel.ring import apply_ring_attention
 from jingu.parallel.sharding import shard_range
 from jingu.parallel.token_sharding import TokenSharding, compose
 
@@ -127,6 +126,9 @@ def _parallelize_module(
             rank = rank * sharding.context + sharding.context_rank
         module.first_head = rank * (spec.attention.num_heads // ranks)
         if ring and has_context:
+            # PyTorch's ring attention is slow to import.
+            from jingu.parallel.ring import apply_ring_attention
+
             apply_ring_attention(module, sharding, key_sharding)
     if isinstance(module, SelfAttention) and module.prompt is not None and has_context:
         prompt: Any = module.prompt

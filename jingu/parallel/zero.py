@@ -6,14 +6,14 @@ them after every micro-batch, and stage 3 also lets go of gathered parameters ri
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.decoder import Decoder, iterate_blocks
@@ -22,6 +22,9 @@ from jingu.model.layers import Embedding
 from jingu.parallel.layout import Precision
 from jingu.parallel.mesh import fsdp_mesh, hsdp_mesh
 from jingu.parallel.sharding import ShardingPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, precision: Precision) -> None:
@@ -35,6 +38,10 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
             if isinstance(module, Embedding):
                 module.compute = precision.compute
         return
+    # FSDP is slow to import.
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
     # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
@@ -72,7 +79,7 @@ def prepare_backward(model: nn.Module, zero_stage: int, *, last: bool) -> None:
 
     ZeRO 0 and 1 reduce gradients only then; 0 to 2 keep the gathered parameters between micro-batches.
     """
-    if not isinstance(model, FSDPModule):
+    if not _is_sharded(model):
         return
     if zero_stage <= 1:
         model.set_requires_gradient_sync(last)
@@ -96,5 +103,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(training)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if _is_sharded(module):
             module.reshard()
+
+
+def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Return whether FSDP holds the parameters of a module; if nothing has imported it, it holds none."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

@@ -1,7 +1,7 @@
 """The timeline of a pipeline: when each rank computes which micro-batch in a step, and how long it waits.
 
-The order of the passes is that of the schedule that training runs (`jingu/parallel/pipeline.py:SCHEDULES`); their
-times are those of `jingu/plan/step_time.py:stage_time`.
+The order of the passes is that of the schedule that training runs (`jingu/parallel/scheduled_stage.py:SCHEDULES`);
+their times are those of `jingu/plan/step_time.py:stage_time`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
-from jingu.parallel.pipeline import SCHEDULES
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, rank_of_stage, stages_per_rank
 from jingu.plan.machine import Machine
 from jingu.plan.step_time import boundary_seconds, stage_time
@@ -109,6 +108,9 @@ def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
         for stage in range(count)
         if rank_of_stage(work.parallel, ranks, stage) == 0
     ]
+    # PyTorch's schedules are slow to import.
+    from jingu.parallel.scheduled_stage import SCHEDULES
+
     schedule = SCHEDULES[name](stages, batches, loss_fn=len)
     return [
         [

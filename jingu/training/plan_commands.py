@@ -43,7 +43,6 @@ from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.plan_task import add_task
 from jingu.training.precision import choose_precision
-from jingu.training.replay_run import replay_run
 from jingu.training.run import apply_tuning, build_run_spec
 from jingu.training.schedule import check_schedule
 
@@ -216,6 +215,9 @@ def _replay(request: PlanRequest, precision: Precision, ranks: int, *, as_json: 
     memory = estimate_memory(config, spec, *plan_layout(config, ranks, spec), precision)
     # The replay allocates what one rank holds.
     require_memory(memory, total_memory(torch.device("cpu")) / 2, "the replay, which takes half of this machine,")
+    # It imports the whole of training.
+    from jingu.training.replay_run import replay_run
+
     record = replay_run(config, spec, precision, ranks, 0)
     if as_json:
         calls = [

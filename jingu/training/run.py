@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -28,8 +29,6 @@ from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective, build_objective
 from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError, join_words
-from jingu.evaluate.evaluation import PreparedTask, prepare_task
-from jingu.evaluate.smooth_measures import check_answers_fit
 from jingu.evaluate.task_file import TaskIndex
 from jingu.formats.models import open_model
 from jingu.formats.provenance import Record, extend_provenance
@@ -45,6 +44,9 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
+
+if TYPE_CHECKING:
+    from jingu.evaluate.evaluation import PreparedTask
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,12 @@ def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
         what = f"{metric} is a measure of a task that evaluations do not include."
         fix = f"Name a task of evaluation.tasks: {join_words([*names])}." if names else "Add it to evaluation.tasks."
         raise JinguError(what, where="checkpoint.best_metric", fix=fix)
+    if not names:
+        return ()
+    # They import the engine.
+    from jingu.evaluate.evaluation import prepare_task
+    from jingu.evaluate.smooth_measures import check_answers_fit
+
     tasks = tuple(prepare_task(index.tasks[name], limit=limit) for name in names)
     for task in tasks:
         check_answers_fit(task, tokenizer, spec)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.pipeline_bubble import Action, bubble_fraction, relative_bubble, schedule_actions
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.parallel.pipeline import SCHEDULES
+from jingu.parallel.scheduled_stage import SCHEDULES
 
 EVEN = {"F": 1.0, "I": 1.0, "W": 1.0}
 UNEVEN = {"F": 1.0, "I": 1.2, "W": 0.8}
