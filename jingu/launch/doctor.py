@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -30,6 +33,9 @@ MESSAGE_BYTES = 2**24
 # A pair of nodes below this share of the usual rate fails.
 _SLOW_SHARE = 0.5
 CLOCK_SECONDS = 1.0
+RDMA_DEVICES = Path("/sys/class/infiniband")
+# RDMA locks the buffers of all connections; below this limit it fails sooner or later.
+_LOCKED_BYTES = 2**30
 FAILING_NODES = Path("failing_nodes.txt")
 Figures = dict[str, Any]
 
@@ -42,7 +48,7 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     """Multiply on the devices, and measure them: the figures are those of a machine of `jingu plan`."""
     import torch
 
-    from jingu.plan.machine import measure_machine
+    from jingu.plan.machine import find_card, measure_machine
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for index in range(torch.cuda.device_count() or 1):
@@ -54,7 +60,38 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     count = torch.cuda.device_count() or machine.gpus_per_node
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
+    card = find_card(name) if device.type == "cuda" else None
+    if card is not None and machine.matmul_tflops < _SLOW_SHARE * card.matmul_tflops:
+        raise CheckError(f"{text}, and {card.matmul_tflops:,.0f} TFLOP/s are usual: another process, or its clock?")
     return text, machine.model_dump(mode="json")
+
+
+def check_versions(_folder: Path) -> tuple[str, Figures]:
+    """Read what must be the same on all nodes: versions, the driver, the number of cores and cards."""
+    import torch
+
+    from jingu.launch.start import installed_versions
+
+    versions = {**installed_versions(), "torch": torch.__version__, "cores": str(os.cpu_count())}
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", driver.read_text(encoding="utf-8"))
+        versions["driver"] = match[1] if match else "unknown"
+    if torch.cuda.is_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["cards"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    return ", ".join(f"{name} {version}" for name, version in versions.items()), {}
+
+
+def check_locked_memory(_folder: Path) -> tuple[str, Figures]:
+    """Read how much memory may be locked: network cards that read memory by themselves need it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:,.0f} MiB"
+    if RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
+        if 0 <= limit < _LOCKED_BYTES:
+            raise CheckError(f"only {text} may be locked, too little for RDMA; set `ulimit -l unlimited`")
+        return text, {}
+    return f"{text}, and no RDMA device needs it", {}
 
 
 def check_memory(_folder: Path) -> tuple[str, Figures]:
@@ -125,10 +162,12 @@ def check_load(_folder: Path) -> tuple[str, Figures]:
 
 
 CHECKS: dict[str, Callable[[Path], tuple[str, Figures]]] = {
+    "versions": check_versions,
     "devices": check_devices,
     "memory": check_memory,
     "disk": check_disk,
     "shared memory": check_shared_memory,
+    "locked memory": check_locked_memory,
     "name": check_name,
     "load": check_load,
 }
@@ -173,6 +212,7 @@ def doctor(folder: Path | None = None, machine: Path | None = None) -> int:
         everywhere = gather_from_all([host, results])
         network, figures = check_network(ranks, folder)
         by_host = {name: [*results, *network[name]] for name, results in everywhere if results}
+        compare_nodes(by_host)
         return _conclude(by_host, figures, machine) if ranks.is_first else int(any_failed(by_host)) * 2
 
 
@@ -202,6 +242,34 @@ def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path
         write_text_atomically(machine, yaml.safe_dump(slowest, sort_keys=False))
         print(f"Wrote {machine}; `jingu plan RUN.yaml --on {machine}` uses it.")
     return 2 if failing else 0
+
+
+def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
+    """Add a failing result to nodes whose versions differ from those of most nodes, or which compute slowly."""
+    versions = {host: _text_of(results, "versions") for host, results in by_host.items()}
+    usual, _ = Counter(versions.values()).most_common(1)[0]
+    for host, text in versions.items():
+        if text != usual:
+            _add_failure(by_host[host], "same versions", f"most nodes have {usual}")
+    for key in ("matmul_tflops", "memory_gbs"):
+        rates = {
+            host: result["figures"][key]
+            for host, results in by_host.items()
+            for result in results
+            if key in result["figures"]
+        }
+        for host, rate in rates.items():
+            if rate < _SLOW_SHARE * median(rates.values()):
+                text = f"{key} is {rate:,.2f}, and {median(rates.values()):,.2f} on other nodes"
+                _add_failure(by_host[host], "speed", text)
+
+
+def _text_of(results: list[Figures], check: str) -> str:
+    return next((result["text"] for result in results if result["check"] == check), "")
+
+
+def _add_failure(results: list[Figures], check: str, text: str) -> None:
+    results.append({"check": check, "passed": False, "text": text, "figures": {}})
 
 
 def find_slow(rates: dict[tuple[str, str], float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from jingu.errors import join_words
 from jingu.launch.doctor import CLOCK_SECONDS, MESSAGE_BYTES, find_slow
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, broadcast_from_first, gather_from_all
 
@@ -40,7 +42,13 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
     for name, leader in zip(names, leaders, strict=True):
         skew = clocks[leader] - median(clocks)
         add(name, "clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from the other nodes")
-    # 2. A file that the first rank renames must be visible on every node.
+    # 2. Every node must find the others by their names.
+    unknown = gather_from_all([name for name in names if not has_address(name)])
+    for name, leader in zip(names, leaders, strict=True):
+        missing = join_words(unknown[leader], "and")
+        text = f"{missing} has no address here; add it to /etc/hosts" if missing else "all nodes have addresses"
+        add(name, "names of nodes", not missing, text)
+    # 3. A file that the first rank renames must be visible on every node.
     path = folder / f".doctor-{broadcast_from_first(time.time_ns())}"
     if ranks.is_first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,19 +60,28 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
     for name, leader in zip(names, leaders, strict=True):
         text = f"{folder} is shared" if is_visible[leader] else f"{folder} is not the folder of {names[0]}; share it"
         add(name, "shared folder", is_visible[leader], text)
-    # 3. Pairs of nodes, all at once, each node with another one in each round.
+    # 4. Pairs of nodes, all at once, each node with another one in each round.
     rates = _measure_pairs(ranks.rank, leaders, names)
     slow = find_slow(rates)
     for name in names:
         own = [rate for pair, rate in rates.items() if name in pair]
         if own:
             add(name, "pairs", name not in slow, f"{min(own):,.2f} GB/s to {max(own):,.2f} GB/s with other nodes")
-    # 4. All ranks together, as in training.
+    # 5. All ranks together, as in training.
     tensor = torch.ones(MESSAGE_BYTES // 4)
     seconds = _best_seconds(lambda: dist.all_reduce(tensor))
     bus = 2 * (ranks.world - 1) / ranks.world * MESSAGE_BYTES / seconds / 1e9
     add(names[0], "all-reduce", True, f"{bus:,.2f} GB/s on the bus of {ranks.world} ranks")
     return results, {"nic_gbs": median(rates.values())} if rates else {}
+
+
+def has_address(name: str) -> bool:
+    """Return whether this machine finds the address of a name."""
+    try:
+        socket.gethostbyname(name)
+    except OSError:
+        return False
+    return True
 
 
 def _measure_pairs(rank: int, leaders: list[int], names: list[str]) -> dict[tuple[str, str], float]:

@@ -179,10 +179,15 @@ def nominal_machine(device: torch.device) -> Machine:
             efficiency=Efficiency(half_gflop=0.01, kernel_us=5.0),
         )
     # A card that the library does not name is taken to be a common one.
-    title = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    names = [name for name in machine_library() if all(part in title for part in name.split("-"))]
-    card = machine_library()[max(names, key=len, default="a100-80")]
+    card = find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    card = card or machine_library()["a100-80"]
     return card.model_copy(update={"name": "here", "memory_gib": memory})
+
+
+def find_card(title: str) -> Machine | None:
+    """Return the library's machine of a card, by the name that its driver gives; None if the library lacks it."""
+    names = [name for name in machine_library() if all(part in title.lower() for part in name.split("-"))]
+    return machine_library()[max(names, key=len)] if names else None
 
 
 def measure_machine() -> Machine:

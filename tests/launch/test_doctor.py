@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 
 from jingu.launch import doctor as doctor_module
-from jingu.launch.doctor import CHECKS, FAILING_NODES, CheckError, doctor, find_slow, run_check
+from jingu.launch.doctor import CHECKS, FAILING_NODES, CheckError, compare_nodes, doctor, find_slow, run_check
 from jingu.launch.network import check_network, pair_nodes
 from tests.conftest import this_rank
 
@@ -51,6 +54,37 @@ def test_a_machine_with_too_little_of_something_fails(tmp_path, monkeypatch):
             CHECKS[name](tmp_path)
 
 
+def test_rdma_needs_locked_memory(tmp_path, monkeypatch):
+    limits = [2**23, 64]
+    monkeypatch.setattr(doctor_module.resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    monkeypatch.setattr(doctor_module, "RDMA_DEVICES", tmp_path / "infiniband")
+    assert CHECKS["locked memory"](tmp_path)[0] == "8 MiB, and no RDMA device needs it"
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    with pytest.raises(CheckError, match="only 8 MiB may be locked"):
+        CHECKS["locked memory"](tmp_path)
+    limits[0] = doctor_module.resource.RLIM_INFINITY
+    assert CHECKS["locked memory"](tmp_path) == ("unlimited", {})
+
+
+def test_nodes_that_differ_from_the_others_fail(tmp_path):
+    def node(driver: str, tflops: float) -> list[dict[str, Any]]:
+        versions = {"check": "versions", "passed": True, "text": f"torch 2.13.0, driver {driver}", "figures": {}}
+        figures = {"matmul_tflops": tflops, "memory_gbs": 3000.0}
+        return [versions, {"check": "devices", "passed": True, "text": "", "figures": figures}]
+
+    by_host = {"a": node("570", 700.0), "b": node("570", 300.0), "c": node("550", 690.0), "d": node("570", 710.0)}
+    compare_nodes(by_host)
+    failures = {host: [row["text"] for row in rows if not row["passed"]] for host, rows in by_host.items()}
+    assert failures == {
+        "a": [],
+        "b": ["matmul_tflops is 300.00, and 695.00 on other nodes"],
+        "c": ["most nodes have torch 2.13.0, driver 570"],
+        "d": [],
+    }
+    text, _ = CHECKS["versions"](tmp_path)
+    assert f"torch {torch.__version__}" in text and "cores " in text
+
+
 def test_the_slow_node_of_slow_pairs():
     rates = {("a", "b"): 10.0, ("b", "c"): 1.0, ("c", "d"): 1.1, ("d", "a"): 9.0, ("a", "c"): 1.0, ("b", "d"): 11.0}
     assert find_slow(rates) == ["c"]
@@ -73,7 +107,9 @@ def network(rank: int, world: int, folder: str) -> dict[str, list[dict[str, obje
 
     ranks = replace(this_rank(rank, world), host=f"node{rank // 2}")
     # The second node has another folder of the same name.
-    results, figures = check_network(ranks, Path(folder) / ("other" if rank > 1 else "shared"))
+    # Its own /etc/hosts lacks the first one.
+    with mock.patch("jingu.launch.network.has_address", lambda name: rank < 2 or name == "node1"):
+        results, figures = check_network(ranks, Path(folder) / ("other" if rank > 1 else "shared"))
     assert figures["nic_gbs"] > 0
     return results
 
@@ -84,8 +120,10 @@ def test_a_folder_that_is_not_shared_is_named(ranks, tmp_path):
     results = ranks.run(network, 4, str(tmp_path))
     assert results[0].keys() == {"node0", "node1"}
     checks = {host: {row["check"]: row["passed"] for row in rows} for host, rows in results[0].items()}
-    assert checks["node0"] == {"clock": True, "shared folder": True, "pairs": True, "all-reduce": True}
-    assert checks["node1"] == {"clock": True, "shared folder": False, "pairs": True}
+    names = {"names of nodes": True}
+    assert checks["node0"] == {"clock": True, "shared folder": True, "pairs": True, "all-reduce": True} | names
+    assert checks["node1"] == {"clock": True, "shared folder": False, "pairs": True, "names of nodes": False}
+    assert any("node0 has no address here" in row["text"] for row in results[0]["node1"])
     assert list((tmp_path / "shared").iterdir()) == []
 
 
