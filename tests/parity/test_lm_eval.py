@@ -417,3 +417,81 @@ def test_official_tasks_give_the_same_results(name: str, tmp_path: Path) -> None
     compare_samples(ours, theirs["samples"][name], is_t5=False)
     for key, metric in ours.metrics.items():
         assert metric.value == pytest.approx(theirs["results"][name][key], rel=1e-5)
+
+
+# Chinese rows: premises and hypotheses with a label; questions of an exam; causes and effects.
+STATEMENTS = [
+    ("他每天早上六点起床跑步。", "他有早起的习惯。", 0),
+    ("这家饭馆的菜又便宜又好吃！", "饭馆的菜很贵。", 2),
+    ("会议推迟到下周三举行", "会议已经取消了", 2),
+    ("小王买了两张去上海的火车票。", "小王要和妻子去上海。", 1),
+    ("图书馆（二楼）正在装修，暂停开放。", "现在不能去二楼看书。", 0),
+    ("北京今天下了3.5厘米的雪。", "北京今天很冷，ＡＢＣ。", 1),
+    ("我把钥匙忘在办公室了…", "钥匙不在我身上。", 0),
+]
+LABELS = ("entailment", "neutral", "contradiction")
+CHINESE_ROWS: dict[str, list[dict[str, Any]]] = {
+    "ocnli": [{"sentence1": one, "sentence2": two, "label": LABELS[label]} for one, two, label in STATEMENTS],
+    "xnli_zh": [{"premise": one, "hypothesis": two, "label": label} for one, two, label in STATEMENTS],
+    "cmmlu_agronomy": [
+        {
+            "Question": f" {one}下列说法正确的是：",
+            **dict(zip("ABCD", [two, *"甲乙丙"], strict=True)),
+            "Answer": "ACD"[label],
+        }
+        for one, two, label in STATEMENTS
+    ],
+    "xcopa_zh": [
+        {
+            "premise": one,
+            "choice1": two,
+            "choice2": "天下雨了。",
+            "question": ("cause", "effect")[label % 2],
+            "label": label // 2,
+        }
+        for one, two, label in STATEMENTS
+    ],
+}
+HARNESS_TASKS = Path(lm_eval.__file__).parent / "tasks"
+CHINESE_TASKS = {
+    "ocnli": (CATALOGUE / "chinese" / "ocnli.yaml", "validation", 2),
+    "xnli_zh": (HARNESS_TASKS / "xnli" / "xnli_zh.yaml", "validation", 0),
+    "cmmlu_agronomy": (HARNESS_TASKS / "cmmlu" / "cmmlu_agronomy.yaml", "test", 3),
+    "xcopa_zh": (HARNESS_TASKS / "xcopa" / "default_zh.yaml", "test", 0),
+}
+
+
+def test_chinese_tasks_give_the_same_results(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    for name, (file, split, shots) in CHINESE_TASKS.items():
+        rows = tmp_path / f"{name}.jsonl"
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in CHINESE_ROWS[name]), encoding="utf-8")
+        settings = {
+            "include": str(file),
+            "task": name,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": dict.fromkeys((split, "dev", "train"), str(rows))},
+            "num_fewshot": shots,
+            "training_split": "train" if name == "ocnli" else None,
+            **{f"{other}_split": other if other == split else None for other in ("validation", "test")},
+        }
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    folder = model_folder(tmp_path / "model", "decoder")
+    theirs = simple_evaluate(
+        model=HFLM(pretrained=str(folder), dtype="float32", batch_size=5, device="cpu"),
+        tasks=list(CHINESE_TASKS),
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+        bootstrap_iters=DRAWS,
+        log_samples=True,
+    )
+    index = TaskIndex([tmp_path / "tasks"], [HARNESS_TASKS / "xcopa" / "utils.py"])
+    scorer = Scorer(Engine(load(folder, "fp32", "cpu")), AnswerCache(None))
+    for name in CHINESE_TASKS:
+        index.load(name)
+        ours = evaluate_task(prepare_task(index.tasks[name]), scorer)
+        compare_samples(ours, theirs["samples"][name], is_t5=False)
+        compare_metrics(ours.metrics, theirs["results"][name])
+    # Contexts with shots are longer than that of the model, those without are not.
+    assert 0 < scorer.counts["truncated"] <= len(STATEMENTS) * (3 + 4)
