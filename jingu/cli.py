@@ -117,7 +117,7 @@ COMMANDS = {
     ),
     "data build": command(
         "build the data set from the corpus",
-        "data.build:build",
+        "evaluate.task_mixture:build",
         option("--part", "I/N", _PART, "build part I of N, each in a job of its own; the last one joins them"),
         option("--on-error", "WHAT", choice("stop", "skip"), "stop at an error in the corpus, or skip the document"),
         option("--executor", "WHAT", choice("processes", "ray"), "local processes, or a Ray cluster", "processes"),

@@ -14,8 +14,8 @@ from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PreferenceSettings, SupervisedSettings
 from jingu.config.sections.policies import RolloutSettings
-from jingu.data.build import build
 from jingu.errors import JinguError, join_words
+from jingu.evaluate.task_mixture import build
 from jingu.runtime.ranks import run_first
 from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training import commands

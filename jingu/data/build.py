@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -55,6 +55,11 @@ MAX_HASH = 2**64 - 1
 RESUMABLE_AFTER_SECONDS = 10.0
 
 
+# Returns the settings of a corpus that takes the place of another one, and the receipt of the mixture of tasks that it
+# was made of; None: it is the same corpus.
+Render = Callable[[DataSettings], tuple[DataSettings, dict[str, Any] | None]]
+
+
 @dataclass(frozen=True)
 class BuildJob:
     """A data set to build in `data.path`, and what determines its content."""
@@ -83,6 +88,7 @@ def build(
     part: tuple[int, int] | None = None,
     on_error: str | None = None,
     executor: Executor = "processes",
+    render: Render = lambda data: (data, None),
 ) -> None:
     """Build the data set of each source of the run in its `path`, unless the same one is already there.
 
@@ -90,6 +96,7 @@ def build(
         part: (i, n) encodes the i-th of n parts (from 1), each a job of its own; the last job to finish joins them.
         on_error: replaces `data.on_error`.
         executor: processes of this machine, or tasks on a Ray cluster.
+        render: replaces the file of a mixture in `data.input` by texts; see `Render`.
     """
     if isinstance(config.data.objective, RowSettings):
         raise JinguError(
@@ -102,17 +109,28 @@ def build(
     for source in sources:
         # One of several sources without `input` is a data set that exists already.
         if source.input or len(sources) == 1:
-            build_source(data.for_source(source), Path(config.tokenizer.path), part, executor)
+            corpus, mixture = render(data.for_source(source))
+            build_source(corpus, Path(config.tokenizer.path), part, executor, mixture)
 
 
 def build_source(
-    data: DataSettings, tokenizer_path: Path, part: tuple[int, int] | None, executor: Executor = "processes"
+    data: DataSettings,
+    tokenizer_path: Path,
+    part: tuple[int, int] | None,
+    executor: Executor = "processes",
+    mixture: dict[str, Any] | None = None,
 ) -> None:
-    """Build one data set, or a part of it."""
+    """Build one data set, or a part of it.
+
+    Args:
+        mixture: the receipt of the mixture of tasks that the texts come from; None: they were written by others.
+    """
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
     settings = data.model_dump(mode="json", exclude=CONTENT_NEUTRAL_SETTINGS)
     settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
+    if mixture is not None:
+        settings["mixture"] = mixture
     if data.add_bos_token and tokenizer.prompt_prefix_ids:
         settings["bos_ids"] = tokenizer.prompt_prefix_ids
     if is_already_built(Path(data.path), settings):

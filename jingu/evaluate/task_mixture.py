@@ -8,9 +8,10 @@ the epoch). Rates follow seqio (Roberts et al., 2022), caps for each template FL
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -20,14 +21,21 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings
+from jingu.data import build as data_build
 from jingu.data.mixture import plan_mixture
 from jingu.data.permutation import Permutation, random_uint64
+from jingu.data.task_pool import Executor
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.held_out import check_held_out, profile_task
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_training_rows
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.runtime.files import read_error, write_text_atomically
+
+# What tells a mixture's file from other YAML.
+_HEAD = re.compile(r"^mixture:", re.MULTILINE)
 
 
 class MixtureModel(BaseModel):
@@ -193,15 +201,24 @@ class TaskMixture:
     def __len__(self) -> int:
         return self.settings.samples or sum(stream.size for stream in self.streams)
 
-    def render(self, samples: range) -> Iterator[dict[str, Any]]:
-        """Yield samples of the mixture as training rows."""
+    def render(self, samples: range, form: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield samples of the mixture as training rows. None: of the form that its file names."""
+        form = form or self.settings.form
         stream_ids, numbers = self.mixture.locate(np.array(samples, np.int64))
         for stream_id, number in zip(stream_ids.tolist(), numbers.tolist(), strict=True):
-            yield self.streams[stream_id].render(number, self.settings.form, self.settings.num_fewshot)
+            yield self.streams[stream_id].render(number, form, self.settings.num_fewshot)
 
-    def write(self, file: Path) -> dict[str, Any]:
-        """Write all samples as JSON Lines, print where they come from, and return the receipt."""
-        lines = (json.dumps(row, ensure_ascii=False) for row in self.render(range(len(self))))
+    def write(self, file: Path, *, as_text: bool = False) -> dict[str, Any]:
+        """Write all samples as JSON Lines, print where they come from, and return the receipt.
+
+        Args:
+            as_text: write prompt and answer as one text, whatever the form of the mixture.
+        """
+        form = "completion" if as_text else self.settings.form
+        rows = self.render(range(len(self)), form)
+        if as_text:
+            rows = ({"text": row.get("text") or row["prompt"] + row["completion"]} for row in rows)
+        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
         file.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(f"{line}\n" for line in lines)
         write_text_atomically(file, text)
@@ -218,3 +235,25 @@ class TaskMixture:
             "tasks": tasks,
             "held_out": self.held_out,
         }
+
+
+def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSettings, dict[str, Any] | None]:
+    """Replace the file of a mixture of tasks by the rows, or texts, that it stands for; also return its receipt."""
+    inputs = [data.input] if isinstance(data.input, str) else data.input
+    if len(inputs) != 1 or not inputs[0].endswith((".yaml", ".yml")):
+        return data, None
+    if as_text and Path(inputs[0]).is_file() and not _HEAD.search(Path(inputs[0]).read_text(encoding="utf-8")):
+        return data, None  # a text in YAML
+    file = Path(f"{data.path}.rows.jsonl")
+    receipt = TaskMixture(Path(inputs[0])).write(file, as_text=as_text)
+    return data.model_copy(update={"input": str(file), "text_field": "text"}), receipt
+
+
+def build(
+    config: RunConfig,
+    part: tuple[int, int] | None = None,
+    on_error: str | None = None,
+    executor: Executor = "processes",
+) -> None:
+    """Build the data sets of a run as `jingu.data.build` does; the file of a mixture stands for its texts."""
+    data_build.build(config, part, on_error, executor, partial(render_mixture, as_text=True))

@@ -21,7 +21,7 @@ from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder
 from jingu.data.supervised import content_settings, open_supervised
 from jingu.errors import JinguError, pluralize
-from jingu.evaluate.task_mixture import TaskMixture
+from jingu.evaluate.task_mixture import render_mixture
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
@@ -184,20 +184,10 @@ def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[Ro
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     for source in validate_sources(config.data):
         if source.input or not config.data.sources:
-            data, mixture = _render_mixture(config.data.for_source(source))
+            data, mixture = render_mixture(config.data.for_source(source))
             # One id more than a sequence has tokens: the last one is only a label.
             rows = build_row_tokenizer(kind, data, tokenizer, config.batch.sequence_length + 1)
             yield replace(rows, mixture=mixture)
-
-
-def _render_mixture(data: DataSettings) -> tuple[DataSettings, dict[str, Any] | None]:
-    """Replace the file of a mixture of tasks by the rows that it stands for; also return its receipt."""
-    inputs = [data.input] if isinstance(data.input, str) else data.input
-    if len(inputs) != 1 or not inputs[0].endswith((".yaml", ".yml")):
-        return data, None
-    file = Path(f"{data.path}.rows.jsonl")
-    receipt = TaskMixture(Path(inputs[0])).write(file)
-    return data.model_copy(update={"input": str(file)}), receipt
 
 
 def plan_row_units(data: DataSettings) -> list[Unit]:

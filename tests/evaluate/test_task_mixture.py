@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from jingu.api import Dataset
 from jingu.data.dataset_manifest import DatasetManifest
 from jingu.errors import JinguError
 from jingu.evaluate import task_mixture
 from jingu.evaluate.task_file import TaskIndex
-from jingu.evaluate.task_mixture import TaskMixture
+from jingu.evaluate.task_mixture import TaskMixture, build
+from jingu.text.tokenizer import Tokenizer
 from jingu.tune.prepare import prepare
 from tests.conftest import MakeRun
 
@@ -203,6 +205,28 @@ def test_prepare_tokenizes_a_mixture(
     write(samples=120, seed=1)
     with pytest.raises(JinguError, match="mixture was"):
         prepare(config)
+
+
+def test_data_build_takes_a_mixture_as_texts(
+    write: WriteFiles, tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(samples=70, form="messages", num_fewshot=[0, 1])
+    changes = {"data.input": str(file), "data.path": str(tmp_path / "data"), "data.validation_fraction": 0}
+    config = tiny_run(changes)
+    build(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    texts = [tokenizer.decode(ids[ids != tokenizer.eos_token_id].tolist()) for ids in Dataset(tmp_path / "data")]
+    rows = TaskMixture(file).render(range(70), "completion")
+    assert texts == [row["prompt"] + row["completion"] for row in rows]
+    manifest = DatasetManifest.load(tmp_path / "data")
+    assert manifest is not None and len(manifest.settings["mixture"]["tasks"]) == 3
+    build(config)
+    assert "already built" in capsys.readouterr().out
+    # Other YAML is a text.
+    (tmp_path / "notes.yaml").write_text("members: none", encoding="utf-8")
+    build(tiny_run({**changes, "data.input": str(tmp_path / "notes.yaml"), "data.path": str(tmp_path / "notes")}))
+    (ids,) = Dataset(tmp_path / "notes")
+    assert tokenizer.decode(ids[:-1].tolist()) == "members: none"
 
 
 @pytest.mark.parametrize("name", ["t5", "flan", "flan-sentence-pairs"])

@@ -261,7 +261,8 @@ class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` builds from it.
 
     Attributes:
-        input: Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus.
+        input: Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus;
+            or the file of a mixture of tasks (.yaml).
         path: Folder of the built data set.
         suffixes: Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file
             is one document.
