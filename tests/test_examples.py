@@ -31,7 +31,8 @@ from jingu.tune.prepare import prepare
 from tests.conftest import Done, Library, peak_unmeasured, tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-FILES = sorted(EXAMPLES.glob("*.yaml"))
+# Files of a single run; those of stages are tested with alignment.
+FILES = sorted(file for file in EXAMPLES.glob("*.yaml") if "\nstages:" not in file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Write rows for examples/align/preferences.yaml: `python examples/align/rows.py [FOLDER]`.
+"""Write rows for examples/align/preferences.yaml and examples/rlhf.yaml: `python examples/align/rows.py [FOLDER]`.
 
 The task is to count. `sft.jsonl` has answers that count up and answers that count down, for the same questions;
-`pairs.jsonl` prefers those that count up.
+`pairs.jsonl` prefers those that count up. `prompts.jsonl` has the questions alone.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 
 def write_rows(folder: Path) -> None:
-    """Write both files."""
+    """Write all files."""
     folder.mkdir(parents=True, exist_ok=True)
     pick = random.Random(1)
     tuning = []
     pairs = []
+    prompts = []
     for _ in range(2000):
         start = pick.randrange(10, 80)
         numbers = [str(number) for number in range(start, start + pick.randrange(3, 6))]
@@ -25,9 +27,21 @@ def write_rows(folder: Path) -> None:
         up = " ".join(numbers)
         down = " ".join(reversed(numbers))
         tuning.append({"instruction": prompt, "output": pick.choice([up, down])})
-        pairs.append({"prompt": [{"role": "user", "content": prompt}], "chosen": up, "rejected": down})
-    for name, rows in (("sft.jsonl", tuning), ("pairs.jsonl", pairs)):
+        messages = [{"role": "user", "content": prompt}]
+        pairs.append({"prompt": messages, "chosen": up, "rejected": down})
+        prompts.append({"prompt": messages})
+    for name, rows in (("sft.jsonl", tuning), ("pairs.jsonl", pairs), ("prompts.jsonl", prompts)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def counts_up(completions: list[str]) -> list[float]:
+    """Return the share of numbers in each answer that are above the one before: what the preferences are about."""
+    scores = []
+    for text in completions:
+        numbers = [int(word) for word in text.split() if word.isdecimal()]
+        grows = [low < high for low, high in pairwise(numbers)]
+        scores.append(sum(grows) / max(len(grows), 1))
+    return scores
 
 
 if __name__ == "__main__":

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from jingu.align.commands import align
 from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig
+from jingu.config.sections.policies import PpoSettings, SeparateCriticSettings
 from jingu.errors import JinguError
 from jingu.runtime.launcher import launch_local_ranks
 from tests.align.preferences import write_pairs
 from tests.conftest import Done, MakeRun, peak_unmeasured
+from tests.limits import PATIENCE
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "align" / "preferences.yaml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_stages(tiny_run: MakeRun, folder: Path) -> Path:
@@ -92,8 +100,75 @@ def test_an_unknown_stage_is_named(tiny_run: MakeRun, tmp_path: Path) -> None:
         align(write_stages(tiny_run, tmp_path), first="reward")
 
 
-def test_the_example_loads() -> None:
-    stages = load_stages(EXAMPLE)
+def test_the_examples_load() -> None:
+    stages = load_stages(EXAMPLES / "align" / "preferences.yaml")
     assert [stage.task.type for stage in stages] == ["pretraining", "dpo", "reward"]
     assert {stage.initialize.from_ for stage in stages[1:]} == {"build/align/runs/sft"}
     assert all(isinstance(stage, RunConfig) for stage in stages)
+    ppo = load_stages(EXAMPLES / "rlhf.yaml")[-1].task
+    assert isinstance(ppo, PpoSettings) and isinstance(ppo.critic, SeparateCriticSettings)
+    assert ppo.critic.model == "build/rlhf/runs/reward"
+    assert [reward.audit for reward in ppo.rewards] == [False, True]
+
+
+# Ends the process that trains when it asks for an audit, at some calls over all starts.
+FATAL_AUDIT = """
+import os, signal
+from pathlib import Path
+
+calls = Path(__file__).with_suffix(".calls")
+
+def kill_now_and_then():
+    number = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(number))
+    if number in KILLS:
+        os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+def prepare_example(folder: Path, kills: tuple[int, ...]) -> None:
+    """Write the example into a folder, with fewer steps, and an audit that ends the run at some of its calls."""
+    shutil.copytree(EXAMPLES, folder / "examples")
+    rows = folder / "examples" / "align" / "rows.py"
+    subprocess.run([sys.executable, rows, "build/rlhf"], cwd=folder, check=True)
+    text = rows.read_text().replace("    scores = []\n", "    scores = []\n    kill_now_and_then()\n")
+    rows.write_text(f"{text.partition('if __name__')[0]}\nKILLS = {kills}\n{FATAL_AUDIT}")
+    file = folder / "examples" / "rlhf.yaml"
+    tree = yaml.safe_load(file.read_text())
+    for stage, steps, every in zip(tree["stages"], (40, 20, 6), (10, 5, 2), strict=True):
+        stage["train"] = {"steps": steps, "log_every": every}
+        stage["checkpoint"] = {"every": every}
+    tree["evaluation"] = {"every": 0}
+    file.write_text(yaml.safe_dump(tree))
+
+
+def align_until(folder: Path, line: str | None) -> int:
+    """Run the example until it prints a line, then kill it; return its exit code."""
+    command = [sys.executable, "-m", "jingu", "align", "examples/rlhf.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            if line is not None and line in text:
+                process.kill()
+        return process.wait(PATIENCE)
+
+
+@pytest.mark.slow
+def test_the_example_of_three_stages_ends_with_the_same_weights_however_often_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    prepare_example(tmp_path / "whole", ())
+    assert align_until(tmp_path / "whole", None) == 0
+    # Twice in each of the first stages, and then within rollouts.
+    prepare_example(tmp_path / "killed", (2, 5, 6, 9, 10, 11))
+    lines = ["step 10 of 40", "step 30 of 40", "step 5 of 20", "step 15 of 20"]
+    codes = [align_until(tmp_path / "killed", line) for line in lines]
+    while 0 not in codes and len(codes) < 20:
+        codes.append(align_until(tmp_path / "killed", None))
+    assert codes[-1] == 0 and set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 10
+    for stage in ("sft", "reward", "ppo"):
+        runs = [Done(tmp_path / name / "build" / "rlhf" / "runs" / stage) for name in ("whole", "killed")]
+        whole, killed = (run.tensors() for run in runs)
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items()), stage

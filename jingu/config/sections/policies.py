@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings
+from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings, default_type
 from jingu.config.sections.rewards import Reward
 
 Coefficient = Annotated[float, Field(ge=0)]
@@ -37,7 +37,7 @@ class KlSettings(Settings):
     reference: PathText | None = None
 
 
-Kl = Annotated[NoKlSettings | KlSettings, Discriminator("type")]
+Kl = Annotated[NoKlSettings | KlSettings, Discriminator("type"), default_type("kl")]
 
 
 class SeparateCriticSettings(Settings):
@@ -65,7 +65,7 @@ class SharedCriticSettings(Settings):
     weight: AboveZero = 0.1
 
 
-Critic = Annotated[SeparateCriticSettings | SharedCriticSettings, Discriminator("type")]
+Critic = Annotated[SeparateCriticSettings | SharedCriticSettings, Discriminator("type"), default_type("separate")]
 
 
 class RolloutSettings(Settings):
