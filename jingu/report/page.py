@@ -13,6 +13,7 @@ from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
 from jingu.report.rollout_answers import cut_text, read_answers, spread
+from jingu.report.step_profile import read_profile
 from jingu.report.template import render_document
 
 MAX_TABLE_ROWS = 20
@@ -47,6 +48,7 @@ def render_page(record: RunRecord) -> str:
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
         answers=read_answers(record.folder) if record.folder else [],
+        profile=read_profile(record.folder) if record.folder else None,
         table_steps=_table_steps(record),
     )
 

@@ -13,10 +13,11 @@ from jingu.errors import JinguError
 from jingu.formatting import memory_unit
 from jingu.plan.forecast import Forecast
 from jingu.plan.machine import find_machine
-from jingu.plan.memory import RankMemory, stage_memory
+from jingu.plan.memory import stage_memory
 from jingu.plan.search import describe_layout
 from jingu.plan.step_time import products
 from jingu.plan.timeline import Kind, Pass, Timeline, simulate_pipeline
+from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars
 from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
 from jingu.report.commands import write_page
 from jingu.report.rollout_answers import spread
@@ -25,8 +26,6 @@ from jingu.training import plan_commands
 
 # Rows of a picture: ranks of a pipeline.
 MAX_ROWS = 16
-# Where bars begin and end, in SVG units, and the height of a row.
-BAR_LEFT, BAR_RIGHT, ROW = 90, 1000, 26
 # Micro-batches have numbers where there are at most so many passes.
 MAX_NUMBERED = 400
 
@@ -83,7 +82,8 @@ def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
         layout=describe_layout(work),
         unit=unit,
         unit_name=unit_name,
-        memory=_draw_memory(outcome, unit),
+        memory=_draw_memory(outcome, unit, unit_name),
+        num_bars=min(work.sizes.pipeline, MAX_ROWS),
         timeline=timeline,
         drawing=_draw_timeline(timeline, work.sizes.pipeline) if timeline else None,
         roofline=_draw_roofline(outcome),
@@ -97,47 +97,27 @@ def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
 
 # Memory
 
-
-@dataclass(frozen=True)
-class MemoryDrawing:
-    """Bars of memory.
-
-    Attributes:
-        rows: name of each rank, its memory, and its parts: name, x, width and bytes.
-        parts: names of all parts.
-        limit: x of what a card can hold; None: far beyond the bars.
-        ticks: x and value of round sizes, in the unit.
-    """
-
-    rows: list[tuple[str, RankMemory, list[tuple[str, float, float, float]]]]
-    parts: list[str]
-    limit: float | None
-    ticks: list[tuple[float, float]]
+# In the order of their colours: what a rank owns, what it gathers, and what a step computes.
+_PARTS = (
+    *("weights", "gradients", "optimizer state", "compute weights", "reduction"),
+    *("activations", "recomputation", "loss"),
+)
 
 
-def _draw_memory(outcome: Forecast, unit: float) -> MemoryDrawing:
+def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
     """Return a bar for each rank of the pipeline: ranks of the other axes hold the same."""
-    work, usable = outcome.work, outcome.machine.usable_bytes
-    memories = [(stage, stage_memory(work, stage)) for stage in work.rank_stages]
-    largest = max(memory.total for _, memory in memories)
-    is_near = usable < 4 * largest
-    ticks = round_ticks(0, max(largest, usable * is_near) / unit, 8)
-    scale = (BAR_RIGHT - BAR_LEFT) / (ticks[-1] * unit)
+    work = outcome.work
     rows = []
-    for stage, memory in spread(memories, MAX_ROWS):
-        x = float(BAR_LEFT)
-        bars = []
-        for part, size in memory.card.items():
-            bars.append((part, round(x, 1), round(size * scale, 1), size))
-            x += size * scale
+    for stage in spread(list(work.rank_stages), MAX_ROWS):
+        card = stage_memory(work, stage).card
         name = f"rank {stage.rank}" if work.sizes.pipeline > 1 else "every rank"
-        rows.append((name, memory, bars))
-    return MemoryDrawing(
-        rows,
-        list(dict.fromkeys(part for _, memory in memories for part in memory.card)),
-        round(BAR_LEFT + usable * scale, 1) if is_near else None,
-        [(round(BAR_LEFT + tick * unit * scale, 1), tick) for tick in ticks],
-    )
+        rows.append((name, {part: size / unit for part, size in card.items()}))
+    others = {part for _, card in rows for part in card}.difference(_PARTS)
+    # A card that is far larger would make the bars invisible.
+    usable = outcome.machine.usable_bytes
+    limit = usable / unit if usable < 4 * outcome.memory.total else None
+    colours = {part: min(colour, 9) for colour, part in enumerate([*_PARTS, *sorted(others)])}
+    return draw_bars("Memory of each rank", unit_name, colours, rows, limit)
 
 
 # The pipeline's timeline

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.profiler
 
+from jingu.runtime.files import write_text_atomically
 from jingu.runtime.log import log_info
 from jingu.watch.activity import Activity
 
@@ -23,7 +26,8 @@ def profile_steps(
     The trace is in Chrome's JSON format, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
     Args:
-        folder: where the traces are written, `step-S-rank-R.json`, which begins after step S.
+        folder: where the traces are written, `step-S-rank-R.json`, which begins after step S, and with `.summary.json`
+            the times of all operators, for the report.
         steps: 0: profile nothing.
         first_step: steps that the run has taken before.
         activity: the rank's record for the watchdog.
@@ -38,7 +42,10 @@ def profile_steps(
         activity.enter("save")
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        log_info(f"The profile is {path}.\n{summarize(profiler)}")
+        operators = measure_operators(profiler)
+        summary = {"steps": profiler.step_num - 1, "operators": [asdict(operator) for operator in operators]}
+        write_text_atomically(path.with_suffix(".summary.json"), json.dumps(summary) + "\n")
+        log_info(f"The profile is {path}.\n{summarize(operators)}")
         activity.enter("between steps")
 
     # The first step compiles and allocates: it counts as warmup. Only one trace is written.
@@ -48,14 +55,31 @@ def profile_steps(
         yield profiler.step
 
 
-def summarize(profiler: torch.profiler.profile) -> str:
-    """Return a table of the operators with the most self time, on the accelerator if there is one."""
+@dataclass(frozen=True)
+class Operator:
+    """An operator in all profiled steps; `seconds` are of self time, on the accelerator if there is one."""
+
+    name: str
+    seconds: float
+    calls: int
+
+
+def measure_operators(profiler: torch.profiler.profile) -> list[Operator]:
+    """Return all operators, those with the most self time first."""
     events = [event for event in profiler.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = any(event.self_device_time_total for event in events)
-    times = {id(event): event.self_device_time_total if on_device else event.self_cpu_time_total for event in events}
-    total = sum(times.values()) or 1.0
+    operators = []
+    for event in events:
+        microseconds = event.self_device_time_total if on_device else event.self_cpu_time_total
+        operators.append(Operator(event.key, microseconds / 1e6, event.count))
+    return sorted(operators, key=lambda operator: -operator.seconds)
+
+
+def summarize(operators: list[Operator]) -> str:
+    """Return a table of the operators with the most self time."""
+    total = sum(operator.seconds for operator in operators) or 1.0
     lines = [f"{'self time (ms)':>14} {'share':>6} {'calls':>7}  operator"]
-    for event in sorted(events, key=lambda event: -times[id(event)])[:_NUM_OPERATORS]:
-        time = times[id(event)]  # µs
-        lines.append(f"{time / 1000:>14,.2f} {time / total:>6.1%} {event.count:>7,}  {event.key}")
+    for operator in operators[:_NUM_OPERATORS]:
+        share = operator.seconds / total
+        lines.append(f"{operator.seconds * 1000:>14,.2f} {share:>6.1%} {operator.calls:>7,}  {operator.name}")
     return "\n".join(lines)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from jingu.formatting import format_number
+from jingu.report.page import render_page
+from jingu.report.record import read_run
 from jingu.training.commands import train
 from tests.conftest import train_all
 
@@ -29,6 +33,14 @@ def test_the_steps_after_the_first_one_are_profiled(tiny_run, tmp_path, capfd):
     assert profiled_steps(runs / "profiled" / "profile" / "step-1-rank-0.json") == {"ProfilerStep#1", "ProfilerStep#2"}
     table = capfd.readouterr().err
     assert "self time (ms)  share   calls  operator" in table and "aten::mm" in table
+    summary = json.loads((runs / "profiled" / "profile" / "step-1-rank-0.summary.json").read_text())
+    assert summary["steps"] == 2
+    page = render_page(read_run(runs / "profiled"))
+    assert "means of 2 steps after step 1" in page and "<title>products: " in page
+    # The report has the same operators as the log, by the step.
+    product = next(row for row in summary["operators"] if row["name"] == "aten::mm")
+    milliseconds = product["seconds"] * 1000
+    assert f"{milliseconds:,.2f}" in table and f"<td>{format_number(milliseconds / 2)}</td>" in page
     assert train(tiny_run({"train.steps": 5}, name="plain")) == 0
     assert not (runs / "plain" / "profile").exists()
     assert losses(runs / "profiled") == losses(runs / "plain")
@@ -44,5 +56,8 @@ def test_a_run_that_ends_early_has_a_shorter_profile(tiny_run, tmp_path):
 def test_each_rank_writes_a_trace(tiny_run, tmp_path, ranks):
     ranks.run(train_all, 2, [tiny_run({"train.steps": 3, "train.profile.steps": 1}, name="two")])
     traces = sorted((tmp_path / "runs" / "two" / "profile").iterdir())
-    assert [trace.name for trace in traces] == ["step-1-rank-0.json", "step-1-rank-1.json"]
-    assert [profiled_steps(trace) for trace in traces] == [{"ProfilerStep#1"}] * 2
+    names = [f"step-1-rank-{rank}.{kind}" for rank in (0, 1) for kind in ("json", "summary.json")]
+    assert [trace.name for trace in traces] == names
+    assert [profiled_steps(trace) for trace in traces[::2]] == [{"ProfilerStep#1"}] * 2
+    page = render_page(read_run(tmp_path / "runs" / "two"))
+    assert re.findall(">(rank [01])</text>", page) == ["rank 0", "rank 1"] and "communication" in page

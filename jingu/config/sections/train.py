@@ -219,7 +219,7 @@ class ActivationCheckpointingSettings(Settings):
 
 
 class ProfileSettings(Settings):
-    """Traces of the PyTorch profiler, in the run's folder `profile`; the log gets a table of operators.
+    """Traces of the PyTorch profiler, in the run's folder `profile`; log and report get tables of operators.
 
     Attributes:
         steps: Number of steps to profile, after the first one; 0: none.

@@ -1,0 +1,94 @@
+"""Where the time of a step goes on each rank: the summaries of `train.profile`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from jingu.report.bars import draw_bars
+from jingu.report.record import Row, get_number, parse_line
+from jingu.report.rollout_answers import spread
+
+# Kinds of operators by patterns of their names; the first that matches counts.
+_KINDS = {
+    "optimizer": r"adam|optimizer|_foreach|muon|lion",
+    "attention": r"attention|sdpa|flash|fmha",
+    "products": r"(^|::|_)(add|b|baddb|grouped_)?mm$|gemm|matmul|linear|cutlass|mkldnn|onednn",
+    "communication": r"gloo|nccl|c10d|fsdp|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv",
+    "copies": r"copy|memcpy|memset|clone|::cat|_to_copy|contiguous|index|gather|scatter|fill|zero",
+    "elementwise": r"(add|sub|mul|div|neg|exp|log|silu|gelu|relu|sigmoid|softmax|pow|r?sqrt|sum|mean|norm|where)_?$",
+    "other": "",
+}
+# The order of their bars, and the numbers of their colours.
+_COLOURS = {
+    "products": 0,
+    "attention": 1,
+    "elementwise": 2,
+    "communication": 3,
+    "copies": 4,
+    "optimizer": 5,
+    "other": 9,
+}
+_NUM_OPERATORS = 10
+_MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The last profile of a run.
+
+    Attributes:
+        bars: milliseconds of self time by kind of operator, a bar for each rank.
+        slowest: the rank with the most self time; operators: name, milliseconds, share and calls of a step on it.
+    """
+
+    step: int
+    steps: int
+    bars: Markup
+    slowest: int
+    operators: list[tuple[str, float, float, float]]
+
+
+def read_profile(folder: Path) -> StepProfile | None:
+    """Return the last profile in the folder of a run; None if there is none."""
+    summaries: dict[int, dict[int, Row]] = {}
+    for file in folder.glob("profile/step-*-rank-*.summary.json"):
+        numbers = re.fullmatch(r"step-(\d+)-rank-(\d+)\.summary\.json", file.name)
+        summary = parse_line(file.read_text(encoding="utf-8", errors="replace"))
+        if numbers and summary and get_number(summary, "steps") >= 1:
+            summaries.setdefault(int(numbers[1]), {})[int(numbers[2])] = summary
+    if not summaries:
+        return None
+    step, by_rank = max(summaries.items())
+    times = {rank: _operators(summary) for rank, summary in sorted(by_rank.items())}
+    slowest = max(times, key=lambda rank: sum(milliseconds for _, milliseconds, _ in times[rank]))
+    total = sum(milliseconds for _, milliseconds, _ in times[slowest]) or 1.0
+    rows = [(f"rank {rank}", _sum_by_kind(times[rank])) for rank in spread(list(times), _MAX_RANKS)]
+    return StepProfile(
+        step,
+        int(get_number(by_rank[slowest], "steps")),
+        draw_bars("Time of operators by rank", "ms a step", _COLOURS, rows),
+        slowest,
+        [(name, time, time / total, calls) for name, time, calls in times[slowest][:_NUM_OPERATORS]],
+    )
+
+
+def _operators(summary: Row) -> list[tuple[str, float, float]]:
+    """Return name, milliseconds and calls a step of each operator of a summary."""
+    steps = get_number(summary, "steps")
+    rows = [row for row in summary.get("operators", []) if isinstance(row, dict)]
+    return [
+        (str(row.get("name", "")), 1000 * get_number(row, "seconds") / steps, get_number(row, "calls") / steps)
+        for row in rows
+    ]
+
+
+def _sum_by_kind(operators: list[tuple[str, float, float]]) -> dict[str, float]:
+    sums = dict.fromkeys(_COLOURS, 0.0)
+    for name, milliseconds, _ in operators:
+        kind = next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name.lower()))
+        sums[kind] += milliseconds
+    return {kind: milliseconds for kind, milliseconds in sums.items() if milliseconds > 0}
