@@ -31,9 +31,15 @@ if TYPE_CHECKING:
     from jingu.infer.request import Token
     from jingu.runtime.ranks import RankInfo
 
-# How long an example takes says little on a busy or slow machine.
-hypothesis.settings.register_profile("jingu", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("jingu")
+# How long an example takes says little on a busy or slow machine. The fast tests try fewer examples.
+for _profile, _num_examples in (("quick", 25), ("thorough", 100)):
+    hypothesis.settings.register_profile(
+        _profile,
+        max_examples=_num_examples,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("thorough")
 
 # Nothing here has to survive a power cut, and bringing it to the disk is a sixth of a tiny run's time.
 os.fsync = lambda _: None
@@ -52,6 +58,12 @@ TINY_LLAMA = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device-type", default=None, help="the device of tests that are marked cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of examples of property tests before their modules are imported."""
+    if config.option.markexpr == "not slow":
+        hypothesis.settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:
