@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Event, Token
-from jingu.infer.sampling import NON_FINITE_LOGITS, apply_penalties
+from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingRow, apply_penalties
 from jingu.infer.sequence import Sequence, SequenceGroup
 
 
@@ -25,12 +25,9 @@ def advance_beams(group: SequenceGroup, beams: abc.Sequence[Sequence], logits_KV
     eos_token_ids = beams[0].eos_token_ids
     length = len(beams[0].output_ids) + 1
     logprobs_KV = logits_KV.log_softmax(-1)
-    scores_KV = torch.stack(
-        [
-            apply_penalties(row_V, beam.text_prompt_ids, beam.output_ids, request.sampling) + beam.cumulative_logprob
-            for beam, row_V in zip(beams, logprobs_KV, strict=True)
-        ]
-    )
+    rows = [SamplingRow(request.sampling, beam.text_prompt_ids, beam.output_ids) for beam in beams]
+    past_K1 = torch.tensor([[beam.cumulative_logprob] for beam in beams], dtype=logprobs_KV.dtype)
+    scores_KV = apply_penalties(logprobs_KV, rows) + past_K1
     # Even if every beam's end tokens are among the best, enough other candidates are left.
     best = scores_KV.flatten().topk(num_beams * (1 + len(eos_token_ids)))
     if not best.values[0].isfinite():

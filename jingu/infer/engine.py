@@ -28,14 +28,20 @@ from jingu.errors import JinguError, refuse
 from jingu.infer.attention_backend import KV_SPAN, BackendName
 from jingu.infer.beam_search import advance_beams, hypothesis_events
 from jingu.infer.block_manager import BlockManager
-from jingu.infer.card_sampling import SamplingRow, sample_rows
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk, block_bytes
 from jingu.infer.model_runner import ModelRunner
 from jingu.infer.request import Event, Pooling, Request, Score, Token, check_request_fits, check_token_ids
-from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingError, SamplingParams, top_logprobs
+from jingu.infer.sampling import (
+    NON_FINITE_LOGITS,
+    SamplingError,
+    SamplingParams,
+    SamplingRow,
+    sample_rows,
+    top_logprobs,
+)
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
@@ -482,7 +488,7 @@ class Engine:
     def _process(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> None:
         """Advance every sequence by what was computed."""
         beams: dict[SequenceGroup, list[Tensor]] = {}
-        sampled = self._sample_on_card(scheduled, outputs)
+        sampled = self._sample(scheduled, outputs)
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
             group = sequence.group
@@ -496,11 +502,7 @@ class Engine:
                 event = sequence.pool(logits_NV, self._score_weight_1D if group.request.pooling == "score" else None)
                 self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
-                events = sampled.get(sequence)
-                if events is None:
-                    rows = logits_NV[-1 - len(item.draft_tokens) :]
-                    events = [partial(sequence.sample, logits_V) for logits_V in rows]
-                self._accept(sequence, item.draft_tokens, events)
+                self._accept(sequence, item.draft_tokens, sampled[sequence])
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
             else:
@@ -516,10 +518,8 @@ class Engine:
         for group, beam_logits in beams.items():
             self._advance_beams(group, torch.stack(beam_logits))
 
-    def _sample_on_card(
-        self, scheduled: list[ScheduledSequence], outputs: list[Tensor]
-    ) -> dict[Sequence, list[NextEvent]]:
-        """Sample all tokens of the step where their logits are, if that is not the host.
+    def _sample(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> dict[Sequence, list[NextEvent]]:
+        """Sample all tokens of the step, where their logits are.
 
         Returns:
             For each sequence, functions that let it take its tokens, one after another.
@@ -532,7 +532,7 @@ class Engine:
             sequence = item.sequence
             is_complete = item.num_tokens == sequence.num_uncomputed
             is_plain = sequence.group.request.generates and not sequence.group.forks
-            if not is_complete or not is_plain or logits_NV.device.type == "cpu":
+            if not is_complete or not is_plain:
                 continue
             try:
                 own = sequence.sampling_rows(item.draft_tokens)

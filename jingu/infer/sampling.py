@@ -1,22 +1,26 @@
-"""Sampling of the next token. The definitions, and their order, are those of transformers' logits processors; presence
-and frequency penalties and the logit bias are those of OpenAI's API.
+"""Sampling of the next tokens of many sequences at once, on the device of their logits.
 
-Shapes: N rows of logits, V vocabulary.
+The definitions, and their order, are those of transformers' logits processors; presence and frequency penalties and the
+logit bias are those of OpenAI's API. One uniform random number picks each token by the cumulative probabilities. It is
+a function of the seed and of the token's position in the output, so a sample depends neither on the batch nor on draft
+tokens. On an accelerator, the host waits once: for the tokens.
+
+Shapes: N rows of logits, V vocabulary, M rows that need a step which the others do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
+from jingu.data.permutation import random_uint64
 from jingu.errors import refuse
-
-if TYPE_CHECKING:
-    from jingu.infer.structured_output import Grammar
+from jingu.runtime.device import copy_to_device
 
 NON_FINITE_LOGITS = "the model's logits are not finite"
 
@@ -84,129 +88,192 @@ class SamplingError(Exception):
         self.reason: Literal["error", "refused"] = reason
 
 
-class Sampler:
-    """Samples the tokens of one sequence, with random numbers and a grammar of its own.
+@dataclass(frozen=True)
+class SamplingRow:
+    """What decides the token that follows one row of logits.
 
-    Args:
-        grammar: of the output; None: any text.
+    Attributes:
+        prompt: ids of the prompt, which the repetition penalty counts.
+        output: ids generated so far.
+        uniform: random number in [0, 1).
+        forbidden: ids that may not follow.
+        bitmask: a bit for each token that the grammar allows, in 32-bit words on the host; None: all are allowed.
+        num_logprobs: how many likely tokens' log-probabilities are needed beside the token's own; None: not even that.
+        logprob_temperature: divides the logits of which these are.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, grammar: Grammar | None = None) -> None:
-        self.params = params
-        self._grammar = grammar
-        self._generator = torch.Generator().manual_seed(seed & 0xFFFF_FFFF_FFFF_FFFF)
-
-    def sample(self, logits_V: Tensor, prompt: Sequence[int], output: Sequence[int]) -> int:
-        """Return the next token's id. Raise SamplingError where there is none.
-
-        Args:
-            logits_V: of the model, in fp32 or fp64 on the CPU.
-            prompt: ids of the prompt, which the repetition penalty also counts.
-            output: ids generated so far.
-        """
-        logits_V = apply_penalties(logits_V, prompt, output, self.params)
-        if self._grammar is not None:
-            logits_V = self._grammar.mask_logits(logits_V)
-            self._check_grammar()
-        # NaN and +inf fail this test; so does a row in which every token is forbidden.
-        if not logits_V.max().isfinite():
-            raise SamplingError("error", NON_FINITE_LOGITS)
-        return sample_token(logits_V, self.params, self._generator)
-
-    def random_numbers(self, count: int) -> list[float]:
-        """Return the next uniform numbers, which `skip_random_number` passes over one by one; none if greedy."""
-        if self.params.temperature == 0:
-            return [0.0] * count
-        numbers: list[float] = torch.rand(count, dtype=torch.float64, generator=self.clone_generator()).tolist()
-        return numbers
-
-    def skip_random_number(self) -> None:
-        """Pass over one random number: its token is taken."""
-        torch.rand(1, dtype=torch.float64, generator=self._generator)
-
-    def grammar_bitmask(self) -> Tensor | None:
-        """Return the bits of the tokens that may follow; None without a grammar. Raise SamplingError if it failed."""
-        if self._grammar is None:
-            return None
-        bitmask = self._grammar.next_bitmask()
-        self._check_grammar()
-        return bitmask
-
-    def _check_grammar(self) -> None:
-        if self._grammar is not None and self._grammar.error is not None:
-            raise SamplingError("refused", f"the output constraint was given up here ({self._grammar.error})")
-
-    def accept(self, token_id: int) -> bool:
-        """Advance the grammar by a token; return whether the output is complete."""
-        return self._grammar is not None and self._grammar.accept(token_id)
-
-    def clone_generator(self) -> torch.Generator:
-        """Return a generator of the same random numbers, for draft tokens."""
-        return torch.Generator().set_state(self._generator.get_state())
-
-    def draft(
-        self, logits_V: Tensor, prompt: Sequence[int], output: Sequence[int], generator: torch.Generator
-    ) -> int | None:
-        """Return the token that `sample` would return for a draft model's logits; None where they are not finite."""
-        logits_V = apply_penalties(logits_V, prompt, output, self.params)
-        return sample_token(logits_V, self.params, generator) if logits_V.max().isfinite() else None
+    params: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+    uniform: float = 0.0
+    forbidden: tuple[int, ...] = ()
+    bitmask: Tensor | None = None
+    num_logprobs: int | None = None
+    logprob_temperature: float = 1.0
 
 
-def sample_token(logits_V: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """Return the next token's id.
+@dataclass(frozen=True)
+class SampledToken:
+    """A token that was sampled.
 
-    Args:
-        logits_V: after bias and penalties; fp32.
-        generator: on the CPU; not used by greedy sampling.
+    Attributes:
+        is_finite: whether the logits are; if not, the token means nothing.
+        logprob: None if it was not asked for.
+        top: the most likely tokens with their log-probabilities, best first.
     """
-    if params.temperature == 0:
-        return int(logits_V.numpy().argmax())  # several times as fast as the tensor's own
-    # The exponential race: the first arrival among exponential waiting times at these rates is a sample.
-    # `torch.multinomial` does the same, and takes three times as long to draw the times. In fp64: in fp32 the shortest
-    # time would be too long for very unlikely tokens.
-    times_V = torch.rand(len(logits_V), dtype=torch.float64, generator=generator).log_().neg_()
-    return int((token_probs(logits_V, params) / times_V).numpy().argmax())
+
+    token_id: int
+    is_finite: bool
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
-def apply_penalties(logits_V: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> Tensor:
-    """Return logits after bias and penalties.
+def random_uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) that picks the token at a position of the output."""
+    number = int(random_uint64("sampling", 1, seed, position)[0])
+    # The 53 bits that fp64 represents exactly.
+    return (number >> 11) / 2**53
+
+
+def sample_rows(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Return the token that follows each row."""
+    changed_NV = _mask_by_grammars(apply_penalties(logits_NV, rows), rows)
+    # NaN and +inf fail this test; so does a row in which every token is forbidden.
+    is_finite_N = changed_NV.amax(1).isfinite()
+    token_N = _argmax(changed_NV)
+    if any(row.params.temperature for row in rows):
+        token_N = _draw(changed_NV, token_N, rows)
+    # All that the host needs travels in one table.
+    wide = _widest(logits_NV)
+    columns = [token_N.unsqueeze(1).to(wide), is_finite_N.unsqueeze(1).to(wide)]
+    most = max((row.num_logprobs for row in rows if row.num_logprobs is not None), default=None)
+    if most is not None:
+        temperatures = [[row.logprob_temperature] for row in rows]
+        logprob_NV = (logits_NV / copy_to_device(temperatures, logits_NV.device, logits_NV.dtype)).log_softmax(1)
+        top = logprob_NV.topk(min(most, logprob_NV.shape[1]), dim=1)
+        columns += [logprob_NV.gather(1, token_N.unsqueeze(1)).to(wide), top.indices.to(wide), top.values.to(wide)]
+    return [_read(row, values) for row, values in zip(rows, torch.cat(columns, 1).tolist(), strict=True)]
+
+
+def _read(row: SamplingRow, values: list[float]) -> SampledToken:
+    """Return the token of one row of the table."""
+    token_id, is_finite, *others = values
+    if row.num_logprobs is None:
+        return SampledToken(int(token_id), bool(is_finite))
+    logprob, *tops = others
+    half = len(tops) // 2
+    top = [(int(token), value) for token, value in zip(tops[:half], tops[half:], strict=True)]
+    return SampledToken(int(token_id), bool(is_finite), logprob, tuple(top[: row.num_logprobs]))
+
+
+def _widest(like: Tensor) -> torch.dtype:
+    return torch.float32 if like.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+
+
+def apply_penalties(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return logits after bias and penalties, with -inf for forbidden tokens.
 
     The repetition penalty divides positive logits of tokens of prompt and output, and multiplies negative ones.
     """
-    if not params.changes_logits:
-        return logits_V
-    logits_V = logits_V.clone()
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias))
-        logits_V[ids] += torch.tensor(list(params.logit_bias.values()))
-    if params.repetition_penalty != 1.0 and (prompt or output):
-        ids = torch.tensor(sorted({*prompt, *output}))
-        repeated = logits_V[ids]
-        penalty = params.repetition_penalty
-        logits_V[ids] = torch.where(repeated < 0, repeated * penalty, repeated / penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(output).unique(return_counts=True)
-        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    return logits_V
+    if not any(row.params.changes_logits or row.forbidden for row in rows):
+        return logits_NV
+    logits_NV = logits_NV.clone()
+    biases = [(n, token, value) for n, row in enumerate(rows) for token, value in row.params.logit_bias.items()]
+    _add(logits_NV, biases)
+    repeated = [
+        (n, token, row.params.repetition_penalty)
+        for n, row in enumerate(rows)
+        if row.params.repetition_penalty != 1.0
+        for token in {*row.prompt, *row.output}
+    ]
+    if repeated:
+        where, penalty = _entries(logits_NV, repeated)
+        old = logits_NV[where]
+        logits_NV.index_put_(where, torch.where(old < 0, old * penalty, old / penalty))
+    counted = [
+        (n, token, -row.params.presence_penalty - row.params.frequency_penalty * count)
+        for n, row in enumerate(rows)
+        if row.params.presence_penalty or row.params.frequency_penalty
+        for token, count in Counter(row.output).items()
+    ]
+    _add(logits_NV, counted)
+    _add(logits_NV, [(n, token, -torch.inf) for n, row in enumerate(rows) for token in row.forbidden])
+    return logits_NV
 
 
-def token_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probability of each token under temperature, then top-k, then top-p, then min-p."""
-    logits_V = logits_V / params.temperature
-    if params.top_k is not None and params.top_k < logits_V.numel():
-        threshold = logits_V.topk(params.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < threshold, -torch.inf)
-    if params.top_p < 1.0:
+def _add(logits_NV: Tensor, entries: Sequence[tuple[int, int, float]]) -> None:
+    if entries:
+        where, values = _entries(logits_NV, entries)
+        logits_NV.index_put_(where, logits_NV[where] + values)
+
+
+def _entries(logits_NV: Tensor, entries: Iterable[tuple[int, int, float]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return row and token of each entry, and its value, on the device of the logits."""
+    row, token, value = zip(*entries, strict=True)
+    row_E, token_E = copy_to_device([row, token], logits_NV.device)
+    return (row_E, token_E), copy_to_device(value, logits_NV.device, logits_NV.dtype)
+
+
+def _mask_by_grammars(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    masks = {number: row.bitmask for number, row in enumerate(rows) if row.bitmask is not None}
+    if not masks:
+        return logits_NV
+    bits_MW = torch.cat(list(masks.values())).to(logits_NV.device, non_blocking=True)
+    shift = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
+    allowed_MV = (bits_MW.unsqueeze(2) >> shift & 1).flatten(1)[:, : logits_NV.shape[1]]
+    rows_M = copy_to_device(list(masks), logits_NV.device)
+    masked_MV = logits_NV.index_select(0, rows_M).masked_fill(allowed_MV == 0, -torch.inf)
+    return logits_NV.index_copy(0, rows_M, masked_MV)
+
+
+def _argmax(logits_NV: Tensor) -> Tensor:
+    """Return the most likely token of each row [N]."""
+    if logits_NV.device.type == "cpu":
+        return torch.from_numpy(logits_NV.numpy().argmax(1))  # ten times as fast as the tensor's own
+    return logits_NV.argmax(1)
+
+
+def _draw(logits_NV: Tensor, greedy_N: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return the sampled token of each row; the most likely one where the temperature is 0."""
+    wide = _widest(logits_NV)
+    choices = [(row.params.temperature, row.uniform) for row in rows]
+    temperature_N1, uniform_N1 = copy_to_device(choices, logits_NV.device, wide).split(1, 1)
+    # The first token whose cumulative probability is above the random number.
+    cumulative_NV = token_probs(logits_NV, [row.params for row in rows]).to(wide).cumsum(1)
+    token_N1 = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)
+    token_N1 = token_N1.clamp_max(logits_NV.shape[1] - 1)
+    return torch.where(temperature_N1 > 0, token_N1, greedy_N.unsqueeze(1)).squeeze(1)
+
+
+def token_probs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the probability of each token under temperature, then top-k, then top-p, then min-p; not normalized after
+    min-p."""
+    device = logits_NV.device
+    temperatures = [[one.temperature or 1.0] for one in params]
+    logits_NV = logits_NV / copy_to_device(temperatures, device, logits_NV.dtype)
+    size = logits_NV.shape[1]
+    top_k = {row: min(one.top_k, size) for row, one in enumerate(params) if one.top_k is not None}
+    if top_k:
+        rows_M = copy_to_device(list(top_k), device)
+        logits_MV = logits_NV.index_select(0, rows_M)
+        last_M1 = copy_to_device([[count - 1] for count in top_k.values()], device)
+        threshold_M1 = logits_MV.topk(max(top_k.values()), dim=1).values.gather(1, last_M1)
+        logits_NV = logits_NV.index_copy(0, rows_M, logits_MV.masked_fill(logits_MV < threshold_M1, -torch.inf))
+    top_p = {row: one.top_p for row, one in enumerate(params) if one.top_p < 1}
+    if top_p:
         # In ascending order, mask the tail whose probabilities sum to at most 1 - top_p; one token always stays.
-        ascending_V, order_V = logits_V.sort()
-        masked_V = ascending_V.softmax(0).cumsum(0) <= 1.0 - params.top_p
-        masked_V[-1] = False
-        logits_V = logits_V.masked_fill(masked_V.scatter(0, order_V, masked_V), -torch.inf)
-    probs_V = logits_V.softmax(0)
-    if params.min_p > 0:
-        probs_V = probs_V.where(probs_V >= params.min_p * probs_V.max(), 0)
-        probs_V = probs_V / probs_V.sum()
-    return probs_V
+        rows_M = copy_to_device(list(top_p), device)
+        ascending_MV, order_MV = logits_NV.index_select(0, rows_M).sort(1)
+        tail_M1 = 1.0 - copy_to_device([[value] for value in top_p.values()], device, _widest(logits_NV))
+        is_tail_MV = ascending_MV.softmax(1).cumsum(1) <= tail_M1
+        is_tail_MV[:, -1] = False
+        masked_MV = ascending_MV.masked_fill(is_tail_MV, -torch.inf)
+        logits_NV = logits_NV.index_copy(0, rows_M, torch.empty_like(masked_MV).scatter_(1, order_MV, masked_MV))
+    probs_NV = logits_NV.softmax(1)
+    if any(one.min_p for one in params):
+        min_p_N1 = copy_to_device([[one.min_p] for one in params], device, probs_NV.dtype)
+        probs_NV = probs_NV.where(probs_NV >= min_p_N1 * probs_NV.amax(1, keepdim=True), 0)
+    return probs_NV
 
 
 def top_logprobs(logits_V: Tensor, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:

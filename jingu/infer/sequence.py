@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from jingu.infer.card_sampling import SampledToken, SamplingRow
 from jingu.infer.detokenizer import IncrementalDetokenizer
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable
 from jingu.infer.multi_lora import Adapter
 from jingu.infer.request import Event, FinishReason, Request, Score, Token
-from jingu.infer.sampling import NON_FINITE_LOGITS, Sampler, SamplingError, top_logprobs
+from jingu.infer.sampling import (
+    NON_FINITE_LOGITS,
+    SampledToken,
+    SamplingError,
+    SamplingRow,
+    random_uniform,
+)
 from jingu.infer.structured_output import Grammar
 from jingu.runtime.device import copy_to_device
 
@@ -143,7 +148,8 @@ class Sequence:
         self.token_logprobs: list[float] = []
         self.is_greedy = True
         self.pooled_D: Tensor | None = None
-        self.sampler = Sampler(request.sampling, request.sampling.seed + index * _SEED_STRIDE, grammar)
+        self._seed = request.sampling.seed + index * _SEED_STRIDE
+        self._grammar = grammar
         # The output of an encoder-decoder contains sentinels, which are special tokens.
         keep = request.keep_special_tokens or group.encoder_ids is not None
         decode = partial(model.tokenizer.decode, keep_special_tokens=keep)
@@ -174,82 +180,57 @@ class Sequence:
         """Whether logits after every token of the prompt are needed."""
         return self.group.request.prompt_logprobs and self.index == 0 and not self.output_ids
 
-    def sample(self, logits_V: Tensor) -> Event:
-        """Sample the next token from the model's logits [V], in fp32 or fp64 on the CPU, and return its event."""
-        request = self.group.request
-        try:
-            allowed_V = logits_V
-            if forbidden := self._forbidden(len(self.output_ids)):
-                allowed_V = logits_V.clone()
-                allowed_V[list(forbidden)] = -torch.inf
-            token_id = self.sampler.sample(allowed_V, self.text_prompt_ids, self.output_ids)
-        except SamplingError as error:
-            return self.fail(error)
-        if request.logprobs is None:
-            return self._continue(SampledToken(token_id, True))
-        logprobs = top_logprobs(logits_V / self._logprob_temperature, token_id, request.logprobs)
-        return self._continue(SampledToken(token_id, True, *logprobs))
-
     def sampling_rows(self, draft_tokens: abc.Sequence[int]) -> list[SamplingRow]:
         """Return what decides the tokens after the last one and after each draft token.
 
-        A grammar knows only what follows the last token, as it has not seen the draft tokens.
+        There is no row after a draft token that the grammar does not allow.
 
         Raises:
             SamplingError: the grammar was given up.
         """
-        request = self.group.request
-        bitmask = self.sampler.grammar_bitmask()
-        output = self.output_ids
-        numbers = self.sampler.random_numbers(1 if bitmask is not None else 1 + len(draft_tokens))
-        return [
-            SamplingRow(
-                request.sampling,
-                self.text_prompt_ids,
-                [*output, *draft_tokens[:count]],
-                number,
-                self._forbidden(len(output) + count),
-                bitmask,
-                request.logprobs,
-                self._logprob_temperature,
-            )
-            for count, number in enumerate(numbers)
-        ]
+        rows = [self.sampling_row(draft_tokens[:count]) for count in range(1 + len(draft_tokens))]
+        if self._grammar is None:
+            return rows
+        bitmasks = self._grammar.bitmasks(draft_tokens)
+        if self._grammar.error is not None:
+            raise SamplingError("refused", f"the output constraint was given up here ({self._grammar.error})")
+        return [replace(row, bitmask=bitmask) for row, bitmask in zip(rows, bitmasks, strict=False)]
 
-    @property
-    def _logprob_temperature(self) -> float:
+    def sampling_row(self, draft_tokens: abc.Sequence[int]) -> SamplingRow:
+        """Return what decides the token after these draft tokens, apart from the grammar."""
         request = self.group.request
-        return request.sampling.temperature if request.scaled_logprobs else 1.0
-
-    def _forbidden(self, num_output: int) -> tuple[int, ...]:
-        """Return the ids that may not follow an output of so many tokens."""
-        return self.eos_token_ids if num_output < self.group.request.min_tokens else ()
+        output = [*self.output_ids, *draft_tokens]
+        return SamplingRow(
+            request.sampling,
+            self.text_prompt_ids,
+            output,
+            random_uniform(self._seed, len(output)),
+            self.eos_token_ids if len(output) < request.min_tokens else (),
+            num_logprobs=request.logprobs,
+            logprob_temperature=request.sampling.temperature if request.scaled_logprobs else 1.0,
+        )
 
     def take(self, sampled: SampledToken) -> Event:
-        """Continue with a token that was sampled on the card, and return its event."""
+        """Continue with a token, and return its event."""
         if not sampled.is_finite:
             return self.fail(SamplingError("error", NON_FINITE_LOGITS))
-        self.sampler.skip_random_number()
-        return self._continue(sampled)
-
-    def fail(self, error: SamplingError) -> Event:
-        """End the sequence, as no token can be sampled, and return its event."""
-        self.finish_reason = error.reason
-        return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
-
-    def _continue(self, sampled: SampledToken) -> Event:
         if sampled.logprob is not None:
             self.cumulative_logprob += sampled.logprob
         text = self.append(sampled.token_id)
         token = Token(sampled.token_id, text, sampled.logprob, sampled.top)
         return self.group.event(self.index, token, self.finish_reason, self.cumulative_logprob)
 
+    def fail(self, error: SamplingError) -> Event:
+        """End the sequence, as no token can be sampled, and return its event."""
+        self.finish_reason = error.reason
+        return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
+
     def append(self, token_id: int) -> str:
         """Append a token and return the text that it completes. Set `finish_reason` if the sequence ends with it."""
         self.token_ids.append(token_id)
         reason: FinishReason | None = "end" if token_id in self.eos_token_ids else None
         text = "" if reason else self._detokenizer.push(token_id)
-        if self.sampler.accept(token_id):
+        if self._grammar is not None and self._grammar.accept(token_id):
             reason = "end"
         if reason is None and self._detokenizer.stopped:
             reason = "stop"

@@ -22,6 +22,7 @@ from jingu.infer.block_manager import BlockManager
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable, SequenceChunk
 from jingu.infer.model_runner import ModelRunner
+from jingu.infer.sampling import sample_rows
 from jingu.infer.sequence import Sequence
 
 
@@ -70,7 +71,6 @@ class _Draft:
     chunk: SequenceChunk
     tokens: list[int]
     max_tokens: int
-    generator: torch.Generator
     complete: bool = True
 
 
@@ -113,9 +113,11 @@ class DraftModelSpeculator:
         while drafts:
             drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
             unfinished = []
-            for draft, logits_V in zip(drafts, self._logits([draft.chunk for draft in drafts]), strict=True):
-                token_id = self._sample(draft, logits_V) if draft.complete else None
-                if token_id is None:
+            rows = [draft.sequence.sampling_row(draft.tokens) for draft in drafts]
+            sampled = sample_rows(self._logits([draft.chunk for draft in drafts]), rows)
+            for draft, token in zip(drafts, sampled, strict=True):
+                token_id = token.token_id
+                if not draft.complete or not token.is_finite:
                     continue
                 draft.tokens.append(token_id)
                 proposed[draft.sequence] = draft.tokens
@@ -123,14 +125,9 @@ class DraftModelSpeculator:
                     end = draft.chunk.first + len(draft.chunk.ids)
                     chunk = SequenceChunk(draft.chunk.table, end, [token_id])
                     self._states[draft.sequence].proposed.append(token_id)
-                    unfinished.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens, draft.generator))
+                    unfinished.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens))
             drafts = unfinished
         return proposed
-
-    def _sample(self, draft: _Draft, logits_V: Tensor) -> int | None:
-        sequence = draft.sequence
-        output = [*sequence.output_ids, *draft.tokens]
-        return sequence.sampler.draft(logits_V, sequence.text_prompt_ids, output, draft.generator)
 
     def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
         """Return what the draft model has to read of a sequence; None where it has no room for it."""
@@ -159,7 +156,7 @@ class DraftModelSpeculator:
         chunk = SequenceChunk(state.table, state.num_computed, ids)
         state.num_computed = end
         complete = accepted + len(ids) == len(new_ids)
-        return _Draft(sequence, chunk, [], max_tokens, sequence.sampler.clone_generator(), complete)
+        return _Draft(sequence, chunk, [], max_tokens, complete)
 
     def _logits(self, chunks: list[SequenceChunk]) -> Tensor:
         """Return the logits after each chunk [N, V], -inf for tokens that only the target model has."""

@@ -8,6 +8,7 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._llguidance_tokenizer, rules, limits=limits, log_level=0)
         grammar = Grammar(matcher, self._vocab_size)
         if grammar.error is None:
-            grammar.mask_logits(torch.zeros(self._vocab_size))  # only this notices that no text matches
+            grammar.bitmasks([])  # only this notices that no text matches
         if grammar.error is not None:
             raise _invalid_constraint(grammar.error)
         return grammar
@@ -72,26 +73,34 @@ class Grammar:
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._bitmask = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
 
     def copy(self) -> Grammar:
         """Return an independent copy of the state: much faster than compiling the grammar again."""
         return Grammar(self._matcher.deep_copy(), self._vocab_size)
 
-    def mask_logits(self, logits_V: Tensor) -> Tensor:
-        """Return logits with -inf for tokens that the grammar does not allow next."""
-        if self._matcher.is_error():
-            return logits_V
-        bits = self.next_bitmask()[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1
-        return logits_V.masked_fill(bits.flatten()[: len(logits_V)] == 0, -torch.inf)
+    def bitmasks(self, draft_tokens: Sequence[int]) -> list[Tensor]:
+        """Return a bit for each token that may follow [1, V / 32]: now, and after each draft token up to the first that
+        is not allowed or ends the output."""
+        bitmasks = [self._next_bitmask(self._matcher)]
+        if not draft_tokens:
+            return bitmasks
+        # A copy, which may run into the limits of llguidance without consequences.
+        matcher = self._matcher.deep_copy()
+        for token_id in draft_tokens:
+            is_allowed = not matcher.is_error() and matcher.validate_tokens([token_id]) == 1
+            if not is_allowed or not matcher.consume_token(token_id) or matcher.is_stopped():
+                break
+            bitmasks.append(self._next_bitmask(matcher))
+        return bitmasks
 
-    def next_bitmask(self) -> Tensor:
-        """Return a bit for each token that may follow [1, V / 32]; the next call overwrites it."""
+    def _next_bitmask(self, matcher: Any) -> Tensor:
         from llguidance.torch import fill_next_token_bitmask
 
-        if not self._matcher.is_error():
-            fill_next_token_bitmask(self._matcher, self._bitmask)
-        return self._bitmask
+        # All ones: without an answer from llguidance, every token is allowed.
+        bitmask = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher, bitmask)
+        return bitmask
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; return whether nothing can follow it."""

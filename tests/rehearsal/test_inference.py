@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.formats.export import export_hf
-from jingu.infer.card_sampling import SamplingRow, sample_rows
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.request import Constraint, Request
-from jingu.infer.sampling import SamplingParams, apply_penalties, token_probs
+from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
@@ -210,30 +207,3 @@ def test_seeds(folder: Path, cards: RankPool) -> None:
     ]
     ids = [[[event[1][0] for event in answer] for answer in result] for result in results]
     assert ids[0][0] == ids[0][2] == ids[1][0] == ids[2][0] != ids[0][1]
-
-
-@given(
-    st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0.5, 1.0, 1.7]),
-        top_k=st.sampled_from([None, 1, 3, 100]),
-        top_p=st.sampled_from([1.0, 0.9, 0.3]),
-        min_p=st.sampled_from([0.0, 0.2]),
-        repetition_penalty=st.sampled_from([1.0, 1.5]),
-        presence_penalty=st.sampled_from([0.0, 0.7]),
-        frequency_penalty=st.sampled_from([0.0, -0.4]),
-        logit_bias=st.sampled_from([{}, {2: 3.0, 5: -float("inf")}]),
-    ),
-    st.integers(0, 99),
-)
-def test_the_distribution_is_that_of_the_host(params: SamplingParams, seed: int) -> None:
-    """Evenly spaced random numbers hit each token as often as its probability says."""
-    logits_V = torch.randn(11, generator=torch.Generator().manual_seed(seed))
-    prompt, output = [1, 2, 3], [3, 3, 7]
-    count = 400
-    row = SamplingRow(params, prompt, output)
-    rows = [replace(row, uniform=number / count) for number in range(count)]
-    tokens = [token.token_id for token in sample_rows(logits_V.expand(count, -1), rows)]
-    expected_V = token_probs(apply_penalties(logits_V, prompt, output, params), params)
-    shares_V = torch.tensor(tokens).bincount(minlength=11) / count
-    torch.testing.assert_close(shares_V, expected_V.float(), rtol=0, atol=1.01 / count)
