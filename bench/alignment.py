@@ -1,16 +1,17 @@
-"""Alignment compared with TRL: training steps of DPO, and of GRPO with its rollouts, on the same random Llama.
+"""Alignment compared with TRL: training steps of DPO on a random Llama, and of GRPO with its rollouts on SmolLM2-135M.
 
-Each side runs in its own process, with the same weights, rows and batch, on one thread: threads of a parallel operation
-wait for each other, so other programs would slow down the sides differently. TRL runs without checkpointing of
-activations, which is its fastest setting. Both sides of DPO compute the reference's log-probabilities before training,
-which counts for memory and not for time. Hardly any answer of a random model ends early, so both sides of GRPO sample
-and train equally many tokens. `tiny` is a quick check.
+Each side runs in its own process, with the same weights, rows and batch, on one thread. Times are CPU times, which
+other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
+DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
+answer of GRPO ends before its last token, so both sides sample and train equally many. `tiny` is a quick check, on a
+random Llama.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.smollm2 import find_smollm2
+
 THREADS, VOCABULARY = 1, 8192
 LAYERS, WIDTH, HEADS, FEED_FORWARD = 6, 384, 6, 1024
 PAIRS, LENGTH = 4, 512
@@ -32,6 +35,8 @@ PROMPTS, ANSWERS, NEW_TOKENS = 2, 8, 64
 WARMUP = 2
 PRECISIONS = ("fp32",)
 END = "<|endoftext|>"
+MODELS = {"dpo": "model", "grpo": "smollm2"}
+"""Folder of the model that a task trains."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Measurement:
     """Figures of one side."""
 
     seconds: float
-    """Median time of a step."""
+    """Median CPU time of a step."""
     peak_bytes: int
     generation: float = 0.0
     """Median time in the generation engine, for GRPO."""
@@ -52,11 +57,16 @@ def reward(completions: list[str], **_others: Any) -> list[float]:
     return [float(sum(text.count(vowel) for vowel in "aeiou")) for text in completions]
 
 
-def prepare(folder: Path, layers: int) -> None:
-    """Write a tokenizer, a random Llama, pairs and prompts to `folder`. The text is Python's standard library."""
+def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
+    """Write a tokenizer, a random Llama, SmolLM2, pairs and prompts to `folder`. The text is Python's standard library.
+
+    Args:
+        has_smollm2: False: a copy of the random Llama takes the place of SmolLM2.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from jingu.formats.export import convert
     from jingu.text.tokenizer_training import train_tokenizer
 
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -76,6 +86,10 @@ def prepare(folder: Path, layers: int) -> None:
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    if has_smollm2:
+        convert(find_smollm2(folder), folder / "smollm2")
+    else:
+        shutil.copytree(folder / "model", folder / "smollm2")
 
     rng = random.Random(0)
     whole = "".join(texts)
@@ -101,7 +115,7 @@ class StepTimer:
         self.inside: dict[str, list[float]] = {}
 
     def end_step(self) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append(time.process_time())
 
     def wrap(self, place: Any, name: str) -> None:
         """Measure the calls of a function, which is an attribute of `place`."""
@@ -109,9 +123,9 @@ class StepTimer:
         seconds = self.inside.setdefault(name, [])
 
         def measure(*arguments: Any, **keywords: Any) -> Any:
-            started = time.perf_counter()
+            started = time.process_time()
             result = function(*arguments, **keywords)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.process_time() - started)
             return result
 
         setattr(place, name, measure)
@@ -134,10 +148,11 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
     from jingu.runtime.device import peak_memory
     from jingu.training import loop
 
+    model = folder / MODELS[task]
     settings: dict[str, Any] = {
         "runs_dir": str(folder / f"runs-{precision}"),
-        "tokenizer": {"path": str(folder / "model")},
-        "initialize": {"from": str(folder / "model")},
+        "tokenizer": {"path": str(model)},
+        "initialize": {"from": str(model)},
         "train": {"steps": steps, "log_every": 1},
         "evaluation.every": 0,
         "checkpoint.every": 0,
@@ -204,9 +219,9 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
     from jingu.runtime.device import peak_memory
 
     torch.set_num_threads(THREADS)
-    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(folder / MODELS[task], dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "model" / "tokenizer.json"), eos_token=END, pad_token=END
+        tokenizer_file=str(folder / MODELS[task] / "tokenizer.json"), eos_token=END, pad_token=END
     )
     timer = StepTimer()
 
@@ -269,7 +284,7 @@ def run(argument: str = "") -> str:
     steps = WARMUP + (1 if argument == "tiny" else 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, 1 if argument == "tiny" else LAYERS)
+        prepare(folder, 1 if argument == "tiny" else LAYERS, has_smollm2=argument != "tiny")
         figures = {
             (task, precision, side): measure_in_child(side, task, precision, folder, steps)
             for task in ("dpo", "grpo")
@@ -277,7 +292,7 @@ def run(argument: str = "") -> str:
             for side in ("jingu", "trl")
         }
     lines = [
-        f"| DPO, {PAIRS} pairs (targets: 1.5 × TRL, less memory) | pairs/s | × TRL | peak memory, MiB |",
+        f"| DPO, {PAIRS} pairs (targets: 1.5 × TRL, less memory) | pairs per CPU second | × TRL | peak memory, MiB |",
         "|---|---|---|---|",
     ]
     for (task, precision, side), one in figures.items():
@@ -288,7 +303,7 @@ def run(argument: str = "") -> str:
     lines += [
         "",
         f"| GRPO, {PROMPTS} × {ANSWERS} answers of {NEW_TOKENS} tokens (targets: 3 × TRL, half its memory, bookkeeping"
-        " at most 5%) | s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB |",
+        " at most 5%) | CPU s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for (task, precision, side), one in figures.items():

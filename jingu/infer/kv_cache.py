@@ -5,10 +5,11 @@ Shapes: T tokens of a step, H query heads, G KV heads, K head dim, P blocks, S s
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -315,5 +316,7 @@ def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return zeros; on CPUs in memory that the system only provides where it is written."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    zeros = torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * like.itemsize), dtype=np.uint8))
-    return zeros.view(like.dtype)
+    # From the system: in training, the allocator keeps freed memory, and would write its zeros at once.
+    num_bytes = math.prod(shape) * like.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
