@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import jingu
 from jingu.checkpoint.commands import verify
@@ -17,6 +18,10 @@ from jingu.config.load import load_config, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
 from jingu.errors import JinguError
+from jingu.infer.inference_model import load as load_model
+from jingu.infer.sampling import SamplingParams, token_probs
+from jingu.model.decoder import Decoder
+from jingu.model.inputs import Inputs
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training.commands import train
@@ -40,10 +45,20 @@ def rows_of(kind: str) -> list[dict[str, Any]]:
 
 def test_a_stored_run_generates_what_it_did(stored: Path) -> None:
     sample = rows_of("sample")[-1]
-    model = jingu.load("runs/tiny", precision="fp32", device="cpu")
-    # As samples are drawn during training.
-    text = model.generate(sample["prompt"], max_tokens=4, temperature=0.7, top_p=0.9, seed=3)
-    assert text == sample["text"]
+    model = load_model(Path("runs/tiny"), "fp32", "cpu")
+    assert isinstance(model.module, Decoder)
+    # As samples were drawn during training: by an exponential time for each token.
+    params = SamplingParams(temperature=0.7, top_p=0.9)
+    generator = torch.Generator().manual_seed(3)
+    prompt = model.tokenizer.encode(sample["prompt"])
+    ids = list(prompt)
+    for _ in range(4):
+        with torch.no_grad():
+            logits_BTV = model.module.logits(model.module(Inputs(torch.tensor([ids]))))
+        (probs_V,) = token_probs(logits_BTV[:, -1], [params])
+        times_V = torch.rand(len(probs_V), dtype=torch.float64, generator=generator).log().neg()
+        ids.append(int((probs_V / times_V).argmax()))
+    assert model.tokenizer.decode(ids[len(prompt) :]) == sample["text"]
     verify(Path("runs/tiny"))
 
 
