@@ -114,6 +114,7 @@ def _dstack_task(start: Start, image: str) -> Manifest:
         "name": start.name,
         "nodes": len(start.slots),
         "image": image,
+        "resources": {"gpu": len(start.slots[0])},
         "env": {"JINGU_START": start.to_json()},
         "commands": [" ".join(_COMMAND)],
     }
