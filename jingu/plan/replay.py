@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -43,16 +44,16 @@ class _StepRecorder(TorchDispatchMode):
         self.record = StepRecord()
         self._storages: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self, value: object) -> bool:
-        """Count the storages of tensors from now on, as long as they live; return whether there are new ones."""
+    def watch(self, value: object, others: Container[int] = ()) -> bool:
+        """Count the storages of tensors from now on, as long as they live; return whether there are new ones.
+
+        Args:
+            others: keys of storages that do not count.
+        """
         before = len(self._storages)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-                storage = local.untyped_storage()
-                key = storage_key(storage)
-                if key not in self._storages:
-                    self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+        for key, storage in _storages(value).items():
+            if key not in self._storages and key not in others:
+                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         return len(self._storages) > before
 
     def _forget(self, key: int, _reference: object) -> None:
@@ -72,11 +73,22 @@ class _StepRecorder(TorchDispatchMode):
             key = (group, func.name().partition("::")[2].partition(".")[0])
             self.record.calls[key] += 1
             self.record.sent[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            # Stages of a pipeline receive into tensors of the first step.
+            self.watch(args)
+        # Views of storages that nobody has allocated here: gloo's own buffers, which others do not need.
+        others = _storages(args).keys()
         result = func(*args, **(kwargs or {}))
         # FSDP allocates by resizing storages, before it gathers into them.
-        if self.watch(result) or func.namespace == "fsdp":
+        if self.watch(result, others) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
         return result
+
+
+def _storages(value: object) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of all tensors in a value, by key."""
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    storages = [(leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage() for leaf in leaves]
+    return {storage_key(storage): storage for storage in storages}
 
 
 def record_step(step: Callable[[], object], state: object) -> StepRecord:
