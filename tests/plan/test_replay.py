@@ -82,8 +82,11 @@ def check(ranks: Any, world: int, model: dict[str, Any], parallel: dict[str, Any
     for rank in range(world):
         replayed = replay_run(config, spec, BF16, world, rank)
         assert replayed.calls == real[rank].calls
-        assert replayed.sent == real[rank].sent
-        assert replayed.peak == pytest.approx(real[rank].peak, rel=0.01)
+        # Where ranks have different experts, the router decides how many rows travel; a replay takes it to be even.
+        travels = {key for key in real[rank].sent if "expert" in parallel and key[1] == "all_to_all_single"}
+        for key, size in real[rank].sent.items():
+            assert replayed.sent[key] == (pytest.approx(size, rel=0.05) if key in travels else size)
+        assert replayed.peak == pytest.approx(real[rank].peak, rel=0.02 if travels else 0.01)
         assert real[rank].peak > real[rank].begin > 0
 
 
