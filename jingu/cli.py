@@ -206,7 +206,7 @@ COMMANDS = {
         "train a model, or resume training",
         "align.commands:train",
         _PROCESSES,
-        option("--devices", "GPUS", str, "GPUs to use, one a rank: 0,2,4, or ^1,3 for all but those"),
+        option("--devices", "GPUS", str, "GPUs or NPUs to use, one a rank: 0,2,4, or ^1,3 for all but those"),
         option("--trace", "FOLDER", expand_path, "write fingerprints of every module's outputs in the first step"),
         repeatable_option("--allow", "KEY", "resume although this setting has changed"),
         flag("--fresh-optimizer", "resume with the weights of the checkpoint, and a new optimizer"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -38,9 +38,8 @@ class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
         max_batch_size: Any = None,
     ) -> None:
         super().__init__()
-        place: DeviceType = "auto"
-        if device is not None:
-            place = "cuda" if device.startswith("cuda") else "cpu"
+        # The harness may give an index, too, as in cuda:0.
+        place = cast(DeviceType, "auto" if device is None else device.partition(":")[0])
         self._scorer = Scorer(Engine(load(Path(pretrained), precision, place)), AnswerCache(None))
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:

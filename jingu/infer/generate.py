@@ -64,9 +64,10 @@ class InferenceOptions:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         place = torch.device(find_device_type(self.device))
-        for enabled, where in ((self.cuda_graphs, "--cuda-graphs"), (self.compile, "--compile")):
-            if enabled and place.type != "cuda":
-                raise JinguError("this option needs a model on CUDA.", where=where, fix="Leave it out.")
+        if self.cuda_graphs and place.type != "cuda":
+            raise JinguError("this option needs a model on CUDA.", where="--cuda-graphs", fix="Leave it out.")
+        if self.compile and place.type == "cpu":
+            raise JinguError("this option needs a model on a GPU.", where="--compile", fix="Leave it out.")
         if self.compile and not has_compiler(place):
             what = "there is no compiler here: Triton is needed, and g++ or clang++."
             raise JinguError(what, where="--compile", fix="Install them, or leave it out.")

@@ -49,18 +49,19 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     import torch
 
     from jingu.plan.machine import find_card, measure_machine
+    from jingu.runtime.device import device_name, find_device_type
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for index in range(torch.cuda.device_count() or 1):
-        own = torch.device("cuda", index) if device.type == "cuda" else device
+    device = torch.device(find_device_type("auto"))
+    for index in range(torch.accelerator.device_count() or 1):
+        own = torch.device(device.type, index)
         a = torch.randn(512, 512, device=own)
         if not bool(torch.isfinite(a @ a).all()):
             raise CheckError(f"a product of finite matrices is not finite on {own}")
     machine = measure_machine()
-    count = torch.cuda.device_count() or machine.gpus_per_node
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    count = torch.accelerator.device_count() or machine.gpus_per_node
+    name = device_name(device)
     text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
-    card = find_card(name) if device.type == "cuda" else None
+    card = find_card(name)
     if card is not None and machine.matmul_tflops < _SLOW_SHARE * card.matmul_tflops:
         raise CheckError(f"{text}, and {card.matmul_tflops:,.0f} TFLOP/s are usual: another process, or its clock?")
     return text, machine.model_dump(mode="json")

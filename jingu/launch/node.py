@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jingu.errors import JinguError
 from jingu.launch.start import Start, check_versions, installed_versions
+from jingu.runtime.gpus import visible_devices
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
 
 # Precedes the line in which a node describes itself; a login shell may print something before.
@@ -113,7 +114,8 @@ def run_node(start: Start, node_rank: int) -> int:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, slots)))
+    for name, devices in visible_devices(slots, {}).items():
+        os.environ.setdefault(name, devices)
     cores = len(os.sched_getaffinity(0)) // len(slots)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     place = f"meeting at {address}:{port}" + (f" over {interface}" if interface else "")

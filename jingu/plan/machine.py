@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jingu.config.strict_yaml import parse_yaml
 from jingu.errors import JinguError
-from jingu.runtime.device import device_module, find_device_type, measure_peak_flops, total_memory
+from jingu.runtime.device import device_module, device_name, find_device_type, measure_peak_flops, total_memory
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -179,8 +179,7 @@ def nominal_machine(device: torch.device) -> Machine:
             efficiency=Efficiency(half_gflop=0.01, kernel_us=5.0),
         )
     # A card that the library does not name is taken to be a common one.
-    card = find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    card = card or machine_library()["a100-80"]
+    card = find_card(device_name(device)) or machine_library()["a100-80"]
     return card.model_copy(update={"name": "here", "memory_gib": memory})
 
 
@@ -217,7 +216,7 @@ def measure_machine() -> Machine:
         # Ranks of one machine exchange through its memory.
         link_gbs=memory / 4,
         nic_gbs=1.0,
-        gpus_per_node=max(1, torch.cuda.device_count()),
+        gpus_per_node=max(1, torch.accelerator.device_count()),
         is_shared=device.type == "cpu",
         efficiency=Efficiency(half_gflop=0.01, kernel_us=max(kernel * 1e6, 0.5)),
     )

@@ -88,6 +88,13 @@ def device_module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, such as `NVIDIA H200`; of a CPU and of Apple's GPUs, the type."""
+    if device.type in ("cpu", "mps"):
+        return device.type.upper()
+    return str(device_module(device).get_device_name(device))
+
+
 def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of values on a device, without waiting until they are there."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

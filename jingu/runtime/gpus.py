@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jingu.errors import JinguError
 
+# Of NVIDIA's, AMD's and Intel's GPUs, and of Ascend NPUs; each driver reads its own.
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 # Consumer GPUs without peer-to-peer copies, on which NCCL would hang or fail.
 _WITHOUT_PEER_TO_PEER = re.compile(r"GeForce RTX [345]0[5-9]0")
 
@@ -22,7 +24,7 @@ def select_gpus(text: str, count: int) -> list[int]:
         JinguError: the text is malformed, a GPU does not exist, or none is left.
     """
     if not count:
-        raise JinguError("--devices selects CUDA GPUs, and this machine has none.", fix="Use --processes N.")
+        raise JinguError("--devices selects GPUs or NPUs, and this machine has none.", fix="Use --processes N.")
     excludes = text.startswith("^")
     words = text.removeprefix("^").split(",")
     if not all(word.isascii() and word.isdecimal() for word in words):
@@ -39,10 +41,20 @@ def select_gpus(text: str, count: int) -> list[int]:
     return selected
 
 
-def cuda_visible_devices(selected: Sequence[int], visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for selected GPUs, which are counted among the `visible` ones (None: all)."""
-    names = visible.split(",") if visible else None
-    return ",".join(names[index] if names else str(index) for index in selected)
+def visible_devices(selected: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that show only selected devices to a process, whatever their maker.
+
+    Args:
+        selected: numbers among the devices that are visible in the `environment`.
+    """
+    variables = {}
+    for name in _VISIBLE_DEVICES:
+        names = environment.get(name, "").split(",")
+        variables[name] = ",".join(names[index] if names != [""] else str(index) for index in selected)
+    if "HIP_VISIBLE_DEVICES" not in environment:
+        # ROCm reads CUDA's variable unless it has its own.
+        del variables["HIP_VISIBLE_DEVICES"]
+    return variables
 
 
 def nccl_environment(names: Sequence[str]) -> tuple[dict[str, str], str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from jingu.errors import JinguError
-from jingu.runtime.gpus import cuda_visible_devices, num_usable_cores
+from jingu.runtime.gpus import num_usable_cores, visible_devices
 from jingu.runtime.signals import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -68,7 +68,7 @@ def launch_local_ranks(
         "LOCAL_WORLD_SIZE": str(processes),
     }
     if gpus is not None:
-        common["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        common |= visible_devices(gpus, os.environ)
     # The ranks wait for the end of this pipe, which comes when this process ends, however that happens.
     read_end, write_end = os.pipe()
     common[LAUNCHER_PIPE] = str(read_end)

@@ -21,6 +21,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError, pluralize
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
+from jingu.runtime.device import find_device_type
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
 from jingu.runtime.log import log_info, log_to_folder, report_first_failure
@@ -68,7 +69,7 @@ def train(
 
     Args:
         trace: folder for fingerprints of every module's output in the first step.
-        devices: CUDA devices to start ranks on, as `select_gpus` reads them.
+        devices: GPUs or NPUs to start ranks on, as `select_gpus` reads them.
         allow: keys and sections of the configuration that may have changed since the run began.
         fresh_optimizer: resume with the weights of the checkpoint and a new optimizer.
         auto_layout: whether to replace the layout by the fastest one that fits, or by that of the run if it resumes.
@@ -185,7 +186,8 @@ def open_run_with_plan(
 
 
 def _select_gpus(config: RunConfig, devices: str, processes: int | None) -> list[int]:
-    gpus = select_gpus(devices, 0 if config.device.type == "cpu" else torch.cuda.device_count())
+    kind = find_device_type(config.device.type)
+    gpus = select_gpus(devices, 0 if kind == "cpu" else torch.accelerator.device_count())
     if processes not in (None, len(gpus)):
         raise JinguError(
             f"--devices {devices} is {pluralize(len(gpus), 'card')}, a rank each, and --processes says {processes}.",
@@ -194,7 +196,7 @@ def _select_gpus(config: RunConfig, devices: str, processes: int | None) -> list
     if is_launched():
         raise JinguError(
             "--devices applies to ranks that jingu starts, and these were started by torchrun.",
-            fix="Set CUDA_VISIBLE_DEVICES for torchrun.",
+            fix="Set CUDA_VISIBLE_DEVICES, or the variable of your devices, for torchrun.",
         )
     return gpus
 

@@ -15,8 +15,10 @@ from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.retention import Retention
 from jingu.checkpoint.store import CheckpointReader
 from jingu.config.schema import RunConfig
+from jingu.runtime.gpus import visible_devices
 from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import StopRequest
+from jingu.training import commands
 from jingu.training.commands import train_on_rank
 from tests.align.preferences import preference_run
 from tests.conftest import Done, MakeRun, peak_unmeasured
@@ -90,3 +92,23 @@ def test_a_checkpoint_has_the_values_of_its_step(cards: RankPool, tmp_path: Path
     folder = tmp_path / "step-00000001"
     cards.run(save_beside_training, 1, folder)
     assert torch.equal(CheckpointReader(folder).read("w"), torch.arange(6.0).view(2, 3))
+
+
+def start_on_devices(_rank: int, _world: int, config: RunConfig) -> dict[str, str]:
+    """Return the variables of ranks that --devices starts."""
+    card.install()
+    environments = []
+
+    def launch(processes: int, *_: Any, gpus: list[int], **__: Any) -> int:
+        environments.append(visible_devices(gpus, {}))
+        return processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "launch_local_ranks", launch)
+        assert commands.train(config, devices="1,3") == 2
+    return environments[0]
+
+
+def test_devices_of_any_accelerator_are_selected(tiny_run: MakeRun, cards: RankPool) -> None:
+    [variables] = cards.run(start_on_devices, 1, tiny_run({"device.type": "auto"}))
+    assert set(variables.values()) == {"1,3"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.errors import JinguError
-from jingu.runtime.gpus import cuda_visible_devices, nccl_environment, select_gpus
+from jingu.runtime.gpus import nccl_environment, select_gpus, visible_devices
 
 
 @given(st.integers(1, 16), st.data())
@@ -26,7 +26,7 @@ def test_named_and_all_but_named(count: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "count", "words"),
     [
-        ("0", 0, "--devices selects CUDA GPUs, and this machine has none. Use --processes N."),
+        ("0", 0, "--devices selects GPUs or NPUs, and this machine has none. Use --processes N."),
         ("0,4", 4, "--devices 0,4: there is no GPU 4: this machine has 4, counted from 0."),
         ("1,1", 4, "--devices 1,1: GPU 1 is listed twice."),
         ("0-2", 4, "--devices takes GPUs, such as 0,2,4, or all but some, such as ^1,3; not 0-2."),
@@ -41,9 +41,11 @@ def test_mistakes(text: str, count: int, words: str) -> None:
 
 
 def test_cards_are_counted_among_the_visible_ones() -> None:
-    assert cuda_visible_devices([0, 2], None) == "0,2"
-    assert cuda_visible_devices([0, 2], "5,6,7") == "5,7"
-    assert cuda_visible_devices([1], "GPU-aa,GPU-bb") == "GPU-bb"
+    names = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+    assert visible_devices([0, 2], {}) == dict.fromkeys(names, "0,2")
+    assert visible_devices([0, 2], {"ZE_AFFINITY_MASK": "5,6,7"})["ZE_AFFINITY_MASK"] == "5,7"
+    assert visible_devices([1], {"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"})["CUDA_VISIBLE_DEVICES"] == "GPU-bb"
+    assert visible_devices([1], {"HIP_VISIBLE_DEVICES": "3,4"})["HIP_VISIBLE_DEVICES"] == "4"
 
 
 @pytest.mark.parametrize(
