@@ -219,7 +219,7 @@ def _activations(work: Workload, stage: Stage) -> dict[str, float]:
         # A checkpointed block is computed again, one at a time.
         recomputed = max(recomputed, saved * min(1, checkpointed))
     result = {"activations": total, "recomputation": recomputed}
-    if stage.has_head:
+    if stage.has_head and not spec.score_head:
         # States and their gradient, logits, and the gradient of the head's weight in fp32.
         vocabulary = -(-spec.vocab_size // work.sizes.tensor)
         tokens = work.tokens if soft.whole_logits else min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))

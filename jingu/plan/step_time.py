@@ -219,7 +219,7 @@ def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
         for term, seconds in block_terms.items():
             terms[term] += len(numbers) * seconds
         forward += share * len(numbers) * sum(block_terms.values())
-    if stage.has_head:
+    if stage.has_head and not work.spec.score_head:
         head, head_backward = _products_seconds(work.model.head, work, machine)
         traffic = work.tokens * work.spec.vocab_size / work.sizes.tensor * 16 / (machine.memory_gbs * 1e9)
         terms["matmuls"] += head + head_backward

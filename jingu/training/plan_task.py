@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from jingu.config.schema import RunConfig
-from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PolicySettings
+from jingu.config.sections.policies import (
+    DistillationSettings,
+    GrpoSettings,
+    PolicySettings,
+    PpoSettings,
+    SeparateCriticSettings,
+)
 from jingu.config.sections.rewards import ModelReward
 from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.formats.models import open_model
@@ -29,10 +35,15 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
     elif task.penalty is not None:
         path = task.penalty.reference or config.initialize.from_
         companions.append(Companion("reference", _spec_of(path, base, result), "frozen"))
+    scalar = base.model_copy(update={"score_head": True})
+    if isinstance(task, PpoSettings) and isinstance(task.critic, SeparateCriticSettings):
+        path = task.critic.model or config.initialize.from_
+        critic = _spec_of(path, scalar, result).model_copy(update={"score_head": True})
+        companions.append(Companion("critic", critic, "trained"))
     scorers = [reward.model for reward in task.rewards if isinstance(reward, ModelReward)]
     for number, path in enumerate(scorers, start=1):
         name = "reward model" + f" {number}" * (len(scorers) > 1)
-        companions.append(Companion(name, _spec_of(path, base, result), "whole"))
+        companions.append(Companion(name, _spec_of(path, scalar, result), "whole"))
     if task.rewards:
         result.assumptions.append("rewards take no time")
     greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"

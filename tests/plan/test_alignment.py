@@ -51,12 +51,25 @@ def test_the_fullest_phase_counts() -> None:
 def test_reward_models_lie_in_main_memory_and_teachers_on_the_cards() -> None:
     reward = {"type": "model", "model": "runs/missing"}
     _, plan = plan_of({"rewards": [reward, {**reward, "name": "other"}]})
-    size = 4.0 * num_parameters(plan.work.spec)
+    size = 4.0 * num_parameters(plan.work.spec.model_copy(update={"score_head": True}))
     assert plan.memory.offloaded == {"reward model 1 weights": size, "reward model 2 weights": size}
     assert "runs/missing does not exist yet, and is as large as the trained model" in plan.assumptions
     task = {name: value for name, value in TASK.items() if name != "type"}
     _, plan = plan_of({"type": "distill", "teacher": "runs/missing", **task})
     assert plan.memory.card["teacher weights"] > 0 and plan.seconds["teacher"] > 0
+
+
+def test_a_critic_is_trained_after_the_policy() -> None:
+    """Its weights and state stay on the card; its gradients and activations come when those of the policy are gone."""
+    _, plan = plan_of({"type": "ppo", "answers_per_prompt": 1})
+    assert {"reference", "critic"} < plan.seconds.keys()
+    config, spec = settings(LLAMA, {"zero_stage": 3})
+    owned = bytes_on_fake_ranks(config, spec.model_copy(update={"score_head": True}), 2, 0)
+    assert plan.memory.card["critic weights"] == owned["weights"]
+    assert plan.memory.card["critic optimizer state"] == owned["optimizer state"]
+    assert plan.phases["critic update"] < plan.phases["update"]  # it has no logits
+    _, shared = plan_of({"type": "ppo", "answers_per_prompt": 1, "critic": {"type": "shared"}})
+    assert "critic weights" not in shared.memory.card
 
 
 def test_a_step_of_several_updates_takes_as_many() -> None:
