@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from jingu.errors import JinguError
 from jingu.formatting import memory_unit
-from jingu.plan.forecast import Forecast
+from jingu.plan.forecast import Forecast, print_forecast
 from jingu.plan.machine import find_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.search import describe_layout
@@ -40,10 +40,10 @@ def plan(
     price: float | None = None,
     output: str | Path | None = None,
 ) -> int:
-    """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page.
+    """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page, too.
 
     Args:
-        output: `json`, or the file of the page; None: tables.
+        output: `json` instead of tables; or the file of the page beside them.
 
     Raises:
         JinguError: as there; or the file cannot be written.
@@ -61,6 +61,7 @@ def plan(
         target, overrides, machine, nodes, search=mode == "search", price=price
     )
     name = Path(target).parent.name if target.endswith("config.json") else Path(target).name
+    print_forecast(outcome)
     write_page(output, render_plan(name, outcome, clusters))
     return 0 if outcome.spare >= 0 else 1
 
