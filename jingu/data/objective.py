@@ -19,6 +19,7 @@ from jingu.config.sections.data import (
     ContinuationSettings,
     PrefixLmSettings,
     SpanCorruptionSettings,
+    SupervisedSettings,
     TargetFilesSettings,
 )
 from jingu.data.batch import IGNORE_INDEX, Batch, EncoderInputs, make_seq2seq_batch
@@ -204,8 +205,64 @@ class SpanCorruption:
         return np.diff(cuts, prepend=0, append=tokens)
 
 
-def build_objective(config: RunConfig, source: MixtureDataset, tokenizer: Tokenizer) -> Objective | None:
+@dataclass(frozen=True)
+class PromptsToAnswers:
+    """The encoder reads the prompt of each row of instruction data and the EOS token; the decoder predicts the rest,
+    from the first token that is trained on. Packed rows see only themselves.
+    """
+
+    length: int
+    start_id: int
+    eos_token_id: int
+
+    @property
+    def source_length(self) -> int:
+        return self.length
+
+    @property
+    def target_length(self) -> int:
+        return self.length
+
+    def apply(self, batch: Batch, first: int) -> Batch:
+        source_BS = torch.full_like(batch.tokens, self.eos_token_id)
+        source_documents_BS = torch.full_like(source_BS, -1)
+        tokens_BT = torch.full_like(batch.tokens, self.start_id)
+        labels_BT = torch.full_like(batch.tokens, IGNORE_INDEX)
+        positions_BT = torch.zeros_like(batch.tokens)
+        documents_BT = torch.full_like(batch.tokens, -1)
+        weights_BT = None if batch.weights is None else torch.zeros_like(batch.weights)
+        for row in range(len(source_BS)):
+            read = written = 0
+            for number, (start, length) in enumerate(_row_documents(batch, row)):
+                trained = (batch.labels[row, start : start + length] >= 0).nonzero()
+                if not len(trained):
+                    continue
+                # The last token of the prompt predicts the first one of the answer.
+                split = start + int(trained[0]) + 1
+                prompt = torch.cat([batch.tokens[row, start:split], torch.tensor([self.eos_token_id])])
+                source = slice(read, min(read + len(prompt), self.length))
+                source_BS[row, source] = prompt[: source.stop - read]
+                source_documents_BS[row, source] = number
+                # The start token takes the place of the prompt.
+                old, new = slice(split - 1, start + length), slice(written, written + start + length - split + 1)
+                tokens_BT[row, new.start + 1 : new.stop] = batch.tokens[row, split : start + length]
+                labels_BT[row, new] = batch.labels[row, old]
+                positions_BT[row, new] = torch.arange(new.stop - written)
+                documents_BT[row, new] = number
+                if weights_BT is not None and batch.weights is not None:
+                    weights_BT[row, new] = batch.weights[row, old]
+                read, written = source.stop, new.stop
+        encoder_inputs = EncoderInputs(source_BS, source_documents_BS)
+        return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, weights=weights_BT, source=encoder_inputs)
+
+
+def build_objective(
+    config: RunConfig, source: MixtureDataset, tokenizer: Tokenizer, *, has_encoder: bool = False
+) -> Objective | None:
     """Build the objective of a run; None for plain next-token prediction.
+
+    Args:
+        has_encoder: whether the model has an encoder, which then reads the prompts of instruction data.
 
     Raises:
         JinguError: the objective does not fit the sequence length or the tokenizer.
@@ -214,6 +271,8 @@ def build_objective(config: RunConfig, source: MixtureDataset, tokenizer: Tokeni
     length = config.batch.sequence_length
     if isinstance(settings, TargetFilesSettings):
         return build_target_files_objective(settings, source, tokenizer)
+    if isinstance(settings, SupervisedSettings) and has_encoder:
+        return PromptsToAnswers(length, tokenizer.decoder_start_token_id, tokenizer.eos_token_id)
     if not isinstance(settings, PrefixLmSettings | ContinuationSettings | SpanCorruptionSettings):
         return None
     if length < 2:

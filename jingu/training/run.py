@@ -22,7 +22,7 @@ from jingu.config.compare import breaking_changes, changed_settings
 from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
-from jingu.config.sections.data import ENCODER_OBJECTIVES, PreferenceSettings
+from jingu.config.sections.data import ENCODER_OBJECTIVES, PreferenceSettings, SupervisedSettings
 from jingu.config.sections.policies import PpoSettings, RolloutSettings, SharedCriticSettings
 from jingu.config.sections.tasks import RewardSettings
 from jingu.data.mixture import MixtureDataset
@@ -158,13 +158,13 @@ def _build_objective(
             where="data.objective.type",
             fix="Set it to causal, or choose a model.family with an encoder (t5).",
         )
-    if has_encoder and not needs_encoder:
+    if has_encoder and not needs_encoder and not isinstance(settings, SupervisedSettings):
         raise JinguError(
             f"{spec.family} has an encoder, for which the objective {settings.type} has no input.",
             where="data.objective.type",
             fix="Set it to span_corruption, or choose a model.family without an encoder (llama).",
         )
-    return build_objective(config, source, tokenizer)
+    return build_objective(config, source, tokenizer, has_encoder=has_encoder)
 
 
 def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> list[str]:

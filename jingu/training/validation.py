@@ -57,7 +57,7 @@ class ValidationRows:
             batch = self.supervised.batch(first, count)
         else:
             batch = validation_batch(self.dataset, self.sequence_length, first, count, document_mask=self.document_mask)
-        if self.has_encoder_inputs:
+        if self.has_encoder_inputs and self.supervised is None:
             # The labels of a window are its text. Beyond the last whole window there are none.
             batch = replace(batch, tokens=batch.labels.clamp_min(0))
         if self.objective is not None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
-from jingu.data.objective import Continuation, PrefixLM, SplitPoint, build_objective
+from jingu.data.objective import Continuation, PrefixLM, PromptsToAnswers, SplitPoint, build_objective
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
@@ -99,6 +99,25 @@ def test_a_fixed_prefix_length_needs_no_padding() -> None:
     built = Continuation(SplitPoint(0.5, 0.5, 7), 20, 1, 2).apply(rows_of([20]), 0)
     assert built.source is not None and built.source.documents is None
     assert built.source.tokens.shape == (2, 11) and bool((built.labels >= 0).all())
+
+
+def test_prompts_of_packed_rows_become_sources() -> None:
+    # Two rows of instruction data, 10 to 14 and 20 to 22 with EOS (2), and one of which nothing is trained.
+    tokens = torch.tensor([[10, 11, 12, 13, 14, 20, 21, 22, 30, 0, 0]])
+    labels = torch.tensor([[-100, -100, 13, 14, 2, 21, -100, 2, -100, -100, -100]])
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1, -1]])
+    weights = (labels >= 0) * 0.5
+    built = PromptsToAnswers(11, 1, 2).apply(Batch(tokens, labels, None, documents, weights=weights), 0)
+    assert built.source is not None and built.source.documents is not None
+    assert built.documents is not None and built.positions is not None and built.weights is not None
+    assert built.source.tokens[0].tolist() == [10, 11, 12, 2, 20, 2, *[2] * 5]
+    assert built.source.documents[0].tolist() == [0, 0, 0, 0, 1, 1, *[-1] * 5]
+    # What is not trained within an answer is read.
+    assert built.tokens[0].tolist() == [1, 13, 14, 1, 21, 22, *[1] * 5]
+    assert built.labels[0].tolist() == [13, 14, 2, 21, -100, 2, *[-100] * 5]
+    assert built.documents[0].tolist() == [0, 0, 0, 1, 1, 1, *[-1] * 5]
+    assert built.positions[0].tolist() == [0, 1, 2, 0, 1, 2, *[0] * 5]
+    assert built.weights[0].tolist() == [0.5, 0.5, 0.5, 0.5, 0, 0.5, *[0] * 5]
 
 
 def config_of(tokenizer_folder: Path, length: int = 20, **objective: Any) -> RunConfig:

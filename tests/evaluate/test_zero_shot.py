@@ -6,14 +6,17 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from jingu.cli import main
+from jingu.data.build import build
+from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training.commands import train
 from jingu.tune.prepare import prepare
-from tests.conftest import Library, MakeRun
+from tests.conftest import MakeRun
 
 GOOD = ["good", "great", "fine", "lovely"]
 BAD = ["bad", "awful", "poor", "dull"]
@@ -49,22 +52,37 @@ def write_task(folder: Path, kind: str) -> None:
     (folder / f"{kind}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
+SPANS = {"type": "span_corruption", "noise_density": 0.15, "mean_span_length": 3.0, "num_sentinels": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "t5": {"model.family": "t5", "model.num_kv_heads": None, "data.objective": SPANS, "tokenizer.vocab_size": 397},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decoder", "t5"])
 def test_a_mixture_teaches_a_cluster_that_it_holds_out(
-    tiny_run: MakeRun, library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind in KINDS:
-        write_task(tmp_path, kind)
+    for reviews in KINDS:
+        write_task(tmp_path, reviews)
     members = [{"task": "films"}, {"task": "books"}]
     mixture = {"mixture": "reviews", "members": members, "include": ["."], "held_out": ["meals"]}
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture), encoding="utf-8")
     common = {"batch.sequence_length": 64, "precision": {"type": "fp32"}, "optimizer.lr": 3e-3}
-    start = tiny_run({**common, "name": "start", "train.steps": 20})
+    if kind == "t5":
+        # Its tokenizer has sentinels.
+        common |= {"tokenizer.path": str(tmp_path / "tokenizer"), "data.path": str(tmp_path / "text")}
+    start = tiny_run({**common, **MODELS[kind], "name": "start", "train.steps": 20})
+    if kind == "t5":
+        train_tokenizer(start)
+        build(start)
     train(start)
     runs = Path(start.runs_dir)
     tuned = tiny_run(
         {
             **common,
+            **MODELS[kind],
             "name": "tuned",
             "data.input": str(tmp_path / "mixture.yaml"),
             "data.path": str(tmp_path / "data"),
@@ -78,7 +96,7 @@ def test_a_mixture_teaches_a_cluster_that_it_holds_out(
     prepare(tuned)
     train(tuned)
     # What the start was trained on is text, which a search has to prove clean.
-    search = ["--data", start.data.path, "--tokenizer", str(library.tokenizer), "--include", str(tmp_path)]
+    search = ["--data", start.data.path, "--tokenizer", start.tokenizer.path, "--include", str(tmp_path)]
     search += ["--processes", "1", "--output", str(tmp_path / "search")]
     assert main(["evaluate", "contamination", "meals", *search]) == 0
     for name in ("start", "tuned"):

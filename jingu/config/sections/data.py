@@ -204,7 +204,7 @@ class RowSettings(Settings):
 
 class SupervisedSettings(RowSettings):
     """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
-    batch.sequence_length tokens.
+    batch.sequence_length tokens. If the model has an encoder, that reads the prompts, up to the first answer.
 
     Attributes:
         loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
