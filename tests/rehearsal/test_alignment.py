@@ -100,6 +100,6 @@ def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: Ra
     for update, lines in enumerate(others):
         expected_lines = ["float(largest)"] if update % num_updates == 0 else []
         if "task.updates_per_step" in changes and update % num_updates == 0:
-            expected_lines = ["torch.cat(logprobs).cpu()"] * 2 + expected_lines
+            expected_lines = ["torch.cat(values).cpu()"] * 2 + expected_lines
         assert len(lines) == len(expected_lines), lines
         assert all(part in line for part, line in zip(expected_lines, lines, strict=True)), lines
