@@ -32,11 +32,12 @@ from jingu.align.advantages import (
 from jingu.align.answers import RewardHead
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
+from jingu.align.environment import Environments
 from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt, PromptSet, load_prompts
 from jingu.align.reference import check_vocabulary
 from jingu.align.reward_list import Rewards
-from jingu.align.rollouts import Generator, Sample, write_rollout
+from jingu.align.rollouts import ENVIRONMENT, Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.policies import (
@@ -93,7 +94,8 @@ class PolicyLearning:
         self._run = run
         prompts = _load_prompts(run, settings)
         precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
-        self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed)
+        environments = Environments(settings.environment) if settings.environment is not None else None
+        self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
         # The first rank scores for all.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
@@ -220,7 +222,7 @@ class PolicyLearning:
             what, where, fix = scores["error"]
             raise JinguError(what, where=where, fix=fix)
         return [
-            replace(sample, rewards=parts, reward=total)
+            replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
             for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
         ]
 
@@ -298,7 +300,7 @@ class PolicyLearning:
                 replace(sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], sample.logprobs)))
                 for index, sample in enumerate(samples)
             ]
-        lengths_R = torch.tensor([len(sample.ids) for sample in samples])
+        lengths_R = torch.tensor([len(sample.logprobs) for sample in samples])
         reward_R = _rewards_of(samples)
         if settings.overlong_tokens:
             reward_R += overlong_penalty(lengths_R.double(), settings.max_new_tokens, settings.overlong_tokens)
@@ -334,7 +336,7 @@ class PolicyLearning:
             replace(
                 sample,
                 reward=None if math.isnan(reward) else reward,
-                advantages=tuple(advantage_T[: len(sample.ids)].tolist()),
+                advantages=tuple(advantage_T[: len(sample.logprobs)].tolist()),
             )
             for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
         ]
@@ -379,9 +381,10 @@ class PolicyLearning:
             sample = self._samples[index]
             ids = (*sample.prompt_ids, *sample.ids)[:-1]
             tokens_BT[place, : len(ids)] = torch.tensor(ids)
-            # The last token of the prompt predicts the first one of the answer.
-            part = slice(len(sample.prompt_ids) - 1, len(ids))
-            labels_BT[place, part] = torch.tensor(sample.ids)
+            # The last token of the prompt predicts the first one of the answer; replies are only read.
+            own = torch.tensor(sample.own)
+            part = own + len(sample.prompt_ids) - 1
+            labels_BT[place, part] = torch.tensor(sample.ids)[own]
             scores = (self._old, self._reference_logprobs, self._values, self._returns)
             columns = (sample.advantages, sample.logprobs, *(rows.get(index) for rows in scores))
             for name, column in zip(_COLUMNS, columns, strict=True):
@@ -628,6 +631,12 @@ def _is_dead(group: list[Sample]) -> bool:
     return len({sample.reward for sample in group} - {None}) <= 1
 
 
+def _add(first: float | None, second: float | None) -> float | None:
+    """Return the sum of what is a number; None if nothing is."""
+    values = [value for value in (first, second) if value is not None]
+    return math.fsum(values) if values else None
+
+
 def _rewards_of(samples: list[Sample]) -> Tensor:
     """Return the rewards, NaN where there is none."""
     return torch.tensor(
@@ -687,7 +696,16 @@ def check(run: Run) -> None:
         open_model(Path(settings.teacher))
     elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
         open_model(Path(path))
-    if isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
+    if settings.environment is not None:
+        Environments(settings.environment)
+        if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
+            what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
+            raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
+        chat_format = prompt_set.chat_format
+        if any(prompt.is_chat for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
+            what = "the template has no token that ends an answer, after which an environment could reply."
+            raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
+    elif isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
         raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
     if isinstance(settings, PpoSettings) and isinstance(settings.critic, SeparateCriticSettings):
         if settings.critic.model is not None:

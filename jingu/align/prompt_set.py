@@ -32,12 +32,14 @@ class Prompt:
         row: its number, from 0.
         text: as rewards see it; of messages, the content of the last one.
         columns: the other fields of the row.
+        is_chat: whether it is messages.
     """
 
     row: int
     ids: tuple[int, ...]
     text: str
     columns: Mapping[str, Any]
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class PromptSet:
         columns: names of the columns that every row has.
         eos_token_ids: what ends an answer.
         stop: text that ends an answer, where a template has no token for it.
+        chat_format: of prompts that are messages.
     """
 
     prompts: list[Prompt]
     columns: list[str]
     eos_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
+    chat_format: ChatFormat | None = None
 
     def select(self, seed: int, first: int, count: int, resampling: int = 0) -> list[Prompt]:
         """Return the prompts at `count` places of the endless order, from `first` on: each epoch has its own.
@@ -113,6 +117,7 @@ def load_prompts(
         columns,
         tuple(dict.fromkeys(eos_token_ids)),
         chat_format.stop if chat_format else (),
+        chat_format,
     )
 
 
@@ -138,4 +143,5 @@ def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFo
     messages = content if isinstance(content, list) else [content]
     conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
     prompt = conversation.messages[:-1]
-    return Prompt(row, chat_format.encode_prompt(prompt, conversation.tools), prompt[-1].content, value)
+    ids = chat_format.encode_prompt(prompt, conversation.tools)
+    return Prompt(row, ids, prompt[-1].content, value, is_chat=True)

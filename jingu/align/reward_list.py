@@ -213,15 +213,18 @@ class Worker:
             # Its start does not count.
             self.ask(settings, columns, [], START_SECONDS)
         request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
-        try:
-            process = self._start()
-            reply = self._executor.submit(_exchange, process, json.dumps(request) + "\n").result(timeout)
-        except FutureTimeoutError:
-            self.close()
-            raise TimeoutError from None
+        reply = self.exchange(request, timeout)
         if "error" in reply:
             raise JinguError(f"{reply['error']}.", where=f"the reward {settings.type}", fix="Correct the reward.")
         return list(reply["scores"])
+
+    def exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return the reply of the process to a request. Raises TimeoutError, and ends it, if it takes too long."""
+        try:
+            return self._executor.submit(_exchange, self._start(), json.dumps(request) + "\n").result(timeout)
+        except FutureTimeoutError:
+            self.close()
+            raise TimeoutError from None
 
     def _start(self) -> subprocess.Popen[str]:
         """Return the process, which this starts if there is none."""

@@ -1,7 +1,7 @@
 """The process that computes a reward, so that nothing in it can hang or end the run: one JSON object a line.
 
 A line has the settings of a reward, the names of the columns, and answers. The reply is {"scores": [...]} or
-{"error": "..."}.
+{"error": "..."}. Or a line calls a method of environments, and the reply is {"values": [[KEY, VALUE], ...]}.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import sys
 import traceback
@@ -91,23 +92,59 @@ def build_score(settings: Reward, columns: Sequence[str]) -> Score:
     return lambda answers: [float(verify(settings, answer)) for answer in answers]
 
 
+def _score(functions: dict[str, Score], request: dict[str, Any]) -> Sequence[Any]:
+    """Return the scores that a request asks for."""
+    key = json.dumps(request["settings"])
+    if key not in functions:
+        settings = TypeAdapter(Reward).validate_python(request["settings"])
+        functions[key] = build_score(settings, request["columns"])
+    # Without answers, the request only asks whether the function can be used.
+    return list(functions[key](request["answers"])) if request["answers"] else []
+
+
+def call_environments(environments: dict[int, Any], request: dict[str, Any]) -> list[tuple[int, Any]]:
+    """Call a method of environments, by their keys: `begin` makes new ones in the place of all before.
+
+    Raises:
+        RewardFunctionError: the class cannot be imported or lacks a method, or a method returns something else.
+    """
+    method = request["method"]
+    if method == "begin":
+        build = load_function(request["environment"])
+        missing = [name for name in ("begin", "step", "score") if not callable(getattr(build, name, None))]
+        if missing:
+            raise RewardFunctionError(f"{request['environment']} has no method {missing[0]}")
+        environments.clear()
+        environments.update((key, build()) for key, _ in request["arguments"])
+    values: list[tuple[int, Any]] = []
+    for key, argument in request["arguments"]:
+        value = environments[key].score() if method == "score" else getattr(environments[key], method)(argument)
+        if method == "step" and not isinstance(value, str | None):
+            raise RewardFunctionError(f"step returned {value!r}, which is neither a text nor None")
+        if method == "score":
+            value = float(value)
+            if not math.isfinite(value):
+                raise RewardFunctionError(f"score returned {value}")
+        values.append((key, None if method == "begin" else value))
+    return values
+
+
 def main() -> None:
     """Serve requests until the standard input ends."""
     # What a function prints must not get between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     functions: dict[str, Score] = {}
+    environments: dict[int, Any] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        key = json.dumps(request["settings"])
         reply: dict[str, Any]
         try:
-            if key not in functions:
-                settings = TypeAdapter(Reward).validate_python(request["settings"])
-                functions[key] = build_score(settings, request["columns"])
-            # Without answers, the request only asks whether the function can be used.
-            scores = functions[key](request["answers"]) if request["answers"] else []
-            reply = {"scores": [None if value is None else float(value) for value in scores]}
+            if "environment" in request:
+                reply = {"values": call_environments(environments, request)}
+            else:
+                scores = _score(functions, request)
+                reply = {"scores": [None if value is None else float(value) for value in scores]}
         except RewardFunctionError as error:
             reply = {"error": str(error)}
         except Exception as error:

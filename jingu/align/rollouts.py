@@ -8,9 +8,9 @@ same weights, though nothing of it was stored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from jingu.align.environment import Environments, encode_reply
 from jingu.align.prompt_set import Prompt, PromptSet
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import random_uint64
@@ -47,12 +48,13 @@ class Sample:
         prompt: its text; of messages, the content of the last one.
         row: of the prompt in its file, from 0.
         choice: number of the answer among those to this prompt.
-        ids: token ids of the answer, with the token that ends it.
-        logprobs: of these tokens, under the distribution that they were sampled from.
+        ids: token ids of the answer, with the token that ends it, and with the replies of an environment.
+        logprobs: of the model's own tokens, under the distribution that they were sampled from.
         finish_reason: end: by an end token; stop: by a text; length: cut off.
         rewards: values by name.
         reward: weighted sum, with what shaping and KL add; None: not scorable.
-        advantages: of each token.
+        advantages: of each of the model's own tokens.
+        replies: ranges of `ids` that an environment wrote.
     """
 
     prompt: str
@@ -66,8 +68,16 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantages: tuple[float, ...] = ()
+    replies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def own(self) -> list[int]:
+        """Places in `ids` of the model's own tokens."""
+        return [place for place in range(len(self.ids)) if not any(start <= place < end for start, end in self.replies)]
 
 
+# Name of an environment's score among rewards.
+ENVIRONMENT = "environment"
 # Reads samples that were JSON.
 _SAMPLE = TypeAdapter(Sample)
 
@@ -85,6 +95,7 @@ class Generator:
     tokenizer: Tokenizer
     precision: Precision
     seed: int
+    environments: Environments | None = None
 
     @contextmanager
     def model_of(self, model: ParallelModel) -> Iterator[InferenceModel]:
@@ -124,9 +135,76 @@ class Generator:
             )
             places[engine.submit(request)] = place
         samples = _collect(engine, {key: prompts[place] for key, place in places.items()})
+        if self.environments is not None:
+            owners = {(key, choice): prompts[places[key]] for key, choice in samples}
+            seeds = {(key, choice): (step, resampling, places[key], choice) for key, choice in samples}
+            samples = self._converse(engine, self.environments, samples, owners, seeds)
         parts = gather_from_all([(places[key], asdict(sample)) for (key, _), sample in samples.items()])
         merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
         return [_SAMPLE.validate_python(values) for _, values in merged]
+
+    def _converse(
+        self,
+        engine: Engine,
+        environments: Environments,
+        samples: dict[tuple[int, int], Sample],
+        prompts: Mapping[tuple[int, int], Prompt],
+        seeds: Mapping[tuple[int, int], tuple[int, ...]],
+    ) -> dict[tuple[int, int], Sample]:
+        """Return the samples with further turns, and with the environment's score.
+
+        Args:
+            seeds: what the draws of a sample follow from, beside the seed of the run and the turn.
+        """
+        settings = self.settings
+        assert settings.environment is not None
+        keys = list(samples)
+        environments.begin({number: prompts[key] for number, key in enumerate(keys)})
+        said = {number: samples[key].text for number, key in enumerate(keys)}
+        for turn in range(1, settings.environment.max_turns + 1):
+            # 1. The replies to all last turns; what is cut off has ended.
+            replies = environments.step(said)
+            requests: dict[int, int] = {}
+            appended: dict[int, tuple[int, ...]] = {}
+            for number, reply in replies.items():
+                sample, prompt = samples[keys[number]], prompts[keys[number]]
+                if reply is None or sample.finish_reason != "end" or turn == settings.environment.max_turns:
+                    continue
+                ids = encode_reply(reply, prompt, self.prompts, self.tokenizer)
+                room = settings.max_new_tokens - len(sample.ids) - len(ids)
+                if room < 1:
+                    samples[keys[number]] = replace(sample, finish_reason="length")
+                    continue
+                # 2. A further turn, after all ids so far.
+                seed = int(random_uint64("turn", 1, self.seed, *seeds[keys[number]], turn)[0])
+                sampling = SamplingParams(temperature=settings.temperature, seed=seed)
+                context = (*prompt.ids, *sample.ids, *ids)
+                request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
+                requests[engine.submit(request)] = number
+                appended[number] = ids
+            turns = _collect(engine, {request: prompts[keys[number]] for request, number in requests.items()})
+            said = {}
+            for (request_id, _), new in turns.items():
+                number = requests[request_id]
+                samples[keys[number]] = _append(samples[keys[number]], appended[number], str(replies[number]), new)
+                said[number] = new.text
+            if not said:
+                break
+        scores = environments.score(list(range(len(keys))))
+        return {key: replace(samples[key], rewards={ENVIRONMENT: scores[number]}) for number, key in enumerate(keys)}
+
+
+def _append(sample: Sample, reply_ids: tuple[int, ...], reply: str, new: Sample) -> Sample:
+    """Return a sample with a reply and another turn."""
+    start = len(sample.ids)
+    return replace(
+        sample,
+        ids=(*sample.ids, *reply_ids, *new.ids),
+        logprobs=(*sample.logprobs, *new.logprobs),
+        text=f"{sample.text}{reply}{new.text}",
+        finish_reason=new.finish_reason,
+        replies=(*sample.replies, (start, start + len(reply_ids))),
+    )
 
 
 def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int], Sample]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.runtime.signals import StopRequest
+from jingu.text.tokenizer import Tokenizer
 from jingu.training.commands import train_on_rank
 from jingu.tune.row_formats import parse_row
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
@@ -446,6 +448,52 @@ def test_exact_training_of_long_rows_with_adapters(
     assert train(config) == 0
     assert len(rollout(done(config), 1)[0]["prompt_ids"]) > 128  # several spans of keys
     assert done(config).column("mismatch_max") == [0.0] * 3
+
+
+ENVIRONMENT = """
+class Game:
+    def begin(self, row):
+        self.row, self.answers = row, []
+
+    def step(self, answer):
+        self.answers.append(answer)
+        return None if len(self.answers) == 3 else "def g"
+
+    def score(self):
+        return float(sum(map(len, self.answers))) + len(self.answers)
+"""
+
+
+def test_an_environment_replies_and_only_own_tokens_are_trained(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "game.py").write_text(ENVIRONMENT)
+    # Turns are short if many tokens end them.
+    load = policy_learning._load_prompts
+    ends = tuple(range(0, 389, 3))
+    monkeypatch.setattr(policy_learning, "_load_prompts", lambda *given: replace(load(*given), eos_token_ids=ends))
+    environment = {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}
+    changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
+    config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})
+    assert train(config) == 0
+    run = done(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    samples = rollout(run, 1)
+    assert max(len(sample["replies"]) for sample in samples) == 2
+    for sample in samples:
+        for start, end in sample["replies"]:
+            assert tokenizer.decode(sample["ids"][start:end]) == "def g"
+        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
+        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
+        assert sample["reward"] == sample["rewards"]["environment"] > 0
+    # What training computes of the appended ids is what generation computed.
+    assert max(run.column("mismatch_max")) < 1e-13
+    (tmp_path / "bad.py").write_text("class Game:\n    def begin(self, row): ...\n")
+    with pytest.raises(JinguError, match="ReMax compares with a greedy one"):
+        train(make({**changes, "task.advantage": "remax", "batch.sequence_length": 33}, name="greedy"))
+    for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
+        with pytest.raises(JinguError, match=words):
+            train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
 
 
 FATAL_REWARD = """

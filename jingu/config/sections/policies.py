@@ -68,6 +68,21 @@ class SharedCriticSettings(Settings):
 Critic = Annotated[SeparateCriticSettings | SharedCriticSettings, Discriminator("type"), default_type("separate")]
 
 
+class EnvironmentSettings(Settings):
+    """An environment, which replies to each turn of an answer.
+
+    Attributes:
+        path: Its class, `module:class` or `file.py:class`, with the methods begin(row), step(answer), which returns a
+            text or None for the end, and score(), which returns the reward.
+        max_turns: The most turns of an answer.
+        timeout: Seconds that a call may take for all answers of a rank.
+    """
+
+    path: PathText = "environment.py:Game"
+    max_turns: Positive = 4
+    timeout: AboveZero = 60.0
+
+
 class RolloutSettings(Settings):
     """Settings of every task that generates answers.
 
@@ -77,10 +92,11 @@ class RolloutSettings(Settings):
         prompts_per_step: Prompts of a step.
         answers_per_prompt: Answers to each.
         updates_per_step: Optimizer steps with the answers of a step, each with an equal part of the prompts.
-        max_new_tokens: The most tokens of an answer.
+        max_new_tokens: The most tokens of an answer, with the replies of an environment.
         temperature: Of sampling. The model is trained at the same temperature.
         max_num_seqs: Answers that a rank generates at a time.
         rewards: What scores the answers.
+        environment: What replies to each turn of an answer, and scores it; null: an answer has one turn.
         max_mismatch: Largest difference between the log-probabilities of a token in generation and in training; beyond
             it the run stops.
         exact: Compute training in the operations of generation, so that the log-probabilities are equal to the last bit
@@ -97,6 +113,7 @@ class RolloutSettings(Settings):
     temperature: AboveZero = 1.0
     max_num_seqs: Positive = 64
     rewards: list[Reward] = []
+    environment: EnvironmentSettings | None = None
     max_mismatch: AboveZero = 0.5
     exact: bool = False
 
