@@ -27,6 +27,7 @@ from jingu.data.permutation import random_uint64
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine, EngineSettings
 from jingu.infer.inference_model import InferenceModel
+from jingu.infer.prepack import prepack_weights
 from jingu.infer.request import Request, Token
 from jingu.infer.sampling import SamplingParams
 from jingu.model.layers import Embedding
@@ -99,10 +100,19 @@ class Generator:
 
     @contextmanager
     def model_of(self, model: ParallelModel) -> Iterator[InferenceModel]:
-        """Yield the model for generation: its own storage on a single rank. On several, each rank gathers a whole
-        copy, which is freed at the end, and generates answers of its own."""
+        """Yield the model for generation.
+
+        On one rank it has the storage of the training weights; on several, each rank gathers a whole copy, and
+        generates answers of its own. On CPUs, matrices are copied into the layout of the kernels for few rows, except
+        where training and generation have to compute the same. All copies are freed at the end.
+        """
         with eval_mode(model):
-            whole = model if dist.get_world_size() == 1 else _gather(model, self.precision)
+            prepacks = model.sharding.mesh.device_type == "cpu" and not self.settings.exact
+            whole = model
+            if dist.get_world_size() > 1 or (prepacks and model.spec.adapter is None):
+                whole = _copy(model, self.precision)
+                for stage in whole.stages if prepacks else ():
+                    prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
             yield InferenceModel(whole, model.spec, self.tokenizer, eos_token_ids=self.prompts.eos_token_ids)
 
     def generate(
@@ -234,8 +244,9 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
     return samples
 
 
-def _gather(model: ParallelModel, precision: Precision) -> ParallelModel:
-    """Return a copy of the model that this rank has whole. All ranks call it together."""
+def _copy(model: ParallelModel, precision: Precision) -> ParallelModel:
+    """Return a model that this rank has whole, and whose parameters share storage with those that are not divided. All
+    ranks call it together."""
     shards = dict(model.named_parameters())
     mesh = model.sharding.mesh
     group = mesh.get_group("pipeline")

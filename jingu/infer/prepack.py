@@ -32,7 +32,13 @@ from jingu.runtime.device import collapse_to_huge_pages
 AnyPrepacked = PrepackedWeight | PrepackedQuantizedWeight
 
 
-def prepack_weights(model: Decoder, join: bool = True, prompt_rows: PromptRows | None = None) -> None:
+def prepack_weights(
+    model: Decoder,
+    join: bool = True,
+    prompt_rows: PromptRows | None = None,
+    dtype: torch.dtype | None = None,
+    huge_pages: bool = True,
+) -> None:
     """Prepack a model, or a rank's part of one, in place. Afterwards it can only be used for inference.
 
     Matrices without a kernel stay as they are, as do routers and the unquantized matrices of experts.
@@ -40,9 +46,11 @@ def prepack_weights(model: Decoder, join: bool = True, prompt_rows: PromptRows |
     Args:
         join: whether projections of the same input become one matrix.
         prompt_rows: for the quantized matrices of blocks that are multiplied with all rows of a step.
+        dtype: of the products; None: that of the weights.
+        huge_pages: whether plain matrices move to pages of 2 MB, which pays off after some hundred steps.
     """
     parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    dtype = parameter.dtype
+    dtype = dtype or parameter.dtype
     if parameter.device.type == "cpu" and dtype != torch.float64:
         lacks_units = dtype in (torch.bfloat16, torch.float16) and matmul_dtype(dtype, parameter.device) != dtype
         use_onednn = not lacks_units and bool(torch.backends.mkldnn.is_available())
@@ -50,7 +58,7 @@ def prepack_weights(model: Decoder, join: bool = True, prompt_rows: PromptRows |
             _join_projections(model, dtype, use_onednn, prompt_rows)
         _prepack_quantized(model, dtype, prompt_rows)
         if use_onednn:
-            _prepack_plain(model)
+            _prepack_plain(model, dtype, huge_pages)
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.weight.dtype in (torch.bfloat16, torch.float16):
             module.wide_weight = module.weight.detach().float()
@@ -84,7 +92,7 @@ def _join(
         scales = torch.cat([weight.scales for weight in weights])
         joined = PrepackedQuantizedWeight.pack(weights[0].kind, values, scales, dtype, prompt_rows)
     elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
-        joined = PrepackedWeight.pack(torch.cat([weight.detach() for weight in weights]))
+        joined = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
     else:
         return None
     layer = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
@@ -121,13 +129,12 @@ def _pack_quantized(
     return PrepackedQuantizedWeight.pack(weight.kind, weight.values, weight.scales, dtype, prompt_rows)
 
 
-def _prepack_plain(model: Decoder) -> None:
-    """Prepack the unquantized matrices in oneDNN's layout, on huge pages."""
+def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
+    """Prepack the unquantized matrices in oneDNN's layout."""
     head: Any = (model.head or model.embedding) if model.is_last and model.score is None else None
     if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
-        model.prepacked_head = PrepackedWeight.pack(
-            normalize(head.weight) if model.spec.normalize_lm_head else head.weight
-        )
+        weight = normalize(head.weight) if model.spec.normalize_lm_head else head.weight
+        model.prepacked_head = PrepackedWeight.pack(weight.to(dtype))
         if model.head is not None:
             _free_weight(model.head)
     # Routers multiply in fp32.
@@ -136,9 +143,10 @@ def _prepack_plain(model: Decoder) -> None:
         if type(module) is not Linear or module in routers or module is model.score:
             continue
         if isinstance(module.weight, Tensor) and not module.weight.is_meta:
-            _set_weight(module, PrepackedWeight.pack(module.weight))
-    weights = [model.prepacked_head, *(module.weight for module in model.modules() if isinstance(module, Linear))]
-    collapse_to_huge_pages(weight.memory for weight in weights if isinstance(weight, AnyPrepacked))
+            _set_weight(module, PrepackedWeight.pack(module.weight.to(dtype)))
+    if huge_pages:
+        weights = [model.prepacked_head, *(module.weight for module in model.modules() if isinstance(module, Linear))]
+        collapse_to_huge_pages(weight.memory for weight in weights if isinstance(weight, AnyPrepacked))
 
 
 def _has_kernel(weight: Any) -> bool:

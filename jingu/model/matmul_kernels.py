@@ -80,7 +80,7 @@ def linear(
     if isinstance(weight, PrepackedQuantizedWeight) and weight.prompt_rows is not None:
         return _linear_by_row(x, weight, weight.prompt_rows, bias)
     if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight):
-        return weight.times(x, bias)
+        return weight.times(x, None if bias is None else bias.to(x.dtype))
     if isinstance(weight, QuantizedWeight):
         y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)
         return y if bias is None else y + bias.to(x.dtype)
