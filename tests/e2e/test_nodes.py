@@ -68,6 +68,8 @@ def test_the_ranks_of_a_killed_launcher_exit(run_file, tiny_run, done, tmp_path)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    # PyTorch's compiler makes this folder when it is imported, and would make it in the temporary folder.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
     command = [sys.executable, *(word.format(file=run_file(LONG, name="orphans")) for word in LOCAL)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1)
     read_until(process, "epochs)")  # the last words before the first step
