@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from jingu.chat.messages import Message
 from jingu.chat.templates import ChatTemplate
@@ -216,7 +217,7 @@ def _write_json(content: Any, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much a metric varies over the templates and numbers of shots of a task; `values` are by their names."""
+    """How much a metric varies over the templates and numbers of shots of a task; `values` are by task name."""
 
     mean: float
     standard_deviation: float
@@ -226,7 +227,7 @@ class Spread:
 
 
 def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
-    """Return the spread of each metric of the tasks that several variants were evaluated of."""
+    """Return the spread of each metric, by task, of those tasks of which several variants were evaluated."""
     variants: dict[str, dict[str, dict[str, float]]] = {}
     for name, result in results.items():
         for metric, value in result.metrics.items():
@@ -236,7 +237,8 @@ def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spr
         for metric, values in metrics.items():
             numbers = list(values.values())
             if len(numbers) > 1:
-                spread = Spread(mean(numbers), stdev(numbers), min(numbers), max(numbers), values)
+                deviation = float(np.std(numbers, ddof=1))
+                spread = Spread(float(np.mean(numbers)), deviation, min(numbers), max(numbers), values)
                 spreads.setdefault(task, {})[metric] = spread
     return spreads
 

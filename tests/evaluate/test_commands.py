@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from jingu.cli import main
+from jingu.evaluate.evaluation import measure_spread
 from jingu.evaluate.task_file import CATALOGUE
 from jingu.formats.export import convert
 from jingu.training.commands import train
@@ -107,3 +110,11 @@ def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.Captu
     errors = capsys.readouterr().err
     assert "there is no task hellaswag_10. Did you mean hellaswag_100?" in errors
     assert "the folders have no results in common" in errors
+
+
+def test_the_spread_of_values_that_are_not_numbers_is_no_number() -> None:
+    results: dict[str, Any] = {
+        f"task@{shots}": SimpleNamespace(metrics={"acc": SimpleNamespace(value=value)})
+        for shots, value in enumerate((0.5, np.nan))
+    }
+    assert np.isnan(measure_spread(results)["task"]["acc"].standard_deviation)
