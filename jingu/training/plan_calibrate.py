@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from jingu.config.load import load_stored_config
+from jingu.config.sections.policies import PolicySettings
 from jingu.config.strict_yaml import dump
 from jingu.errors import JinguError, pluralize
 from jingu.model.spec import ModelSpec
@@ -29,7 +30,7 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
         on: the machine that the runs were made on: of the library, a YAML file, or `here`.
 
     Raises:
-        JinguError: a run has no logged steps, or the file cannot be written.
+        JinguError: a run has no logged steps, or generates answers; or the file cannot be written.
     """
     base = find_machine(on)
     measurements = [_read_run(run, base) for run in runs]
@@ -58,6 +59,9 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
 def _read_run(run: Path, machine: Machine) -> Measurement:
     """Return the median step of a run."""
     config = load_stored_config(run / "config.yaml")
+    if isinstance(config.task, PolicySettings):
+        what = "the run generates answers, whose time is not calibrated."
+        raise JinguError(what, where=run, fix="Give runs that learn from data alone.")
     try:
         spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -79,3 +79,7 @@ def test_a_calibrated_machine_file_can_be_planned_on(tmp_path: Path, capsys: pyt
     (run / "metrics.jsonl").write_text(json.dumps(start) + "\n")
     with pytest.raises(JinguError, match="too few logged steps"):
         calibrate([run], "a100-80", tmp_path / "cluster.yaml")
+    rollouts, _ = settings(LLAMA, {"zero_stage": 2}, task={"type": "grpo"})
+    (run / "config.yaml").write_text(dump_yaml(rollouts))
+    with pytest.raises(JinguError, match="generates answers"):
+        calibrate([run], "a100-80", tmp_path / "cluster.yaml")
