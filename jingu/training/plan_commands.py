@@ -298,7 +298,7 @@ def forecast_for_page(
     else:
         work = run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))
     outcome = add_task(forecast(work, machine, config.train.steps, price, request.assumptions), config, spec)
-    sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(4)]
+    sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)
 
 
