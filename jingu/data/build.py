@@ -55,8 +55,8 @@ MAX_HASH = 2**64 - 1
 RESUMABLE_AFTER_SECONDS = 10.0
 
 
-# Returns the settings of a corpus that takes the place of another one, and the receipt of the mixture of tasks that it
-# was made of; None: it is the same corpus.
+# Maps the settings of a corpus to those of the corpus to read in its place, and to the receipt of the mixture of tasks
+# that the latter renders; None: it is the same corpus.
 Render = Callable[[DataSettings], tuple[DataSettings, dict[str, Any] | None]]
 
 
@@ -123,7 +123,7 @@ def build_source(
     """Build one data set, or a part of it.
 
     Args:
-        mixture: the receipt of the mixture of tasks that the texts come from; None: they were written by others.
+        mixture: the receipt of the mixture of tasks that the texts come from; None: they come from no mixture.
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)

@@ -101,8 +101,8 @@ class Scorer:
     """Answers requests with a model, as lm-evaluation-harness does with transformers.
 
     Args:
-        ranks: this process among those that divide the requests; further ones, with which it shares its part of them,
-            count as the same. None: all compute all requests.
+        ranks: the number of this process's part of the requests, and of all parts; processes that compute one replica
+            of the model together take the same part. None: every process computes all requests.
 
     Attributes:
         counts: contexts that lost tokens at their start, as they were too long (`truncated`), and continuations

@@ -242,7 +242,11 @@ def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSe
     inputs = [data.input] if isinstance(data.input, str) else data.input
     if len(inputs) != 1 or not inputs[0].endswith((".yaml", ".yml")):
         return data, None
-    if as_text and Path(inputs[0]).is_file() and not _HEAD.search(Path(inputs[0]).read_text(encoding="utf-8")):
+    if (
+        as_text
+        and Path(inputs[0]).is_file()
+        and not _HEAD.search(Path(inputs[0]).read_text(encoding="utf-8", errors="replace"))
+    ):
         return data, None  # a text in YAML
     file = Path(f"{data.path}.rows.jsonl")
     receipt = TaskMixture(Path(inputs[0])).write(file, as_text=as_text)

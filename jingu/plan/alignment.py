@@ -83,10 +83,10 @@ def _phases(result: Forecast, rollouts: Rollouts) -> dict[str, RankMemory]:
             (card if machine.is_shared else offloaded)[name] = size
             continue
         own = fullest_stage(_beside(work, companion))[1]
-        place, held = (offloaded, own.offloaded) if own.offloaded else (card, own.card)
-        place[name] = held["weights"]
+        place, parts = (offloaded, own.offloaded) if own.offloaded else (card, own.card)
+        place[name] = parts["weights"]
         if companion.role == "trained":
-            place[f"{companion.name} optimizer state"] = held["optimizer state"]
+            place[f"{companion.name} optimizer state"] = parts["optimizer state"]
             trained[companion.name] = own
     # 2. Updates, of one model after the other.
     rest = {part: size for part, size in result.memory.card.items() if part not in card}

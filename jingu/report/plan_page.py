@@ -16,7 +16,7 @@ from jingu.plan.machine import find_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.search import describe_layout
 from jingu.plan.step_time import products
-from jingu.plan.timeline import Kind, Pass, Timeline, simulate_pipeline
+from jingu.plan.timeline import Pass, Timeline, simulate_pipeline
 from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars
 from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
 from jingu.report.commands import write_page
@@ -153,22 +153,21 @@ def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
     for row, rank in enumerate(spread(list(range(ranks)), MAX_ROWS)):
         paths: dict[str, list[str]] = {}
         numbers = []
-        for done in timeline.ranks[rank]:
-            left, right = BAR_LEFT + done.start * scale, BAR_LEFT + done.end * scale
-            paths.setdefault(_pass_class(done, ranks), []).append(
+        for item in timeline.ranks[rank]:
+            left, right = BAR_LEFT + item.start * scale, BAR_LEFT + item.end * scale
+            paths.setdefault(_pass_class(item, ranks), []).append(
                 f"M{left:.1f} {row * ROW + 2}H{right:.1f}v{ROW - 4}H{left:.1f}z"
             )
             if is_numbered and right - left > 14:
-                numbers.append((round((left + right) / 2, 1), done.batch))
+                numbers.append((round((left + right) / 2, 1), item.batch))
         joined = {name: Markup("".join(parts)) for name, parts in paths.items()}
         rows.append((rank, joined, numbers, timeline.idle[rank]))
     return TimelineDrawing(is_numbered, rows, [(round(BAR_LEFT + tick * scale, 1), tick) for tick in ticks])
 
 
-def _pass_class(done: Pass, ranks: int) -> str:
+def _pass_class(item: Pass, ranks: int) -> str:
     """Return the style of a pass: its kind; later chunks of a rank's blocks are lighter."""
-    kind: Kind = done.kind
-    return f"{kind} later" if done.stage >= ranks else kind
+    return f"{item.kind} later" if item.stage >= ranks else item.kind
 
 
 # The roofline

@@ -54,11 +54,11 @@ def read_answers(folder: Path) -> list[tuple[str, list[ShownAnswer]]]:
 
 
 @lru_cache(maxsize=2 * MAX_ROLLOUTS)
-def _read_step(step: int, path: Path, changed: int) -> dict[int, tuple[str, ShownAnswer]]:
+def _read_step(step: int, path: Path, mtime: int) -> dict[int, tuple[str, ShownAnswer]]:
     """Return the prompts of a step by row, each with its first answer.
 
     Args:
-        changed: when the file was changed. A live page reads each file once.
+        mtime: of the file, in nanoseconds. A live page reads a file again only if it has changed.
     """
     answers: dict[int, tuple[str, ShownAnswer]] = {}
     rewards: dict[int, list[float]] = {}
