@@ -60,7 +60,7 @@ def encode_reply(text: str, prompt: Prompt, prompts: PromptSet, tokenizer: Token
 
     After a prompt of messages the reply is a message of the user, as the template writes it; after a text it is text.
     """
-    if not prompt.is_chat:
+    if prompt.messages is None:
         return tuple(tokenizer.encode(text))
     chat_format = prompts.chat_format
     assert chat_format is not None and chat_format.eos_token_ids

@@ -303,7 +303,9 @@ class PolicyLearning:
         lengths_R = torch.tensor([len(sample.logprobs) for sample in samples])
         reward_R = _rewards_of(samples)
         if settings.overlong_tokens:
-            reward_R += overlong_penalty(lengths_R.double(), settings.max_new_tokens, settings.overlong_tokens)
+            # The limit counts replies, too.
+            whole_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
+            reward_R += overlong_penalty(whole_R, settings.max_new_tokens, settings.overlong_tokens)
         # What KL takes from the reward of each token.
         penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
         if settings.penalty is not None and settings.penalty.estimator == "k1":
@@ -702,7 +704,7 @@ def check(run: Run) -> None:
             what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
             raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
         chat_format = prompt_set.chat_format
-        if any(prompt.is_chat for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
+        if any(prompt.messages for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
             what = "the template has no token that ends an answer, after which an environment could reply."
             raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
     elif isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):

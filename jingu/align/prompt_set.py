@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,14 @@ class Prompt:
         row: its number, from 0.
         text: as rewards see it; of messages, the content of the last one.
         columns: the other fields of the row.
-        is_chat: whether it is messages.
+        messages: of the row; None: its prompt is a text.
     """
 
     row: int
     ids: tuple[int, ...]
     text: str
     columns: Mapping[str, Any]
-    is_chat: bool = False
+    messages: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,4 +144,4 @@ def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFo
     conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
     prompt = conversation.messages[:-1]
     ids = chat_format.encode_prompt(prompt, conversation.tools)
-    return Prompt(row, ids, prompt[-1].content, value, is_chat=True)
+    return Prompt(row, ids, prompt[-1].content, value, messages)

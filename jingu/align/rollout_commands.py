@@ -39,9 +39,12 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         best: write only the best answer to each prompt, as a row of instruction data.
 
     Raises:
-        JinguError: the task has no rewards, the file cannot be read, or a reward fails.
+        JinguError: the task has no rewards, or an environment; the file cannot be read, or a reward fails.
     """
     settings = _rollout_settings(config)
+    if settings.environment is not None or not settings.rewards:
+        what = "saved answers are scored by rewards alone, without an environment."
+        raise JinguError(what, where="task.rewards", fix="List rewards, and leave out task.environment.")
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     if answers is None:
         folder = Path(config.runs_dir) / config.name / "rollouts"
@@ -51,9 +54,11 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
     rows = _read_rows(answers)
     if all({"row", "text", "ids"} <= row.keys() for row in rows):
         prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_).prompts
+        sources = [prompts[row["row"]].messages or prompts[row["row"]].text for row in rows]
         rows = [_rollout_answer(row, prompts[row["row"]]) for row in rows]
     else:
         rows = [_saved_answer(row, tokenizer) for row in rows]
+        sources = [row["prompt"] for row in rows]
     columns = [name for name in rows[0] if all(name in row for row in rows)]
     rewards = Rewards(settings.rewards, columns, tokenizer)
     try:
@@ -71,19 +76,25 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         scored = [
             {**row, "rewards": scores, "reward": total} for row, scores, total in zip(rows, parts, totals, strict=True)
         ]
-        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(scored) if best else scored))
+        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(scored, sources) if best else scored))
         write_text_atomically(to, "".join(f"{line}\n" for line in lines))
     return 0
 
 
-def _best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the best answer to each prompt, the first of equals, with what instruction tuning reads."""
+def _best_rows(rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
+    """Return the best answer to each prompt, the first of equals, as instruction tuning reads it.
+
+    Args:
+        prompts: of the rows: texts, or lists of messages.
+    """
     best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        key = json.dumps(row["prompt"])
+    for row, prompt in zip(rows, prompts, strict=True):
+        key = json.dumps(prompt)
         if row["reward"] is not None and (key not in best or row["reward"] > best[key]["reward"]):
-            best[key] = row
-    return [{name: row[name] for name in ("prompt", "completion", "reward")} for row in best.values()]
+            answer = row["completion"]
+            completion = answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]
+            best[key] = {"prompt": prompt, "completion": completion, "reward": row["reward"]}
+    return list(best.values())
 
 
 def _rollout_settings(config: RunConfig) -> RolloutSettings:

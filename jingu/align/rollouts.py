@@ -104,12 +104,14 @@ class Generator:
 
         On one rank it has the storage of the training weights; on several, each rank gathers a whole copy, and
         generates answers of its own. On CPUs, matrices are copied into the layout of the kernels for few rows, except
-        where training and generation have to compute the same. All copies are freed at the end.
+        with adapters, and where training and generation have to compute the same. All copies are freed at the end.
         """
         with eval_mode(model):
-            prepacks = model.sharding.mesh.device_type == "cpu" and not self.settings.exact
+            # Adapters compute with the matrix beside theirs, which has to stay as it is.
+            is_plain = model.spec.adapter is None and not self.settings.exact
+            prepacks = is_plain and model.sharding.mesh.device_type == "cpu"
             whole = model
-            if dist.get_world_size() > 1 or (prepacks and model.spec.adapter is None):
+            if dist.get_world_size() > 1 or prepacks:
                 whole = _copy(model, self.precision)
                 for stage in whole.stages if prepacks else ():
                     prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
@@ -170,10 +172,10 @@ class Generator:
         assert settings.environment is not None
         keys = list(samples)
         environments.begin({number: prompts[key] for number, key in enumerate(keys)})
-        said = {number: samples[key].text for number, key in enumerate(keys)}
+        turns = {number: samples[key].text for number, key in enumerate(keys)}
         for turn in range(1, settings.environment.max_turns + 1):
             # 1. The replies to all last turns; what is cut off has ended.
-            replies = environments.step(said)
+            replies = environments.step(turns)
             requests: dict[int, int] = {}
             appended: dict[int, tuple[int, ...]] = {}
             for number, reply in replies.items():
@@ -192,13 +194,13 @@ class Generator:
                 request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 requests[engine.submit(request)] = number
                 appended[number] = ids
-            turns = _collect(engine, {request: prompts[keys[number]] for request, number in requests.items()})
-            said = {}
-            for (request_id, _), new in turns.items():
+            answers = _collect(engine, {request: prompts[keys[number]] for request, number in requests.items()})
+            turns = {}
+            for (request_id, _), new in answers.items():
                 number = requests[request_id]
                 samples[keys[number]] = _append(samples[keys[number]], appended[number], str(replies[number]), new)
-                said[number] = new.text
-            if not said:
+                turns[number] = new.text
+            if not turns:
                 break
         scores = environments.score(list(range(len(keys))))
         return {key: replace(samples[key], rewards={ENVIRONMENT: scores[number]}) for number, key in enumerate(keys)}

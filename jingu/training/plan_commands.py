@@ -255,7 +255,7 @@ def _plan_clusters(
     elif forecasts:
         print_clusters(forecasts, days)
     else:
-        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name}.")
+        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name} with a row of the batch for each card.")
     return int(not any(days is None or result.days <= days for result in forecasts))
 
 
@@ -297,7 +297,7 @@ def forecast_for_page(
         work = result.best[0].work
     else:
         work = run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))
-    outcome = add_task(forecast(work, machine, config.train.steps, price, request.assumptions), config, spec)
+    outcome = add_task(forecast(work, machine, config.train.steps, price, list(request.assumptions)), config, spec)
     sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)
 

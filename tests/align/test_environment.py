@@ -22,7 +22,7 @@ def test_replies_are_what_the_template_writes_after_an_answer(template: str) -> 
     chat_format = find_chat_format(Path("nowhere"), tokenizer, template)
     assert chat_format is not None
     start = (Message("system", "rules"), Message("user", "first"))
-    prompt = Prompt(0, chat_format.encode_prompt(start), "first", {}, is_chat=True)
+    prompt = Prompt(0, chat_format.encode_prompt(start), "first", {}, messages=start)
     prompts = PromptSet([prompt], [], chat_format.eos_token_ids, (), chat_format)
     ids = (*prompt.ids, *tokenizer.encode("an answer"), *chat_format.eos_token_ids)
     reply = encode_reply("a <|im_end|> reply", prompt, prompts, tokenizer)

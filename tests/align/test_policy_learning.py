@@ -19,7 +19,7 @@ import jingu
 from jingu.align import policy_learning
 from jingu.align.commands import train
 from jingu.align.policy_learning import POLICY_LEARNING, Alarms
-from jingu.align.rollout_commands import replay, score
+from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
@@ -320,6 +320,19 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
     with pytest.raises(JinguError, match="line 1 is no JSON object"):
         (tmp_path / "bad.jsonl").write_text("[1]\n")
         score(config, tmp_path / "bad.jsonl")
+
+
+def test_best_answers_to_messages_are_conversations(make: MakeRun, tmp_path: Path) -> None:
+    prompts = [[{"role": "system", "content": system}, {"role": "user", "content": "Q"}] for system in ("one", "two")]
+    rows = [{"prompt": "Q", "completion": text, "reward": reward} for text, reward in (("A", 0.5), ("B", None))]
+    best = _best_rows(
+        [*rows, rows[0], {**rows[0], "completion": "C", "reward": 0.7}], [prompts[0]] * 2 + [prompts[1]] * 2
+    )
+    assert [row["reward"] for row in best] == [0.5, 0.7]
+    texts = [[message.content for message in parse_row(row).messages] for row in best]
+    assert texts == [["one", "Q", "A"], ["two", "Q", "C"]]
+    with pytest.raises(JinguError, match="scored by rewards alone"):
+        score(make({"task.environment": {"max_turns": 2}}))
 
 
 def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
