@@ -269,10 +269,10 @@ class PolicyLearning:
                 values.append(model(inputs, loss=head))
         # The host waits for the device once, for all rows.
         numbers = [start + index for start in starts for index in range(plan.micro_batch_size)]
-        scored = zip(numbers, torch.cat(values).cpu(), torch.cat(labels), strict=True)
+        triples = zip(numbers, torch.cat(values).cpu(), torch.cat(labels), strict=True)
         merged = {}
         for part in gather_from_all(
-            [(number, values_T[labels_T >= 0].tolist()) for number, values_T, labels_T in scored]
+            [(number, values_T[labels_T >= 0].tolist()) for number, values_T, labels_T in triples]
         ):
             merged.update(dict(part))
         return merged

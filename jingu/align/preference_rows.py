@@ -119,13 +119,13 @@ def _parse_ranking(value: JsonObject) -> PreferenceRow:
     numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
     if not numbers or len(scores) != len(answers):
         raise ConversationError("field scores: expected a number for each answer of the ranking")
-    ordered = sorted(set(scores), reverse=True)
-    if len(ordered) < 2:
+    levels = sorted(set(scores), reverse=True)
+    if len(levels) < 2:
         raise ConversationError("field scores: all are equal, so there is nothing to compare")
     rest = {name: item for name, item in value.items() if name not in ("ranking", "scores")}
     rows = []
     ranks = []
-    for rank, answer in sorted(zip(map(ordered.index, scores), answers, strict=True), key=lambda pair: pair[0]):
+    for rank, answer in sorted(zip(map(levels.index, scores), answers, strict=True), key=lambda pair: pair[0]):
         try:
             rows.append(_parse_answer(rest, answer))
         except ConversationError as error:

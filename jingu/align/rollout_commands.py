@@ -73,10 +73,10 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         audit = " (audit)" if name in rewards.audit_names else ""
         print(f"{name + audit:30} {mean:>10}  {len(numbers):,} of {len(rows):,} answers")
     if to is not None:
-        scored = [
+        results = [
             {**row, "rewards": scores, "reward": total} for row, scores, total in zip(rows, parts, totals, strict=True)
         ]
-        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(scored, sources) if best else scored))
+        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(results, sources) if best else results))
         write_text_atomically(to, "".join(f"{line}\n" for line in lines))
     return 0
 

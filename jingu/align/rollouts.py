@@ -177,7 +177,7 @@ class Generator:
             # 1. The replies to all last turns; what is cut off has ended.
             replies = environments.step(turns)
             requests: dict[int, int] = {}
-            appended: dict[int, tuple[int, ...]] = {}
+            reply_ids: dict[int, tuple[int, ...]] = {}
             for number, reply in replies.items():
                 sample, prompt = samples[keys[number]], prompts[keys[number]]
                 if reply is None or sample.finish_reason != "end" or turn == settings.environment.max_turns:
@@ -193,12 +193,12 @@ class Generator:
                 context = (*prompt.ids, *sample.ids, *ids)
                 request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 requests[engine.submit(request)] = number
-                appended[number] = ids
+                reply_ids[number] = ids
             answers = _collect(engine, {request: prompts[keys[number]] for request, number in requests.items()})
             turns = {}
             for (request_id, _), new in answers.items():
                 number = requests[request_id]
-                samples[keys[number]] = _append(samples[keys[number]], appended[number], str(replies[number]), new)
+                samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], str(replies[number]), new)
                 turns[number] = new.text
             if not turns:
                 break

@@ -129,6 +129,8 @@ def _describe_type(accepted: AcceptedType, has_int: bool) -> list[str]:
         return [("a number with a decimal point" if has_int else "a number") + _describe_range(accepted.limits)]
     if get_origin(accepted.type) is list:
         items = parse_annotation(get_args(accepted.type)[0])
+        if items[0].type is Literal:
+            return [f"a list of {join_words([format_value(item.value) for item in items])}"]
         (item,) = {item.type if item.type in (str, int, float) else Settings for item in items}
         return ["a list of " + {str: "texts", int: "whole numbers", float: "numbers", Settings: "sections"}[item]]
     plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"]}

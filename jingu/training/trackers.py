@@ -21,7 +21,7 @@ from jingu.runtime.files import write_text_atomically
 from jingu.runtime.kubeflow import StatusServer, find_status_server
 from jingu.runtime.log import log_warning
 
-# The time left follows from so many of the last lines of metrics, and is told no more often than the server wishes.
+# The time left follows from so many of the last lines of metrics, and is reported no more often than the server wishes.
 _RATE_LINES = 50
 _SECONDS_BETWEEN_POSTS = 5.0
 
@@ -147,7 +147,7 @@ class KubeflowTracker:
         pass
 
     def close(self) -> None:
-        """Tell the last progress, and wait until it has arrived."""
+        """Report the last progress, and wait until it has arrived."""
         if self._thread is not None:
             self._thread.join()
         self._post()
