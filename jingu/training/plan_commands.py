@@ -38,6 +38,7 @@ from jingu.plan.forecast import (
 from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
+from jingu.plan.workload import Workload
 from jingu.runtime.device import total_memory
 from jingu.runtime.ranks import choose_device
 from jingu.text.tokenizer import Tokenizer
@@ -194,14 +195,14 @@ def plan(
         return _replay(request, precision, ranks, as_json=as_json)
     if mode is None and request.has_layout:
         work = run_workload(config, spec, *plan_layout(config, ranks, spec), precision)
+        outcome = forecast_fitting(request, [work], machine, price)
     else:
         result = search_run(config, spec, machine, ranks)
         if not as_json and (mode or not result.best):
             print_search(result, machine)
         if not result.best:
             return 1
-        work = result.best[0].work
-    outcome = add_task(forecast(work, machine, config.train.steps, price, request.assumptions), config, spec)
+        outcome = forecast_fitting(request, [layout.work for layout in result.best], machine, price)
     if as_json:
         print(json.dumps(outcome.to_json()))
     elif mode is None:
@@ -270,9 +271,21 @@ def _forecast_clusters(
             continue
         result = search_run(config, request.spec, machine, ranks)
         if result.best:
-            outcome = forecast(result.best[0].work, machine, config.train.steps, price, list(request.assumptions))
-            forecasts.append(add_task(outcome, config, request.spec))
+            outcome = forecast_fitting(request, [layout.work for layout in result.best], machine, price)
+            forecasts += [outcome] * (outcome.spare >= 0)
     return forecasts
+
+
+def forecast_fitting(
+    request: PlanRequest, works: Sequence[Workload], machine: Machine, price: float | None
+) -> Forecast:
+    """Return the forecast of the first layout that fits with what the task adds to it; if none fits, of the first."""
+    config = request.config
+    outcomes = [
+        add_task(forecast(work, machine, config.train.steps, price, list(request.assumptions)), config, request.spec)
+        for work in works
+    ]
+    return next((outcome for outcome in outcomes if outcome.spare >= 0), outcomes[0])
 
 
 def forecast_for_page(
@@ -294,10 +307,10 @@ def forecast_for_page(
         if not result.best:
             fix = "Plan with more --nodes; --search without --html says what each layout lacks."
             raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=target, fix=fix)
-        work = result.best[0].work
+        works = [layout.work for layout in result.best]
     else:
-        work = run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))
-    outcome = add_task(forecast(work, machine, config.train.steps, price, list(request.assumptions)), config, spec)
+        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))]
+    outcome = forecast_fitting(request, works, machine, price)
     sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)
 

@@ -12,6 +12,7 @@ from jingu.cli import main
 from jingu.plan.forecast import Forecast, forecast
 from jingu.plan.machine import find_machine
 from jingu.plan.workload import num_parameters
+from jingu.training.plan_commands import PlanRequest, forecast_fitting
 from jingu.training.plan_task import add_task
 from tests.plan.test_memory import LLAMA, bytes_on_fake_ranks, settings, workload
 
@@ -91,3 +92,20 @@ def test_jingu_plan_shows_the_phases(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps({**run, "task": {"type": "dpo"}}))
     assert main([*words, "batch.global_batch_size=8"]) == 0
     assert "log-probabilities of the reference are computed before the first step" in capsys.readouterr().out
+
+
+def test_a_layout_must_also_hold_what_the_task_adds() -> None:
+    """Of two layouts, the update and the reference beside it fit only in the second."""
+    task = TASK | {"kl": {"type": "kl"}}
+    works = []
+    for stage in (0, 3):
+        config, spec = settings(LLAMA, {"zero_stage": stage}, task=task)
+        works.append(workload(config, spec, 2))
+    request = PlanRequest(config, spec, True, [])
+    totals = [forecast_fitting(request, [work], find_machine("h100"), None).memory.total for work in works]
+    assert totals[0] > totals[1]
+    # Some of a card is not for tensors (`Machine.usable_bytes`).
+    memory = (sum(totals) / 2 / 2**30 + 1.5) / 0.95
+    small = find_machine("h100").model_copy(update={"memory_gib": memory})
+    assert forecast_fitting(request, works, small, None).work is works[1]
+    assert forecast_fitting(request, works[:1], small, None).spare < 0
