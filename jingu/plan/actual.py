@@ -24,12 +24,18 @@ _PHASES = {"optimizer": "optimizer", "gradients": "optimizer", "rollout": "rollo
 class StepTimer(TorchDispatchMode):
     """Sums up the seconds of the operations of a step by term, on a CPU, where an operation ends when it returns.
 
+    Args:
+        phase: returns the present phase of the step.
+        waits: whether collectives end before the next operation begins, so that their time counts. Only where all
+            ranks call the same collectives in the same order: stages of a pipeline would wait for each other forever.
+
     Attributes:
         seconds: by term of `jingu.plan.step_time.TERMS`. What Python takes between operations is not among them.
     """
 
-    def __init__(self, phase: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], *, waits: bool) -> None:
         super().__init__()
+        self._waits = waits
         self.seconds: dict[str, float] = defaultdict(float)
         self._phase = phase
         self._collective = "data"
@@ -41,8 +47,8 @@ class StepTimer(TorchDispatchMode):
         term = self._term(func, args)
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and term != "pipeline":
-            # Collectives of one axis end here, so that their time counts; stages would wait for each other.
+        # A send ends when its peer receives, which may come later.
+        if self._waits and func.namespace == "c10d" and not func.name().startswith(("c10d::send", "c10d::recv")):
             works: list[Any] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
             for work in works:
                 work.wait()

@@ -41,7 +41,8 @@ class PlanCheck:
         self._steps += 1
         if self._steps != _timed_step(trainer) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
             return nullcontext()
-        timer = StepTimer(lambda: trainer.model.activity.phase)
+        is_pipeline = trainer.model.sharding.mesh["pipeline"].size() > 1
+        timer = StepTimer(lambda: trainer.model.activity.phase, waits=not is_pipeline)
         self._measured = timer.seconds
         return timer
 
