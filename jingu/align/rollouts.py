@@ -104,11 +104,12 @@ class Generator:
 
         On one rank it has the storage of the training weights; on several, each rank gathers a whole copy, and
         generates answers of its own. On CPUs, matrices are copied into the layout of the kernels for few rows, except
-        with adapters, and where training and generation have to compute the same. All copies are freed at the end.
+        with adapters or in FP8, and where training and generation have to compute the same. All copies are freed at the
+        end.
         """
         with eval_mode(model):
-            # Adapters compute with the matrix beside theirs, which has to stay as it is.
-            is_plain = model.spec.adapter is None and not self.settings.exact
+            # Adapters compute with the matrix beside theirs, which has to stay as it is; so do products in FP8.
+            is_plain = model.spec.adapter is None and self.precision.scaling is None and not self.settings.exact
             prepacks = is_plain and model.sharding.mesh.device_type == "cpu"
             whole = model
             if dist.get_world_size() > 1 or prepacks:

@@ -106,7 +106,7 @@ def _join(
 
 def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRows | None) -> None:
     """Prepack the quantized matrices of linear layers, experts and the head."""
-    head: Any = (model.head or model.embedding) if model.is_last and model.score is None else None
+    head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
     if head is not None and _has_kernel(head.weight):
         model.prepacked_head = _pack_quantized(head.weight, dtype)
     for module in list(model.modules()):
@@ -131,7 +131,7 @@ def _pack_quantized(
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
     """Prepack the unquantized matrices in oneDNN's layout."""
-    head: Any = (model.head or model.embedding) if model.is_last and model.score is None else None
+    head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
     if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
         weight = normalize(head.weight) if model.spec.normalize_lm_head else head.weight
         model.prepacked_head = PrepackedWeight.pack(weight.to(dtype))

@@ -122,6 +122,15 @@ def test_a_run_that_stops_within_a_rollout_ends_with_the_same_weights(
     assert rollout(done(whole), 3) == rollout(done(parts), 3)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05), ("fp8", 0.05)])
+def test_rollouts_compute_what_training_computes(
+    precision: str, tolerance: float, make: MakeRun, done: Callable[[RunConfig], Done]
+) -> None:
+    config = make({"precision": {"type": precision}, "model.intermediate_size": 48, "train.steps": 1})
+    assert train(config) == 0
+    assert done(config).column("mismatch_max")[0] < tolerance
+
+
 def train_here(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
     with peak_unmeasured():
         options: dict[str, Any] = {"task_factory": POLICY_LEARNING}
