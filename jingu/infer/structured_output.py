@@ -84,13 +84,15 @@ class Grammar:
         bitmasks = [self._next_bitmask(self._matcher)]
         if not draft_tokens:
             return bitmasks
-        # A copy, which may run into the limits of llguidance without consequences.
+        # A copy: where it runs into the limits of llguidance, only the draft ends.
         matcher = self._matcher.deep_copy()
         for token_id in draft_tokens:
             is_allowed = not matcher.is_error() and matcher.validate_tokens([token_id]) == 1
             if not is_allowed or not matcher.consume_token(token_id) or matcher.is_stopped():
                 break
-            bitmasks.append(self._next_bitmask(matcher))
+            bitmask = self._next_bitmask(matcher)
+            if not matcher.is_error():
+                bitmasks.append(bitmask)
         return bitmasks
 
     def _next_bitmask(self, matcher: Any) -> Tensor:
