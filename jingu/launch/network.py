@@ -46,7 +46,7 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
     unknown = gather_from_all([name for name in names if not has_address(name)])
     for name, leader in zip(names, leaders, strict=True):
         missing = join_words(unknown[leader], "and")
-        text = f"{missing} has no address here; add it to /etc/hosts" if missing else "all nodes have addresses"
+        text = f"no address is known for {missing}; add it to /etc/hosts" if missing else "all nodes have addresses"
         add(name, "names of nodes", not missing, text)
     # 3. A file that the first rank renames must be visible on every node.
     path = folder / f".doctor-{broadcast_from_first(time.time_ns())}"

@@ -123,7 +123,7 @@ def test_a_folder_that_is_not_shared_is_named(ranks, tmp_path):
     names = {"names of nodes": True}
     assert checks["node0"] == {"clock": True, "shared folder": True, "pairs": True, "all-reduce": True} | names
     assert checks["node1"] == {"clock": True, "shared folder": False, "pairs": True, "names of nodes": False}
-    assert any("node0 has no address here" in row["text"] for row in results[0]["node1"])
+    assert any("no address is known for node0" in row["text"] for row in results[0]["node1"])
     assert list((tmp_path / "shared").iterdir()) == []
 
 

@@ -77,7 +77,7 @@ def policy_run(tiny_run: MakeRun, tmp_path: Path) -> MakeRun:
     ],
 )
 def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: RankPool) -> None:
-    # At so low a temperature, the sampling of the host and that of cards choose the same tokens.
+    # At so low a temperature, rounding does not change which tokens are drawn.
     changes = {"task.temperature": 1e-6, "task.advantage": "reinforce++", **changes}
     if "task.updates_per_step" in changes:
         start = policy_run({"train.steps": 1}, name="start")
