@@ -695,6 +695,8 @@ def check(run: Run) -> None:
         raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
     prompt_set = _load_prompts(run, settings)
     if isinstance(settings, DistillationSettings):
+        is_other = settings.beta is not None and settings.loss != "dapo"
+        refuse(is_other, "task.loss", settings.loss, "dapo: with task.beta the loss is a mean over all tokens")
         open_model(Path(settings.teacher))
     elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
         open_model(Path(path))

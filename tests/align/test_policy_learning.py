@@ -295,6 +295,9 @@ def test_bad_settings_are_refused_before_a_model_is_built(
     ):
         with pytest.raises(JinguError, match=words):
             train(make(changes))
+    task = {"type": "distill", "prompts": make().task.prompts, "beta": 0.5, "loss": "grpo", "max_new_tokens": 6}
+    with pytest.raises(JinguError, match="should be dapo: with"):
+        train(make({"task": task, "batch.global_batch_size": 128}))
 
 
 def test_a_step_is_replayed_and_its_answers_are_scored(
