@@ -51,7 +51,7 @@ class SearchSpace:
     ranges: Mapping[str, Range]
 
     def combine(self, count: int | None, seed: int) -> list[dict[str, str]]:
-        """Return all combinations, or `count` random ones.
+        """Return all combinations, or `count` random ones: fewer if draws from ranges of whole numbers repeat.
 
         Raises:
             JinguError: there are ranges, and no count.
@@ -63,7 +63,8 @@ class SearchSpace:
                 fix = "Add --random N or --optuna N."
                 raise JinguError("a range has no combinations to count.", where="--grid", fix=fix)
             draws = [generator.choice(combinations) for _ in range(count)]
-            return [draw | {key: own.draw(generator) for key, own in self.ranges.items()} for draw in draws]
+            rows = [draw | {key: own.draw(generator) for key, own in self.ranges.items()} for draw in draws]
+            return list({tuple(row.items()): row for row in rows}.values())
         if count is not None and count < len(combinations):
             return generator.sample(combinations, count)
         return combinations

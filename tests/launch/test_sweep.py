@@ -90,6 +90,8 @@ def test_values_of_ranges_lie_within_them(run_file):
     rates = [float(draw["optimizer.lr"]) for draw in draws]
     # On a log scale, a third of the values lies in each power of ten.
     assert all(1e-4 <= rate <= 1e-1 for rate in rates) and 40 < sum(rate < 1e-3 for rate in rates) < 95
+    # Draws that repeat are one run.
+    assert sorted(draw["seed"] for draw in read_space(["seed=3:5"]).combine(50, seed=1)) == ["3", "4", "5"]
     assert len(space.corners()) == 8 and Range(1, 9, True).show(8.6) == "9"
 
 
