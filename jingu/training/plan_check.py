@@ -11,7 +11,7 @@ from jingu.parallel.mesh import resolve_axis_sizes
 from jingu.plan.actual import StepTimer, complete_terms
 from jingu.plan.forecast import run_workload
 from jingu.plan.machine import Machine, nominal_machine
-from jingu.plan.memory import fullest_stage
+from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import step_time
 from jingu.runtime.device import peak_memory
 from jingu.runtime.ranks import count_ranks
@@ -70,7 +70,7 @@ class PlanCheck:
             actual=actual,
             planned_seconds=sum(planned.values()),
             actual_seconds=seconds,
-            planned_memory_bytes=fullest_stage(work)[1].total,
+            planned_memory_bytes=stage_memory(work, work.stages[0]).total,
             actual_memory_bytes=peak_memory(device),
         )
 
