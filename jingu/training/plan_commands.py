@@ -207,6 +207,8 @@ def plan(
         print(json.dumps(outcome.to_json()))
     elif mode is None:
         print_forecast(outcome)
+    elif outcome.spare < 0:
+        print("None of these layouts has room for generation and the models beside the trained one.")
     return 0 if outcome.spare >= 0 else 1
 
 
