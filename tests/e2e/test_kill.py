@@ -16,14 +16,10 @@ import torch
 
 import jingu
 from tests.e2e.conftest import read_until
+from tests.training.test_resume import untimed
 
 LONG = {"train.steps": 60, "train.log_every": 4, "checkpoint.every": 5, "precision.type": "fp32"}
 SHORT = {**LONG, "train.steps": 30}
-TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")
-
-
-def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: row[key] for key in row if key not in TIMES} for row in rows if row["type"] != "start"]
 
 
 @pytest.fixture

@@ -37,9 +37,9 @@ def quick(peak: None) -> None:
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without clock readings and without those that mark a start."""
-    kept = [row for row in rows if row["type"] != "start"]
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in kept]
+    """Lines of metrics without what depends on when the run was started and how fast it was."""
+    compared = [row for row in rows if row["type"] not in ("start", "plan")]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in compared]
 
 
 def assert_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
