@@ -115,6 +115,8 @@ def _parse_ranking(value: JsonObject) -> PreferenceRow:
     answers = value["ranking"]
     if not isinstance(answers, list) or len(answers) < 2:
         raise ConversationError("field ranking: expected a list of two answers or more")
+    if "margin" in value:
+        raise ConversationError("field margin: a ranking has none; write its pairs as rows of chosen and rejected")
     scores = value.get("scores", [-number for number in range(len(answers))])
     numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
     if not numbers or len(scores) != len(answers):

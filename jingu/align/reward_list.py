@@ -148,6 +148,9 @@ def _names(settings: Sequence[Reward]) -> list[str]:
     for reward in settings:
         default = reward.function.rpartition(":")[2] if isinstance(reward, PythonReward) else reward.type
         name = reward.name or default
+        if name == "environment":
+            what = "this name is that of the score of an environment."
+            raise JinguError(what, where="task.rewards", fix="Set another name of the reward.")
         if name in names:
             raise JinguError(f"two rewards have the name {name}.", where="task.rewards", fix="Set name of one.")
         names.append(name)

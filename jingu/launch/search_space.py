@@ -101,6 +101,8 @@ def read_space(grid: Sequence[str]) -> SearchSpace:
             low, high = map(float, bounds)
             if low >= high:
                 raise JinguError(f"{text} is an empty range.", where="--grid", fix="Write the lower bound first.")
+            if key in ranges:
+                raise JinguError(f"{key} has two ranges.", where="--grid", fix="Use one of them.")
             ranges[key] = Range(low, high, all(re.fullmatch(r"-?\d+", bound) for bound in bounds))
             continue
         items = _SEPARATOR.split(listing)

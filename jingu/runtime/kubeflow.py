@@ -27,7 +27,13 @@ class StatusServer:
     token: Path
 
     def post(self, status: Mapping[str, Any]) -> None:
-        """Send the status of the trainer. Raises OSError if the server cannot be reached or refuses it."""
+        """Send the status of the trainer.
+
+        Raises:
+            OSError: the server cannot be reached, or refuses it.
+            HTTPException: it answers something else than HTTP.
+            ValueError: the address is no URL.
+        """
         context = ssl.create_default_context(cafile=self.certificate) if self.certificate is not None else None
         # The token expires, and another one is then in the file.
         headers = {

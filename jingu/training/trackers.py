@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -111,7 +112,7 @@ class KubeflowTracker:
         self._metrics: dict[str, float] = {}
         self._last_post = -math.inf
         self._thread: Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
         if self._error is not None:
@@ -140,7 +141,7 @@ class KubeflowTracker:
     def _send(self, status: Mapping[str, Any]) -> None:
         try:
             self._server.post(status)
-        except OSError as error:
+        except (OSError, HTTPException, ValueError) as error:
             self._error = error
 
     def log_sample(self, prompt: str, text: str, step: int) -> None:

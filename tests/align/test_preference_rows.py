@@ -116,6 +116,7 @@ def test_labels(row: dict[str, Any], label: str) -> None:
         ({"prompt": "Q", "ranking": ["A"]}, "field ranking: expected a list of two answers or more"),
         ({"prompt": "Q", "ranking": ["A", ""]}, "field ranking: field completion: expected text"),
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1]}, "field scores: expected a number for each answer"),
+        ({"prompt": "Q", "ranking": ["A", "B"], "margin": 1}, "field margin: a ranking has none"),
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1, 1]}, "field scores: all are equal"),
         ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),

@@ -137,6 +137,7 @@ def test_a_function_that_fails_is_an_error_in_words(functions: str, name: str, w
     ("settings", "words"),
     [
         ([{"type": "exact"}, {"type": "exact"}], "two rewards have the name exact"),
+        ([{"type": "exact", "name": "environment"}], "name is that of the score of an environment"),
         ([{"type": "exact", "column": "gold"}], r"no column gold.*Their columns are answer"),
         ([{"type": "regex", "pattern": "("}], "no regular expression"),
         ([{"type": "judge", "template": "{question}"}], "a field that the rows lack"),

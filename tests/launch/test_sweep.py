@@ -181,6 +181,10 @@ def test_a_mistake_is_refused_before_the_first_run(run_file, monkeypatch, capsys
             ["--grid", "optimizer.lr=1e-4:1e-3", "--grid", "optimizer.lr=1"],
             "optimizer.lr has both values and a range.",
         ),
+        (
+            ["--grid", "optimizer.lr=1e-4:1e-3", "--grid", "optimizer.lr=1e-3:1e-2"],
+            "optimizer.lr has two ranges.",
+        ),
     ],
 )
 def test_a_wrong_range_is_refused(run_file, monkeypatch, capsys, words, message):
