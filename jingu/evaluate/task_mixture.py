@@ -237,19 +237,27 @@ class TaskMixture:
         }
 
 
+def _is_mixture(text: str, *, as_text: bool) -> bool:
+    """Whether an input is the file of a mixture. With `as_text` it may also be a text in YAML."""
+    if not text.endswith((".yaml", ".yml")):
+        return False
+    path = Path(text)
+    if not as_text or not path.is_file():
+        return True
+    return _HEAD.search(path.read_text(encoding="utf-8", errors="replace")) is not None
+
+
 def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSettings, dict[str, Any] | None]:
     """Replace the file of a mixture of tasks by the rows, or texts, that it stands for; also return its receipt."""
     inputs = [data.input] if isinstance(data.input, str) else data.input
-    if len(inputs) != 1 or not inputs[0].endswith((".yaml", ".yml")):
+    mixture = next((text for text in inputs if _is_mixture(text, as_text=as_text)), None)
+    if mixture is None:
         return data, None
-    if (
-        as_text
-        and Path(inputs[0]).is_file()
-        and not _HEAD.search(Path(inputs[0]).read_text(encoding="utf-8", errors="replace"))
-    ):
-        return data, None  # a text in YAML
+    if len(inputs) > 1:
+        what = f"{mixture} is a mixture of tasks, which cannot stand beside other files."
+        raise JinguError(what, where="data.input", fix="Make it a source of its own (data.sources).")
     file = Path(f"{data.path}.rows.jsonl")
-    receipt = TaskMixture(Path(inputs[0])).write(file, as_text=as_text)
+    receipt = TaskMixture(Path(mixture)).write(file, as_text=as_text)
     return data.model_copy(update={"input": str(file), "text_field": "text"}), receipt
 
 

@@ -227,6 +227,8 @@ def test_data_build_takes_a_mixture_as_texts(
     build(tiny_run({**changes, "data.input": str(tmp_path / "notes.yaml"), "data.path": str(tmp_path / "notes")}))
     (ids,) = Dataset(tmp_path / "notes")
     assert tokenizer.decode(ids[:-1].tolist()) == "members: none"
+    with pytest.raises(JinguError, match=r"is a mixture of tasks, which cannot stand beside other files"):
+        build(tiny_run({**changes, "data.input": [str(tmp_path / "notes.yaml"), str(file)], "data.path": "both"}))
 
 
 @pytest.mark.parametrize("name", ["t5", "flan", "flan-sentence-pairs"])
