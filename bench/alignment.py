@@ -4,7 +4,7 @@ Each side runs in its own process, with the same weights, rows and batch, on one
 other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
 DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
 answer of GRPO ends before its last token, so both sides sample and train equally many. `tiny` is a quick check, on a
-random Llama.
+random Llama. In bf16 both sides keep master weights in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAIRS, LENGTH = 4, 512
 PROMPTS, ANSWERS, NEW_TOKENS = 2, 8, 64
 """Prompts per step of GRPO, answers to each, and tokens of an answer."""
 WARMUP = 2
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "bf16")
 END = "<|endoftext|>"
 MODELS = {"dpo": "model", "grpo": "smollm2"}
 """Folder of the model that a task trains."""

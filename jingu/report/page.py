@@ -49,6 +49,7 @@ def render_page(record: RunRecord) -> str:
         most_prompts=MAX_PROMPTS,
         answers=read_answers(record.folder) if record.folder else [],
         profile=read_profile(record.folder) if record.folder else None,
+        plan_terms=compare_with_plan(record.plan),
         table_steps=_table_steps(record),
     )
 
@@ -72,6 +73,24 @@ def _finite(rows: Iterable[Row], key: str) -> list[float]:
 def last_row(rows: dict[int, Row]) -> Row:
     """Return the row of the last step; empty if there is none."""
     return rows[max(rows)] if rows else {}
+
+
+def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
+    """Return the terms of a step and the whole step: name, planned and actual milliseconds, and their difference as a
+    share of the actual step. Terms that take no time are left out; those of steps that were only timed as a whole are
+    NaN."""
+    seconds = get_number(plan, "actual_seconds")
+    if not seconds > 0:
+        return []
+    planned, actual = (value if isinstance(value := plan.get(key), dict) else {} for key in ("planned", "actual"))
+    rows = []
+    for term in {**planned, **actual}:
+        before = get_number({term: 0.0, **planned}, term)
+        after = get_number({term: 0.0, **actual} if actual else {}, term)
+        if before > 0 or after > 0:
+            rows.append((term, before, after))
+    rows.append(("step", get_number(plan, "planned_seconds"), seconds))
+    return [(term, 1000 * before, 1000 * after, (after - before) / seconds) for term, before, after in rows]
 
 
 def _counts_bytes(record: RunRecord) -> bool:

@@ -25,6 +25,7 @@ class RunRecord:
 
     Attributes:
         folder: where it is; None: nowhere, and no other files are read.
+        plan: the last comparison of the run with its plan.
         config: text of config.yaml.
         model: text of model.json.
         notes: what was left out, and why.
@@ -38,6 +39,7 @@ class RunRecord:
     samples: dict[tuple[int, str], Row] = field(default_factory=dict)
     baselines: dict[str, Row] = field(default_factory=dict)
     divergences: list[Row] = field(default_factory=list)
+    plan: Row = field(default_factory=dict)
     config: str = ""
     model: str = ""
     family: str = ""
@@ -160,6 +162,8 @@ def _add_row(row: Row, record: RunRecord) -> None:
         record.starts.append(row)
     elif kind == "divergence":
         record.divergences.append(row)
+    elif kind == "plan":
+        record.plan = row
     elif kind == "train":
         record.train[step] = row
     elif kind == "evaluation":

@@ -181,6 +181,28 @@ def test_before_the_first_step_the_page_says_so(make_run: MakeRun, rows: Rows) -
     assert "no step has been logged yet" in seen
 
 
+def test_plan_and_actual_are_compared_by_term(make_run: MakeRun, realistic: Rows) -> None:
+    line = {"type": "plan", "planned_memory_bytes": 2**30, "actual_memory_bytes": 2**31, "actual_seconds": 0.2}
+    planned = {"matmuls": 0.1, "attention": 0.01, "bubble": 0.0}
+    early = line | {"step": 10, "planned": planned, "actual": {}, "planned_seconds": 0.11}
+    source, _ = written(make_run([*realistic, early], name="early"))
+    assert _table(source, "plan") == [
+        ["matmuls", "100", "–", ""],
+        ["attention", "10", "–", ""],
+        ["step", "110", "200", "+45%"],
+    ]
+    actual = {"matmuls": 0.09, "launch": 0.11}
+    source, seen = written(make_run([*realistic, early, early | {"step": 1200, "actual": actual}]))
+    assert _table(source, "plan") == [
+        ["matmuls", "100", "90", "-5%"],
+        ["attention", "10", "0", "-5%"],
+        ["launch", "0", "110", "+55%"],
+        ["step", "110", "200", "+45%"],
+    ]
+    assert source.count("<td><b>") == 2
+    assert "1 GiB planned, 2 in the process" in seen
+
+
 def test_evaluations_that_read_different_amounts_do_not_compare(make_run: MakeRun, realistic: Rows) -> None:
     source, seen = written(make_run(realistic))
     assert "read the same amount" not in seen and "validation, " not in seen.split("Loss")[1]
@@ -214,9 +236,9 @@ def test_the_table_of_figures_has_the_evaluations(
     assert len(shown) == min(20, len(evaluated))
 
 
-def _table(source: str) -> list[list[str]]:
-    body = source.split('<table class="figures">')[1].split("</table>")[0]
-    return [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in body.split("<tr>")[2:]]
+def _table(source: str, section: str = "figures") -> list[list[str]]:
+    body = source.split(f'id="{section}"')[1].split('<table class="figures">')[1].split("</table>")[0]
+    return [re.findall(r"<t[hd][^>]*>(?:<b>)?([^<]*)<", row) for row in body.split("<tr>")[2:]]
 
 
 def test_every_source_has_a_curve_and_stages_are_marked(make_run: MakeRun, realistic: Rows) -> None:
@@ -295,10 +317,25 @@ def _charts(source: str) -> list[Any]:
 
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just([1])
+values |= st.dictionaries(st.text(max_size=6), values, max_size=3)
 names = st.sampled_from(
-    ["loss", "lr", "grad_norm", "tokens", "seconds", "bits_per_byte", "memory_bytes", "ranks", "text"]
+    [
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens",
+        "seconds",
+        "bits_per_byte",
+        "memory_bytes",
+        "ranks",
+        "text",
+        "planned",
+        "actual",
+        "planned_seconds",
+        "actual_seconds",
+    ]
 )
-kinds = st.sampled_from(["divergence", "start", "train", "evaluation", "sample", "baseline"])
+kinds = st.sampled_from(["divergence", "start", "train", "evaluation", "sample", "baseline", "plan"])
 any_row = st.builds(
     lambda kind, step, rest: {**rest, "type": kind, "step": step},
     kinds,
