@@ -551,7 +551,7 @@ class Engine:
     def _accept(self, sequence: Sequence, draft_tokens: list[int], events: list[NextEvent]) -> None:
         """Sample tokens as long as they are the draft tokens, and one more. Logits after a rejected one are void."""
         self._stats.draft_tokens += len(draft_tokens)
-        # After a draft token that a grammar has not seen, no event follows, and the draft ends.
+        # After a draft token that the grammar does not allow, no event follows, and the draft ends.
         for draft_token, next_event in zip([*draft_tokens, None][: len(events)], events, strict=True):
             self._stats.generated_tokens += 1
             self._events.append(next_event())
