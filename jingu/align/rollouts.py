@@ -117,6 +117,9 @@ class Generator:
                 for stage in whole.stages if prepacks else ():
                     prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
             yield InferenceModel(whole, model.spec, self.tokenizer, eos_token_ids=self.prompts.eos_token_ids)
+            # Modules refer to themselves, so without this a copy would stay until the garbage collector runs.
+            for module in list(whole.modules()) if whole is not model else ():
+                vars(module).clear()
 
     def generate(
         self, model: InferenceModel, prompts: Sequence[Prompt], step: int, resampling: int = 0, *, greedy: bool = False
