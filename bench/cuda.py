@@ -288,7 +288,8 @@ def _inference_model(place: Place, name: str) -> Any:
 def _decode(place: Place, model: Any, streams: int, graphs: bool) -> tuple[float, int, int]:
     """Return the seconds of the steps in which all streams decode, their number, and the tokens."""
     from jingu.infer.cuda_graphs import CudaGraphRunner
-    from jingu.infer.engine import Engine, EngineSettings
+    from jingu.infer.engine import Engine
+    from jingu.infer.engine_interface import EngineSettings
     from jingu.infer.request import Request
     from jingu.infer.sampling import SamplingParams
 

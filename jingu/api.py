@@ -24,7 +24,8 @@ from jingu.data.dataset_manifest import SplitName
 from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError
 from jingu.formats.export import convert
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load_chat_model
 from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score, max_new_tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jingu.cli import COMMANDS
+from jingu.command_table import COMMANDS
 from jingu.config import legacy
 from jingu.config.introspect import all_keys
 from jingu.config.schema import RunConfig

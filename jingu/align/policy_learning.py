@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ from jingu.align.advantages import (
     returns_to_go,
     whiten,
 )
+from jingu.align.alarms import Alarms
 from jingu.align.answers import RewardHead
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
+from jingu.align.policy_checks import check_policy_run, load_run_prompts
 from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, value_loss
-from jingu.align.prompt_set import Prompt, PromptSet, load_prompts
+from jingu.align.prompt_set import Prompt
 from jingu.align.reference import check_vocabulary
 from jingu.align.reward_list import Rewards
 from jingu.align.rollouts import ENVIRONMENT, Generator, Sample, write_rollout
@@ -46,24 +48,20 @@ from jingu.config.sections.policies import (
     PolicySettings,
     PpoSettings,
     RewardedSettings,
-    RolloutSettings,
-    SeparateCriticSettings,
     SharedCriticSettings,
 )
 from jingu.data.batch import IGNORE_INDEX, Batch
-from jingu.errors import JinguError, join_words, refuse
+from jingu.errors import JinguError, join_words
 from jingu.formats.models import open_model
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.row_attention import RowAttention, compute_as_in_generation
 from jingu.model.inputs import Inputs
-from jingu.model.spec import Lora
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import data_rank
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
-from jingu.runtime.log import log_warning
 from jingu.runtime.ranks import gather_from_all
 from jingu.training.batch_transforms import model_inputs, to_device
 from jingu.training.evaluate import generate_samples
@@ -92,7 +90,7 @@ class PolicyLearning:
         assert isinstance(settings, PolicySettings)
         self.settings = settings
         self._run = run
-        prompts = _load_prompts(run, settings)
+        prompts = load_run_prompts(run)
         precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
         environments = Environments(settings.environment) if settings.environment is not None else None
         self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
@@ -544,86 +542,6 @@ class PolicyLearning:
         return Evaluation({}, generate_samples(self._run, model))
 
 
-# Nats a token: with 0.5, an answer of 100 tokens is e^50 times as likely as for the reference.
-_MAX_KL = 0.5
-# Entropy, as multiples of that of the first ten steps.
-_MIN_ENTROPY, _MAX_ENTROPY = 0.1, 3.0
-
-
-class Alarms:
-    """Warns, once each, when a run goes where it should not."""
-
-    def __init__(self) -> None:
-        self._history: list[dict[str, float]] = []
-        self._first_entropies: list[float] = []
-        self._raised: set[str] = set()
-
-    def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
-        """Look at the metrics of a step."""
-        self._history = [*self._history[-19:], metrics]
-        if len(self._first_entropies) < 10:
-            self._first_entropies.append(metrics["entropy"])
-        if metrics["truncated"] > 0.5:
-            self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
-        if metrics.get("dead_groups", 0.0) > 0.8:
-            self._warn(
-                "In more than 80% of the groups all rewards are equal, and nothing is learned from them: choose "
-                "prompts that the model solves now and then, or set task.max_resampling."
-            )
-        if len(self._history) < 20:
-            return
-        # The last ten steps against the ten before.
-        for name in audit_names:
-            change = self._change(f"rewards/{name}")
-            if self._change("reward") > 0.0 and change < 0.0:
-                self._warn(
-                    f"The reward rises while the audit {name} falls: the model may exploit the reward. Look at "
-                    "rollouts/, and correct the reward or stop earlier."
-                )
-
-        self._check_entropy()
-        if "kl" in metrics:
-            self._check_kl([earlier["kl"] for earlier in self._history[10:]])
-
-    def _check_entropy(self) -> None:
-        """Compare the entropy of the last ten steps with that of the first ten."""
-        ratio = fmean(metrics["entropy"] for metrics in self._history[10:]) / max(fmean(self._first_entropies), 1e-9)
-        if ratio < _MIN_ENTROPY:
-            self._warn(
-                "The entropy has fallen below a tenth of what it was: answers to a prompt hardly differ, and little "
-                "can be learned from them. End the run, or raise task.clip_high and lower optimizer.lr."
-            )
-        elif ratio > _MAX_ENTROPY:
-            self._warn(
-                "The entropy has risen to more than three times what it was: answers turn into noise. Lower "
-                "optimizer.lr, or set task.kl."
-            )
-
-    def _check_kl(self, values: list[float]) -> None:
-        """Compare the KL divergence of the last ten steps with what it can be and should be."""
-        mean = fmean(values)
-        if mean > _MAX_KL:
-            self._warn(
-                f"The KL divergence from the reference exceeds {_MAX_KL:g} nats a token: answers may no longer be the "
-                "text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
-            )
-        elif mean < -0.01 and mean < -4 * stdev(values) / math.sqrt(len(values)):
-            self._warn(
-                "The KL divergence from the reference is estimated below 0, which it cannot be: answers are not "
-                "sampled from the probabilities that are trained. Look at mismatch_mean, and set precision.type=fp32 "
-                "or task.exact."
-            )
-
-    def _change(self, name: str) -> float:
-        values = [metrics[name] for metrics in self._history]
-        return fmean(values[10:]) - fmean(values[:10])
-
-    def _warn(self, message: str) -> None:
-        if message not in self._raised:
-            self._raised.add(message)
-            log_warning(message)
-
-
 def _groups(samples: list[Sample], size: int) -> list[list[Sample]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
@@ -646,11 +564,6 @@ def _rewards_of(samples: list[Sample]) -> Tensor:
     )
 
 
-def _load_prompts(run: Run, settings: RolloutSettings) -> PromptSet:
-    length = run.config.batch.sequence_length
-    return load_prompts(settings, run.tokenizer, length, run.config.initialize.from_)
-
-
 def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> ParallelModel:
     """Return the reference model or the teacher, laid out as the trained one.
 
@@ -671,53 +584,4 @@ def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) ->
     return reference
 
 
-def check(run: Run) -> None:
-    """Check prompts, rewards and model before a model is built.
-
-    Raises:
-        JinguError: the run cannot start.
-    """
-    settings = run.config.task
-    assert isinstance(settings, PolicySettings)
-    prompts, updates = settings.prompts_per_step, settings.updates_per_step
-    refuse(prompts % updates > 0, "task.prompts_per_step", prompts, f"a multiple of task.updates_per_step, {updates}")
-    rows = run.config.batch.global_batch_size
-    expected = settings.rows_per_update
-    refuse(rows != expected, "batch.global_batch_size", rows, f"left out, or {expected}, which follows from the task")
-    if isinstance(run.spec.adapter, Lora) and run.spec.adapter.dropout > 0:
-        what = "with dropout, training and generation would have other probabilities."
-        raise JinguError(what, where="tune.dropout", fix="Set it to 0.")
-    if run.config.train.neftune_alpha:
-        what = "with noise, training and generation would have other probabilities."
-        raise JinguError(what, where="train.neftune_alpha", fix="Set it to 0.")
-    if run.spec.num_encoder_layers is not None or any(run.spec.prompts):
-        what = "learning from rewards supports only decoders without virtual tokens."
-        raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
-    prompt_set = _load_prompts(run, settings)
-    if isinstance(settings, DistillationSettings):
-        is_other = settings.beta is not None and settings.loss != "dapo"
-        refuse(is_other, "task.loss", settings.loss, "dapo: with task.beta the loss is a mean over all tokens")
-        open_model(Path(settings.teacher))
-    elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
-        open_model(Path(path))
-    if settings.environment is not None:
-        Environments(settings.environment)
-        if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
-            what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
-            raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
-        chat_format = prompt_set.chat_format
-        if any(prompt.messages for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
-            what = "the template has no token that ends an answer, after which an environment could reply."
-            raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
-    elif isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
-        raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
-    if isinstance(settings, PpoSettings) and isinstance(settings.critic, SeparateCriticSettings):
-        if settings.critic.model is not None:
-            open_model(Path(settings.critic.model))
-        if run.config.precision.type == "fp16":
-            what = "fp16 scales the loss of one model, and the critic is another."
-            raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
-    Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
-
-
-POLICY_LEARNING = TaskFactory(PolicyLearning, check=check)
+POLICY_LEARNING = TaskFactory(PolicyLearning, check=check_policy_run)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.align.policy_learning import PolicyLearning, check
+from jingu.align.policy_checks import check_policy_run
+from jingu.align.policy_learning import PolicyLearning
 from jingu.align.prompt_set import Prompt, load_prompts
 from jingu.align.reward_list import Rewards
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
@@ -176,7 +177,7 @@ def replay(run: Path, step: int) -> int:
         config = config.model_copy(update={"runs_dir": folder, "checkpoint": checkpoint})
         threads = None if config.device.threads == "auto" else config.device.threads
         with join_process_group(config.device.type, threads) as ranks:
-            train_on_rank(config, ranks, request, task_factory=TaskFactory(Replay, check=check))
+            train_on_rank(config, ranks, request, task_factory=TaskFactory(Replay, check=check_policy_run))
         replayed = (copy / "rollouts" / recorded.name).read_bytes()
     is_equal = replayed == recorded.read_bytes()
     print(f"Step {step}, from the checkpoint of step {start}: {'the same' if is_equal else 'other'} answers.")

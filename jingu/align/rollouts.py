@@ -25,7 +25,8 @@ from jingu.align.prompt_set import Prompt, PromptSet
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import random_uint64
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.prepack import prepack_weights
 from jingu.infer.request import Request, Token

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineStats, StepEngine
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineStats, StepEngine
 from jingu.infer.request import Event, Request
 from jingu.runtime.log import report_first_failure
 from jingu.runtime.ranks import RankInfo, is_launched, join_process_group

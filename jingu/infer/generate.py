@@ -15,7 +15,8 @@ from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.distributed import distributed_engine, inference_ranks
-from jingu.infer.engine import Engine, EngineSettings, StepEngine
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings, StepEngine
 from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.model_runner import compile_blocks

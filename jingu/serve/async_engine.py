@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from jingu.errors import JinguError
-from jingu.infer.engine import StepEngine
+from jingu.infer.engine_interface import StepEngine
 from jingu.infer.request import Event, FinishReason, Request, Token
 from jingu.serve.http_errors import ApiError
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Histogram, Metric
 from prometheus_client.registry import Collector
 
-from jingu.infer.engine import EngineStats
+from jingu.infer.engine_interface import EngineStats
 from jingu.serve.async_engine import RequestHandle
 
 # Histograms: their help text, and the names under which each is exported.

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from jingu.chat.chat_format import ChatFormat
 from jingu.compat.uvicorn import HttpProtocol, bound_address, open_connections
 from jingu.errors import JinguError
-from jingu.infer.engine import StepEngine
+from jingu.infer.engine_interface import StepEngine
 from jingu.runtime.signals import handle_signals
 from jingu.serve.app import create_app
 from jingu.serve.async_engine import AsyncEngine

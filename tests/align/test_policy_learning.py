@@ -17,8 +17,9 @@ import torch
 
 import jingu
 from jingu.align import policy_learning
+from jingu.align.alarms import Alarms
 from jingu.align.commands import train
-from jingu.align.policy_learning import POLICY_LEARNING, Alarms
+from jingu.align.policy_learning import POLICY_LEARNING
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
 from jingu.config.load import dump_yaml
@@ -494,9 +495,9 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
 ) -> None:
     (tmp_path / "game.py").write_text(ENVIRONMENT)
     # Turns are short if many tokens end them.
-    load = policy_learning._load_prompts
+    load = policy_learning.load_run_prompts
     ends = tuple(range(0, 389, 3))
-    monkeypatch.setattr(policy_learning, "_load_prompts", lambda *given: replace(load(*given), eos_token_ids=ends))
+    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda run: replace(load(run), eos_token_ids=ends))
     environment = {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}
     changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
     config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})

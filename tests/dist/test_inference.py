@@ -19,7 +19,8 @@ from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer.distributed import DistributedEngine, distributed_engine
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.request import Event, Request
 from jingu.infer.sampling import SamplingParams

@@ -14,7 +14,8 @@ from jingu.evaluate.evaluation import evaluate_task, prepare_task
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.task_metrics import Answer
 from jingu.formats.export import export_hf
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Constraint, Event, Request

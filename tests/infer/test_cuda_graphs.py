@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.cuda_graphs import CudaGraphRunner
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import compile_blocks

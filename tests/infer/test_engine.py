@@ -14,7 +14,8 @@ import torch
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer import generate
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Constraint, Event, Request, Token

@@ -16,7 +16,8 @@ from jingu.errors import JinguError
 from jingu.formats import models
 from jingu.formats.export import export_hf
 from jingu.formats.models import open_model
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams

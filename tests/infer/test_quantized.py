@@ -13,7 +13,8 @@ from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request

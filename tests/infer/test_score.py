@@ -11,7 +11,8 @@ import torch
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request, Score

@@ -14,7 +14,8 @@ from torch import Tensor
 from jingu.config.sections.model import ModelSettings
 from jingu.formats.export import export_hf
 from jingu.infer.cuda_graphs import CudaGraphRunner
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.request import Constraint, Request
 from jingu.infer.sampling import SamplingParams

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jingu.cli import COMMANDS
 from jingu.command import parse
+from jingu.command_table import COMMANDS
 from jingu.errors import JinguError
 from jingu.infer.inference_model import InferenceModel
 from jingu.serve import commands, server

@@ -16,7 +16,8 @@ import pytest
 import torch
 from huggingface_hub import InferenceClient
 
-from jingu.infer.engine import Engine, EngineSettings, EngineStats
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.multi_lora import LoraAdapters

@@ -12,7 +12,8 @@ import torch
 from jingu.chat.chat_format import find_chat_format
 from jingu.chat.tokenization import tokenize_row
 from jingu.errors import JinguError
-from jingu.infer.engine import Engine, EngineSettings
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Request

@@ -1,0 +1,87 @@
+"""Warnings about runs that learn from rewards and go wrong."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+from jingu.runtime.log import log_warning
+
+# Nats a token: with 0.5, an answer of 100 tokens is e^50 times as likely as for the reference.
+_MAX_KL = 0.5
+# Entropy, as multiples of that of the first ten steps.
+_MIN_ENTROPY, _MAX_ENTROPY = 0.1, 3.0
+
+
+class Alarms:
+    """Warns, once each, when a run goes where it should not."""
+
+    def __init__(self) -> None:
+        self._history: list[dict[str, float]] = []
+        self._first_entropies: list[float] = []
+        self._raised: set[str] = set()
+
+    def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
+        """Look at the metrics of a step."""
+        self._history = [*self._history[-19:], metrics]
+        if len(self._first_entropies) < 10:
+            self._first_entropies.append(metrics["entropy"])
+        if metrics["truncated"] > 0.5:
+            self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
+        if metrics.get("dead_groups", 0.0) > 0.8:
+            self._warn(
+                "In more than 80% of the groups all rewards are equal, and nothing is learned from them: choose "
+                "prompts that the model solves now and then, or set task.max_resampling."
+            )
+        if len(self._history) < 20:
+            return
+        # The last ten steps against the ten before.
+        for name in audit_names:
+            change = self._change(f"rewards/{name}")
+            if self._change("reward") > 0.0 and change < 0.0:
+                self._warn(
+                    f"The reward rises while the audit {name} falls: the model may exploit the reward. Look at "
+                    "rollouts/, and correct the reward or stop earlier."
+                )
+
+        self._check_entropy()
+        if "kl" in metrics:
+            self._check_kl([earlier["kl"] for earlier in self._history[10:]])
+
+    def _check_entropy(self) -> None:
+        """Compare the entropy of the last ten steps with that of the first ten."""
+        ratio = fmean(metrics["entropy"] for metrics in self._history[10:]) / max(fmean(self._first_entropies), 1e-9)
+        if ratio < _MIN_ENTROPY:
+            self._warn(
+                "The entropy has fallen below a tenth of what it was: answers to a prompt hardly differ, and little "
+                "can be learned from them. End the run, or raise task.clip_high and lower optimizer.lr."
+            )
+        elif ratio > _MAX_ENTROPY:
+            self._warn(
+                "The entropy has risen to more than three times what it was: answers turn into noise. Lower "
+                "optimizer.lr, or set task.kl."
+            )
+
+    def _check_kl(self, values: list[float]) -> None:
+        """Compare the KL divergence of the last ten steps with what it can be and should be."""
+        mean = fmean(values)
+        if mean > _MAX_KL:
+            self._warn(
+                f"The KL divergence from the reference exceeds {_MAX_KL:g} nats a token: answers may no longer be the "
+                "text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
+            )
+        elif mean < -0.01 and mean < -4 * stdev(values) / math.sqrt(len(values)):
+            self._warn(
+                "The KL divergence from the reference is estimated below 0, which it cannot be: answers are not "
+                "sampled from the probabilities that are trained. Look at mismatch_mean, and set precision.type=fp32 "
+                "or task.exact."
+            )
+
+    def _change(self, name: str) -> float:
+        values = [metrics[name] for metrics in self._history]
+        return fmean(values[10:]) - fmean(values[:10])
+
+    def _warn(self, message: str) -> None:
+        if message not in self._raised:
+            self._raised.add(message)
+            log_warning(message)

@@ -1,0 +1,81 @@
+"""Checks of a run that learns from rewards, before a model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jingu.align.environment import Environments
+from jingu.align.prompt_set import PromptSet, load_prompts
+from jingu.align.reward_list import Rewards
+from jingu.config.sections.policies import (
+    DistillationSettings,
+    GrpoSettings,
+    PolicySettings,
+    PpoSettings,
+    RewardedSettings,
+    SeparateCriticSettings,
+)
+from jingu.errors import JinguError, refuse
+from jingu.formats.models import open_model
+from jingu.model.spec import Lora
+from jingu.training.run import Run
+
+
+def load_run_prompts(run: Run) -> PromptSet:
+    """Return the prompts of a run that learns from rewards.
+
+    Raises:
+        JinguError: there are none, or some do not fit.
+    """
+    settings = run.config.task
+    assert isinstance(settings, PolicySettings)
+    return load_prompts(settings, run.tokenizer, run.config.batch.sequence_length, run.config.initialize.from_)
+
+
+def check_policy_run(run: Run) -> None:
+    """Check prompts, rewards and model before a model is built.
+
+    Raises:
+        JinguError: the run cannot start.
+    """
+    settings = run.config.task
+    assert isinstance(settings, PolicySettings)
+    prompts, updates = settings.prompts_per_step, settings.updates_per_step
+    refuse(prompts % updates > 0, "task.prompts_per_step", prompts, f"a multiple of task.updates_per_step, {updates}")
+    rows = run.config.batch.global_batch_size
+    expected = settings.rows_per_update
+    refuse(rows != expected, "batch.global_batch_size", rows, f"left out, or {expected}, which follows from the task")
+    if isinstance(run.spec.adapter, Lora) and run.spec.adapter.dropout > 0:
+        what = "with dropout, training and generation would have other probabilities."
+        raise JinguError(what, where="tune.dropout", fix="Set it to 0.")
+    if run.config.train.neftune_alpha:
+        what = "with noise, training and generation would have other probabilities."
+        raise JinguError(what, where="train.neftune_alpha", fix="Set it to 0.")
+    if run.spec.num_encoder_layers is not None or any(run.spec.prompts):
+        what = "learning from rewards supports only decoders without virtual tokens."
+        raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
+    prompt_set = load_run_prompts(run)
+    if isinstance(settings, DistillationSettings):
+        is_other = settings.beta is not None and settings.loss != "dapo"
+        refuse(is_other, "task.loss", settings.loss, "dapo: with task.beta the loss is a mean over all tokens")
+        open_model(Path(settings.teacher))
+    elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
+        open_model(Path(path))
+    if settings.environment is not None:
+        Environments(settings.environment)
+        if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
+            what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
+            raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
+        chat_format = prompt_set.chat_format
+        if any(prompt.messages for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
+            what = "the template has no token that ends an answer, after which an environment could reply."
+            raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
+    elif isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
+        raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
+    if isinstance(settings, PpoSettings) and isinstance(settings.critic, SeparateCriticSettings):
+        if settings.critic.model is not None:
+            open_model(Path(settings.critic.model))
+        if run.config.precision.type == "fp16":
+            what = "fp16 scales the loss of one model, and the critic is another."
+            raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
+    Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()

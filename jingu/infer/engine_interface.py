@@ -1,0 +1,119 @@
+"""The interface of the engine: its settings, its statistics, and the methods that its callers need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jingu.errors import refuse
+from jingu.infer.attention_backend import KV_SPAN, BackendName
+from jingu.infer.expert_offload import ExpertOffloadStats
+from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import block_bytes
+from jingu.infer.request import Event, Request
+from jingu.runtime.device import total_memory
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much the engine does at once.
+
+    Attributes:
+        max_num_seqs: the most sequences that run at a time.
+        block_size: tokens of a KV cache block; a divisor of 128.
+        kv_cache_bytes: size of the KV cache; None: what `max_num_seqs` sequences as long as the context need, or a
+            quarter of the memory, whichever is less. On CPUs memory is only used as blocks are first written.
+        prefill_chunk_size: the most prompt tokens in a step.
+        num_speculative_tokens: draft tokens in a step, proposed by a draft model, or else by prompt lookup. Outputs
+            stay the same. 0: none; None: 4 with a draft model, else none.
+        attention_backend: gather on every device; flash with FlashAttention-3 on CUDA.
+    """
+
+    max_num_seqs: int = 64
+    block_size: int = 8
+    kv_cache_bytes: int | None = None
+    prefill_chunk_size: int = 512
+    num_speculative_tokens: int | None = None
+    attention_backend: BackendName = "gather"
+
+    def __post_init__(self) -> None:
+        refuse(self.max_num_seqs < 1, "max_num_seqs", self.max_num_seqs, "1 or more")
+        refuse(self.block_size < 1, "block_size", self.block_size, "1 or more")
+        refuse(KV_SPAN % self.block_size > 0, "block_size", self.block_size, f"a divisor of {KV_SPAN}")
+        refuse(self.prefill_chunk_size < 1, "prefill_chunk_size", self.prefill_chunk_size, "1 or more")
+        count = self.num_speculative_tokens
+        refuse(count is not None and count < 0, "num_speculative_tokens", count, "0 or more")
+
+    def draft_tokens(self, draft_model: InferenceModel | None) -> int:
+        """Return the number of draft tokens in a step."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return 0 if draft_model is None else 4
+
+    def num_blocks(self, model: InferenceModel) -> int:
+        """Return the number of KV cache blocks, with the two that no sequence owns."""
+        size = block_bytes(model.spec, self.block_size, model.parameter.itemsize)
+        budget = self.kv_cache_bytes
+        if budget is None:
+            blocks_per_seq = -(-model.spec.max_position_embeddings // self.block_size)
+            budget = min(self.max_num_seqs * blocks_per_seq * size, total_memory(model.parameter.device) // 4)
+        return max(budget // size, 1) + 2
+
+
+@dataclass
+class EngineStats:
+    """What the engine is doing, and totals since its start.
+
+    Attributes:
+        running: sequences that run.
+        waiting: sequences that wait.
+        used_blocks: KV cache blocks of running sequences.
+        total_blocks: all of them.
+        cached_tokens: tokens in the used blocks; the rest of these blocks is waste.
+        generated_tokens: total.
+        prompt_tokens: total, of all requests.
+        prefix_cache_hits: how many of these were found in the prefix cache.
+        draft_tokens: total, proposed.
+        accepted_tokens: how many of these were accepted.
+        steps: total, of steps with a forward pass.
+        step_seconds: total, in steps.
+        forward_seconds: how many of these in forward passes.
+        experts: of expert offload; None: all experts are in memory.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_cache_hits: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    experts: ExpertOffloadStats | None = None
+
+
+class StepEngine(Protocol):
+    """What drivers of an engine need: of `Engine`, or of the one that represents all ranks."""
+
+    model: InferenceModel
+
+    def submit(self, request: Request) -> int:
+        """See `Engine.submit`."""
+
+    def cancel(self, request_id: int) -> None:
+        """See `Engine.cancel`."""
+
+    @property
+    def busy(self) -> bool:
+        """See `Engine.busy`."""
+
+    def step(self) -> list[Event]:
+        """See `Engine.step`."""
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
