@@ -20,7 +20,7 @@ TITLES = {
     "loop": "Training loop compared with a bare loop around the same model (17M Llama, fp32, not compiled)",
     "convert": "Import and export compared with cp: a Hugging Face folder of half a gigabyte (target: at least 0.5)",
     "planning": "Planner compared with published runs: errors of step time and memory (targets: 9% vTrain over several"
-    " nodes, 8% on one, 7% llm-foundry; library alone 15%; memory 5%, worst 12%)",
+    " nodes, 8% on one, 7% llm-foundry, 15% mixtures; library alone 15%; memory 5%, worst 12%)",
     "pipeline_bubble": "Pipeline bubble (target: 1f1b at most 1.05, schedules with split backward passes half of it)",
     "offload": "Master weights and optimizer state on disk compared with memory"
     " (a Llama of 12 × 1024, 512 tokens per step)",

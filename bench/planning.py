@@ -50,6 +50,11 @@ MEGATRON = Software(
 ONEFLOW = replace(MEGATRON, gradient_bytes=6.0, logit_bytes=10.0, overlaps_sends=True)
 # Eager elementwise operations in fp32; attention by an early Triton kernel.
 FOUNDRY = Software(reduce_bytes=2.0, traffic=2.5)
+# Megatron-Core and NeMo of 2024 to 2026. Products in fp8 beside casts of their inputs; kernels of a mixture by how the
+# host launches them: two rows that it limits (in mixtures.csv) give those of eager blocks.
+MCORE = Software(weight_bytes=2.0, reduce_bytes=2.0, traffic=1.0)
+MIXTURE_FP8_SPEED = 1.3
+EXPERT_KERNELS = {"eager": 300, "graphs": 100, "drop": 100}
 # Layers and hidden size of MPT models; a head has 64 or 128 dims.
 MPT = {
     "125m": (12, 768, 12),
@@ -283,6 +288,44 @@ def torchtitan(folder: Path) -> list[Case]:
     return cases
 
 
+def mixtures(machines: tuple[str, ...], folder: Path) -> list[Case]:
+    """Mixtures of experts in NVIDIA's frameworks, on cards of some machines."""
+    presets = FAMILIES["mixtral"].presets | FAMILIES["qwen3_moe"].presets
+    cases = []
+    for row in read_rows("mixtures", folder):
+        if row["machine"] not in machines:
+            continue
+        cards, tensor, expert, pipeline, chunks = whole(row, "gpus", "tp", "ep", "pp", "chunks")
+        micro, batch, sequence = whole(row, "mbs", "gbs", "seq")
+        spec = replace_fields(presets[row["model"]], max_position_embeddings=sequence)
+        software = replace(
+            MCORE,
+            product_speed=MIXTURE_FP8_SPEED if row["precision"] == "fp8" else 1.0,
+            expert_kernels=EXPERT_KERNELS[row["host"]],
+            sends_to_nodes=row["dispatcher"] != "alltoall",
+            overlaps_experts=row["overlap"] == "yes",
+            # Chunks of blocks let states travel during computation.
+            overlaps_sends=chunks > 1,
+        )
+        # Experts are not divided over `tensor` there, but over more ranks: a rank has as many of their numbers.
+        axes = {"tensor": tensor, "pipeline": pipeline, "shard": cards // tensor // pipeline}
+        axes["expert"] = max(1, expert // tensor)
+        parallel: dict[str, Any] = {"zero_stage": 3 if row["sharded"] == "yes" else 1}
+        if chunks > 1:
+            parallel |= {"pipeline_schedule": "interleaved", "stages_per_rank": chunks}
+        work = workload(spec, axes, micro, batch, software, row["recompute"], **parallel)
+        tokens = work.tokens_per_step
+        if row["step_s"]:
+            seconds = float(row["step_s"])
+        elif row["tokens_s_gpu"]:
+            seconds = tokens / (float(row["tokens_s_gpu"]) * cards)
+        else:
+            flops = flops_per_token(spec, parameter_shapes(spec), sequence) * tokens
+            seconds = flops / (float(row["tflops_gpu"]) * 1e12 * cards)
+        cases.append(Case(work, row["machine"], seconds))
+    return cases
+
+
 SETS: dict[str, Callable[[Path], list[Case]]] = {
     "vTrain, several nodes": lambda folder: vtrain("vtrain_multi_a100", folder),
     "vTrain, one node": lambda folder: vtrain("vtrain_single_a100", folder),
@@ -293,6 +336,8 @@ SETS: dict[str, Callable[[Path], list[Case]]] = {
     "zero bubble": zero_bubble,
     "OneFlow, V100": oneflow,
     "torchtitan": torchtitan,
+    "mixtures, H100": lambda folder: mixtures(("h100",), folder),
+    "mixtures, B200, GB200, GB300": lambda folder: mixtures(("b200", "gb200", "gb300"), folder),
 }
 
 

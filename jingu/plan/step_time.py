@@ -62,13 +62,17 @@ def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float =
     return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
 
 
-def exchange_seconds(size: float, group: Neighbors, machine: Machine) -> float:
-    """Return the time of an all-to-all in which each rank sends `size` bytes in all."""
+def exchange_seconds(size: float, group: Neighbors, machine: Machine, share_far: float = 1.0) -> float:
+    """Return the time of an all-to-all in which each rank sends `size` bytes in all.
+
+    Args:
+        share_far: of the bytes for other nodes that travel there.
+    """
     if group.ranks == 1 or not size:
         return 0.0
     rates = machine.efficiency
     near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
-    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9)
+    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9) * share_far
     return rates.hop_us * 1e-6 * min(group.ranks - 1, 8) + max(near, far)
 
 
@@ -147,6 +151,10 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
     traffic = work.tokens / sizes.tensor * work.saved_bytes(part)
     if not soft.sequence_parallel:
         traffic += (work.tokens - work.tokens / sizes.tensor) * 8 * spec.hidden_size * soft.compute_bytes
+    if isinstance(spec.feed_forward, Experts) and sizes.expert > 1:
+        # Rows are put into the order of ranks, and of experts, and back: each time read and written.
+        row = spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
+        traffic += 4 * work.tokens / sizes.tensor * row
     if part.attended:
         heads = spec.attention.num_heads / sizes.tensor
         window = min(spec.attention.sliding_window or work.sequence, work.sequence)
@@ -186,10 +194,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     passes = 2.0 + full
     calls = 2 * (block.attended + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
-    expert = 0.0
-    if isinstance(spec.feed_forward, Experts):
-        sent = tokens_bytes * spec.feed_forward.num_experts_per_token / sizes.tensor
-        expert = 2 * exchange_seconds(sent, groups["expert"], machine)
+    expert = _expert_seconds(tokens_bytes / sizes.tensor, work, groups["expert"], machine)
     terms = {
         "matmuls": time.matmuls * (1 + full) + time.backward,
         "attention": time.attention * (3.5 if soft.fused_attention else 3.0) + time.attention * (full + again[0]),
@@ -198,10 +203,27 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
         "context": _context_seconds(block, work, groups["context"], machine) * (3.0 + full),
         "expert": expert * passes,
     }
+    if soft.overlaps_experts:
+        computing = terms["matmuls"] + terms["attention"]
+        terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
     # The host launches kernels while the card computes: the slower of them counts.
-    launch = soft.kernels * (2 * passes - 1) + calls * (sizes.tensor > 1)
+    kernels = soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)
+    launch = kernels * (2 * passes - 1) + calls * (sizes.tensor > 1)
     terms["launch"] = max(0.0, launch * machine.efficiency.kernel_us * 1e-6 - sum(terms.values()))
     return terms, 1 / (3.0 + full)
+
+
+def _expert_seconds(size: float, work: Workload, group: Neighbors, machine: Machine) -> float:
+    """Return the seconds of a forward pass in which `size` bytes of tokens travel to their experts and back."""
+    part = work.spec.feed_forward
+    if not isinstance(part, Experts) or group.ranks == 1:
+        return 0.0
+    chosen, share_far = part.num_experts_per_token, 1.0
+    if work.software.sends_to_nodes:
+        # A node has experts of a token with this probability, and gets it once.
+        nodes = group.ranks / group.in_node
+        share_far = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
+    return 2 * exchange_seconds(size * chosen, group, machine, share_far)
 
 
 def blocks_seconds(work: Workload, machine: Machine) -> float:

@@ -120,6 +120,9 @@ class Software:
         overlap: share of the computing time in which gradients and gathered weights travel; 0: none.
         overlaps_sends: whether hidden states travel between stages during computation.
         expert_imbalance: rows of the fullest expert, as a multiple of the mean.
+        expert_kernels: kernels of a mixture's forward pass beside those of a block: routing, order, products.
+        sends_to_nodes: whether a token travels to a node once, however many of its experts are there.
+        overlaps_experts: whether tokens travel to experts while another micro-batch is computed.
         product_speed: of products, as a multiple of bf16.
     """
 
@@ -143,6 +146,9 @@ class Software:
     overlap: float = 0.8
     overlaps_sends: bool = False
     expert_imbalance: float = 1.0
+    expert_kernels: int = 30
+    sends_to_nodes: bool = False
+    overlaps_experts: bool = False
     product_speed: float = 1.0
 
 

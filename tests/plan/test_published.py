@@ -66,6 +66,8 @@ def test_the_library_alone_predicts_published_steps() -> None:
         ("llm-foundry, A100", 0.07),
         ("llm-foundry, H100", 0.07),
         ("torchtitan", 0.12),
+        ("mixtures, H100", 0.15),
+        ("mixtures, B200, GB200, GB300", 0.15),
     ],
 )
 def test_constants_of_few_rows_predict_the_others(name: str, limit: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
-from jingu.plan.machine import find_machine
+from jingu.plan.machine import Efficiency, find_machine
 from jingu.plan.step_time import StageTime, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
@@ -103,3 +104,33 @@ def test_ranks_of_a_pipeline_have_stages_of_their_own() -> None:
     assert sum(stage.num_blocks for stage in work.rank_stages) == 32
     # Equal ones are one, of which the first counts.
     assert sum(stage.count for stage in work.stages) == 4 and len(work.stages) == 3
+
+
+def test_tokens_travel_once_to_each_node_that_has_their_experts() -> None:
+    """Of 4 nodes, 8 experts of a token are on 4 × (1 - (3/4)⁸) in the mean; its copies travel to three quarters."""
+    spec = find_preset("qwen3-30b-a3b")
+    sizes, settings = AxisSizes(1, 1, 32, 1, 1, 32), ParallelSettings(expert=32)
+    plain = Workload(model_sizes(spec, 2), sizes, settings, 4096, 1, 1)
+    once = replace(plain, software=replace(plain.software, sends_to_nodes=True))
+    # Without latency, on a network so slow that links do not count.
+    efficiency = Efficiency(nic=1e-3, hop_us=1e-9)
+    machine = MACHINE.model_copy(update={"efficiency": efficiency})
+    times = [step_time(work, machine)["expert"] for work in (plain, once)]
+    assert times[1] / times[0] == pytest.approx(4 * (1 - 0.75**8) / 8)
+    rows = 4096 * 2048 * 8 * 2 * (32 - 8) / 32
+    # There and back, in the forward pass of each layer and in its backward pass.
+    assert times[0] == pytest.approx(48 * 4 * rows / (MACHINE.nic_gbs * 1e9 * 1e-3), rel=1e-6)
+
+
+def test_an_exchange_beside_computation_costs_what_the_computation_does_not_hide() -> None:
+    work = Workload(
+        model_sizes(find_preset("qwen3-30b-a3b"), 2),
+        AxisSizes(1, 1, 32, 1, 1, 32),
+        ParallelSettings(expert=32),
+        4096,
+        1,
+        1,
+    )
+    beside = replace(work, software=replace(work.software, overlaps_experts=True))
+    alone, exposed = step_time(work, MACHINE), step_time(beside, MACHINE)
+    assert 0 <= exposed["expert"] < alone["expert"]
