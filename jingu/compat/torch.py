@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def cpu_has_bf16_units() -> bool:
-    """Return whether the CPU multiplies bf16 matrices in hardware."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Return whether the CPU multiplies bf16 matrices in hardware, and oneDNN may do so (ONEDNN_MAX_CPU_ISA)."""
+    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(has_units and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cpu_has_fp16_units() -> bool:
     """Return whether the CPU multiplies fp16 matrices in hardware."""
-    return bool(torch.cpu._is_amx_fp16_supported())
+    return bool(torch.cpu._is_amx_fp16_supported() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def has_triton() -> bool:

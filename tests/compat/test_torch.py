@@ -28,6 +28,13 @@ def test_cpu_has_bf16_units(torch_compat: Any) -> None:
     assert torch_compat.cpu_has_bf16_units() in (True, False)
 
 
+def test_units_that_onednn_may_not_use_do_not_count() -> None:
+    code = "from jingu.compat.torch import cpu_has_bf16_units; print(cpu_has_bf16_units())"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=PATIENCE)
+    assert process.stdout.split() == [b"False"]
+
+
 def test_cpu_has_fp16_units(torch_compat: Any) -> None:
     assert torch_compat.cpu_has_fp16_units() in (True, False)
 
