@@ -237,8 +237,8 @@ COMMANDS = {
         _mode("--exact", "exact", "replay a step of the first rank: peak of its tensors, and its collectives"),
         _mode("--serve", "serve", "plan generation on --gpus cards (default: 1)"),
         option("--price", "AMOUNT", _above_0, "price of a card's hour"),
-        flag("--json", "print a JSON object", action="store_const", const="json", dest="output"),
-        option("--html", "FILE", expand_path, "write a page with pictures", dest="output"),
+        flag("--json", "print a JSON object", dest="as_json"),
+        option("--html", "FILE", expand_path, "write a page with pictures"),
     ),
     "launch ssh": command(
         "run a command on the machines of a hostfile",

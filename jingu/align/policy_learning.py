@@ -69,6 +69,7 @@ from jingu.training.precision import choose_precision
 from jingu.training.run import Run
 from jingu.training.session import training_layout
 from jingu.training.task import Evaluation, TaskFactory
+from jingu.watch.activity import Activity
 
 # Columns of a batch.
 _COLUMNS = ("advantages", "sampled", "old", "reference", "values", "returns")
@@ -131,6 +132,7 @@ class PolicyLearning:
         self._values: dict[int, list[float]] = {}
         self._returns: dict[int, list[float]] = {}
         self._update: tuple[BatchPlan, int] | None = None
+        self._activity = Activity()
         self._is_first_update = True
         self._metrics: dict[str, float] = {}
         self._explained = math.nan
@@ -146,6 +148,7 @@ class PolicyLearning:
         number, update = divmod(step, plan.updates)
         self._is_first_update = update == 0
         self._update = plan, step
+        self._activity = model.activity
         if update:
             return
         settings = self.settings
@@ -170,9 +173,12 @@ class PolicyLearning:
         # 2. Log-probabilities that training needs of all its rows, by this model and by the reference; predictions.
         self._samples = samples
         self._old, self._reference_logprobs, self._values, self._returns = {}, {}, {}, {}
+        model.activity.enter("log-probs")
         self._old = self._score(model, plan, self._log_probs_head) if plan.updates > 1 else {}
         if self._reference is not None:
+            model.activity.enter("teacher" if isinstance(settings, DistillationSettings) else "reference")
             self._reference_logprobs = self._score(self._reference, plan, self._log_probs_head)
+        model.activity.enter("critic")
         if self._critic is not None:
             self._values = self._score(self._critic.model, plan, self._critic.values)
         elif self._value_head is not None:
@@ -484,6 +490,7 @@ class PolicyLearning:
         critic: dict[str, Tensor | float] = {}
         if self._critic is not None and self._update is not None:
             # Now, since no checkpoint is being copied after a step.
+            self._activity.enter("critic")
             critic = self._critic.train(*self._update)
         return {
             **self._metrics,

@@ -9,7 +9,7 @@ from jingu.errors import refuse
 from jingu.infer.attention_backend import KV_SPAN, BackendName
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.kv_cache import block_bytes
+from jingu.infer.kv_cache import MAX_MEMORY_SHARE, block_bytes
 from jingu.infer.request import Event, Request
 from jingu.runtime.device import total_memory
 
@@ -56,7 +56,8 @@ class EngineSettings:
         budget = self.kv_cache_bytes
         if budget is None:
             blocks_per_seq = -(-model.spec.max_position_embeddings // self.block_size)
-            budget = min(self.max_num_seqs * blocks_per_seq * size, total_memory(model.parameter.device) // 4)
+            limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
+            budget = min(self.max_num_seqs * blocks_per_seq * size, limit)
         return max(budget // size, 1) + 2
 
 

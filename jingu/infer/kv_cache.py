@@ -55,6 +55,10 @@ class SequenceChunk:
     bidirectional: range = range(0)
 
 
+# Share of the memory that the blocks take, unless their bytes are given.
+MAX_MEMORY_SHARE = 0.25
+
+
 def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
     """Return the bytes that a block takes in all layers together, for elements of this size."""
     attention = spec.attention

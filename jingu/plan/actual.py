@@ -18,7 +18,13 @@ _PRODUCTS = frozenset(
 )
 _AXES = ("tensor", "context", "expert", "pipeline")
 # Phases of a step (`jingu.watch.slot.PHASES`) whose operations belong to one term.
-_PHASES = {"optimizer": "optimizer", "gradients": "optimizer", "rollout": "rollout", "data": "launch"}
+_PHASES = {"optimizer": "optimizer", "gradients": "optimizer", "data": "launch"}
+# Those that are a term with all that happens in them, as the plan counts them: collectives, and what the host does.
+_WHOLE_PHASES = {
+    "rollout": "generation",
+    "log-probs": "log-probabilities",
+    **{name: name for name in ("reference", "teacher", "critic")},
+}
 
 
 class StepTimer(TorchDispatchMode):
@@ -30,7 +36,8 @@ class StepTimer(TorchDispatchMode):
             ranks call the same collectives in the same order: stages of a pipeline would wait for each other forever.
 
     Attributes:
-        seconds: by term of `jingu.plan.step_time.TERMS`. What Python takes between operations is not among them.
+        seconds: by term of `jingu.plan.step_time.TERMS` and of `jingu.plan.alignment`. What Python takes between
+            operations is not among them, except in the phases of learning from rewards.
     """
 
     def __init__(self, phase: Callable[[], str], *, waits: bool) -> None:
@@ -39,6 +46,7 @@ class StepTimer(TorchDispatchMode):
         self.seconds: dict[str, float] = defaultdict(float)
         self._phase = phase
         self._collective = "data"
+        self._last = ("", 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What a DTensor does comes here again, as operations on its local tensor.
@@ -52,10 +60,16 @@ class StepTimer(TorchDispatchMode):
             works: list[Any] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
             for work in works:
                 work.wait()
-        self.seconds[term] += time.perf_counter() - start
+        end = time.perf_counter()
+        last_term, last_end = self._last
+        self.seconds[term] += end - (last_end if term == last_term and term in _WHOLE_PHASES.values() else start)
+        self._last = (term, end)
         return result
 
     def _term(self, func: Any, args: Any) -> str:
+        whole = _WHOLE_PHASES.get(self._phase())
+        if whole is not None:
+            return whole
         group = collective_group(func, args)
         if group is not None:
             axis = group.removeprefix("mesh_")

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import Literal
 
+from jingu.infer.kv_cache import MAX_MEMORY_SHARE
 from jingu.model.spec import ModelSpec
 from jingu.plan.forecast import Forecast
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, fullest_stage
 from jingu.plan.serving import cache_bytes_per_token, decode_seconds, prompt_seconds
-from jingu.plan.step_time import stage_time, step_time
+from jingu.plan.step_time import Neighbors, ring_seconds, stage_time, step_time
 from jingu.plan.workload import Workload, model_sizes, num_parameters
-
-# Share of a card that the KV cache takes at most (jingu/infer/engine.py).
-MAX_CACHE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,7 @@ class Rollouts:
         prompts: of a step, over all ranks; answers: to each.
         new_tokens: of an answer; streams: answers that a rank generates at a time.
         updates: optimizer steps of a step.
+        prepacks: whether matrices are copied into the layout of a CPU's kernels.
     """
 
     prompts: int
@@ -52,6 +51,7 @@ class Rollouts:
     new_tokens: int
     streams: int
     updates: int = 1
+    prepacks: bool = False
     companions: Sequence[Companion] = ()
 
 
@@ -97,11 +97,21 @@ def _phases(result: Forecast, rollouts: Rollouts) -> dict[str, RankMemory]:
     # 3. Generation, on several ranks with a whole copy of the model on each.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
     cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
-    generation = {"cache": min(cache, MAX_CACHE_SHARE * machine.memory_gib * 2**30)}
+    generation = {"cache": min(cache, MAX_MEMORY_SHARE * machine.memory_gib * 2**30)}
     if work.ranks > 1:
+        # Prepacking replaces matrices of this copy.
         generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
+    elif rollouts.prepacks:
+        generation["prepacked copy"] = _matrix_numbers(work) * work.software.compute_bytes
     phases["generation"] = RankMemory(card | generation, offloaded)
     return phases
+
+
+def _matrix_numbers(work: Workload) -> int:
+    """Return the numbers of the matrices of linear layers and the head: without embeddings, experts and routers."""
+    parts = (*work.model.blocks, work.model.head)
+    weights = (weight for part in parts for weight in part.weights if weight.is_product and len(weight.shape) == 2)
+    return sum(prod(weight.shape) for weight in weights)
 
 
 def _answers_of_rank(work: Workload, rollouts: Rollouts) -> int:
@@ -123,6 +133,8 @@ def _seconds(work: Workload, machine: Machine, rollouts: Rollouts) -> dict[str, 
     context = prompt + rollouts.new_tokens // 2
     generation = answers / streams * rollouts.new_tokens * decode_seconds(work.spec, machine, streams, context, weights)
     generation += answers / rollouts.answers * prompt_seconds(work.spec, machine, prompt)
+    everyone = Neighbors(work.ranks, min(work.ranks, machine.gpus_per_node))
+    generation += ring_seconds(weights, everyone, machine, len(work.model.blocks))
     seconds = {term: value * rollouts.updates for term, value in step_time(work, machine).items()}
     seconds["generation"] = generation
     if rollouts.updates > 1:

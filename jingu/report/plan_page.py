@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,6 @@ from markupsafe import Markup
 from jingu.errors import JinguError
 from jingu.formatting import memory_unit
 from jingu.plan.forecast import Forecast, print_forecast
-from jingu.plan.machine import find_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.search import describe_layout
 from jingu.plan.step_time import products
@@ -23,6 +24,7 @@ from jingu.report.commands import write_page
 from jingu.report.rollout_answers import spread
 from jingu.report.template import render_document
 from jingu.training import plan_commands
+from jingu.training.plan_commands import PlanQuery
 
 # Rows of a picture: ranks of a pipeline.
 MAX_ROWS = 16
@@ -30,39 +32,33 @@ MAX_ROWS = 16
 MAX_NUMBERED = 400
 
 
-def plan(
-    target: str,
-    overrides: Sequence[str],
-    on: str = "here",
-    nodes: int = 1,
-    gpus: int | None = None,
-    mode: str | float | None = None,
-    price: float | None = None,
-    output: str | Path | None = None,
-) -> int:
+def plan(query: PlanQuery, as_json: bool = False, html: Path | None = None) -> int:
     """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page, too.
 
     Args:
-        output: `json` instead of tables; or the file of the page beside them.
+        as_json: print all figures as an object instead of tables.
+        html: the file of the page.
 
     Raises:
         JinguError: as there; or the file cannot be written.
     """
-    if not isinstance(output, Path):
-        return plan_commands.plan(target, overrides, on, nodes, gpus, mode, price, as_json=output == "json")
-    if mode not in (None, "search"):
+    if html is None:
+        return plan_commands.plan(query, as_json)
+    if query.mode not in (None, "search"):
         fix = "Leave out the other option, or --html."
         raise JinguError(
             "the page shows one plan of training, of the layout or with --search.", where="--html", fix=fix
         )
-    machine = find_machine(on)
-    machine = machine.with_nodes(gpus or machine.gpus_per_node)
-    outcome, clusters = plan_commands.forecast_for_page(
-        target, overrides, machine, nodes, search=mode == "search", price=price
-    )
-    name = Path(target).parent.name if target.endswith("config.json") else Path(target).name
-    print_forecast(outcome)
-    write_page(output, render_plan(name, outcome, clusters))
+    outcome, clusters = plan_commands.forecast_for_page(query)
+    target = Path(query.target)
+    page = render_plan(target.parent.name if target.name == "config.json" else target.name, outcome, clusters)
+    if as_json:
+        print(json.dumps(outcome.to_json()))
+    else:
+        print_forecast(outcome)
+    # The object is all that a program reads.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        write_page(html, page)
     return 0 if outcome.spare >= 0 else 1
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from jingu.parallel.mesh import resolve_axis_sizes
 from jingu.plan.actual import StepTimer, complete_terms
-from jingu.plan.forecast import run_workload
+from jingu.plan.forecast import Forecast, run_workload
 from jingu.plan.machine import Machine, nominal_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import step_time
 from jingu.runtime.device import peak_memory
 from jingu.runtime.ranks import count_ranks
+from jingu.training.plan_task import add_task
 from jingu.training.precision import choose_precision
 
 if TYPE_CHECKING:
@@ -59,18 +60,20 @@ class PlanCheck:
         sizes = resolve_axis_sizes(config.parallel, trainer.ranks.world, spec)
         work = run_workload(config, spec, sizes, trainer.plan, choose_precision(config.precision, device))
         machine = _measured_machine(trainer)
-        planned = {term: value * trainer.plan.updates for term, value in step_time(work, machine).items()}
+        memory = stage_memory(work, work.stages[0])
+        updates = Forecast(work, machine, config.train.steps, step_time(work, machine), memory, None, [])
+        planned = add_task(updates, config, spec)
         actual = {}
         if self._measured:
             actual = complete_terms(self._measured, seconds, is_pipeline=sizes.pipeline > 1)
         write(
             "plan",
             step,
-            planned=planned,
+            planned=planned.seconds,
             actual=actual,
-            planned_seconds=sum(planned.values()),
+            planned_seconds=planned.step,
             actual_seconds=seconds,
-            planned_memory_bytes=stage_memory(work, work.stages[0]).total,
+            planned_memory_bytes=planned.memory.total,
             actual_memory_bytes=peak_memory(device),
         )
 

@@ -150,25 +150,36 @@ class PlanRequest:
     assumptions: list[str]
 
 
-def plan(
-    target: str,
-    overrides: Sequence[str],
-    on: str = "here",
-    nodes: int = 1,
-    gpus: int | None = None,
-    mode: str | float | None = None,
-    price: float | None = None,
-    as_json: bool = False,
-) -> int:
-    """Say what a run will take: memory of the fullest rank, time of a step, cost.
+@dataclass(frozen=True)
+class PlanQuery:
+    """What to plan.
 
-    Args:
+    Attributes:
         target: a run's file, a preset, a Hugging Face config (or its folder), or a DeepSpeed configuration.
         on: a machine: of the library, a YAML file, or `here`.
         gpus: cards of a node; None: as many as the machine has.
         mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
             first rank; `serve` plans generation instead of training. None plans the layout of the settings, or of a
             model alone the best one. A number is `clusters`, and days within which the run must end.
+        price: of a card's hour.
+    """
+
+    target: str
+    overrides: Sequence[str] = ()
+    on: str = "here"
+    nodes: int = 1
+    gpus: int | None = None
+    mode: str | float | None = None
+    price: float | None = None
+
+    def machine(self) -> Machine:
+        """Return the machine, with the cards of a node that were asked for."""
+        machine = find_machine(self.on)
+        return machine.with_nodes(self.gpus or machine.gpus_per_node)
+
+
+def plan(query: PlanQuery, as_json: bool = False) -> int:
+    """Say what a run will take: memory of the fullest rank, time of a step, cost.
 
     Returns:
         The exit code: 0; 1 if no layout fits into memory.
@@ -176,13 +187,12 @@ def plan(
     Raises:
         JinguError: the target or the machine is unknown, or the layout is impossible.
     """
-    machine = find_machine(on)
-    machine = machine.with_nodes(gpus or machine.gpus_per_node)
-    ranks = nodes * machine.gpus_per_node
-    request = _read_target(target, overrides, ranks)
+    machine, mode, price = query.machine(), query.mode, query.price
+    ranks = query.nodes * machine.gpus_per_node
+    request = _read_target(query.target, query.overrides, ranks)
     config, spec = request.config, request.spec
     if mode == "serve":
-        serving = plan_serving(spec, machine, gpus or 1, config.batch.sequence_length)
+        serving = plan_serving(spec, machine, query.gpus or 1, config.batch.sequence_length)
         if as_json:
             print(json.dumps(asdict(serving)))
         else:
@@ -281,34 +291,40 @@ def _forecast_clusters(
 def forecast_fitting(
     request: PlanRequest, works: Sequence[Workload], machine: Machine, price: float | None
 ) -> Forecast:
-    """Return the forecast of the first layout that fits with what the task adds to it; if none fits, of the first."""
+    """Return the forecast of the fastest layout that fits with what the task adds to it; if none fits, of the first.
+
+    Args:
+        works: steps in several layouts, best first by their updates alone.
+    """
     config = request.config
     outcomes = [
         add_task(forecast(work, machine, config.train.steps, price, list(request.assumptions)), config, request.spec)
         for work in works
     ]
-    return next((outcome for outcome in outcomes if outcome.spare >= 0), outcomes[0])
+    fitting = [outcome for outcome in outcomes if outcome.spare >= 0]
+    best = min(fitting, key=lambda outcome: outcome.step, default=outcomes[0])
+    if len(works) > 1 and best.phases:
+        best.assumptions.append(
+            f"of the {len(works)} layouts with the fastest updates, that with the fastest step is the best"
+        )
+    return best
 
 
-def forecast_for_page(
-    target: str, overrides: Sequence[str], machine: Machine, nodes: int, *, search: bool, price: float | None
-) -> tuple[Forecast, list[Forecast]]:
+def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
     """Return the forecast of a run, and those of its best layouts on a quarter to four times as many cards.
-
-    Args:
-        search: whether to plan the best layout instead of that of the settings.
 
     Raises:
         JinguError: as `plan`, or no layout fits into memory.
     """
+    machine, nodes, price = query.machine(), query.nodes, query.price
     ranks = nodes * machine.gpus_per_node
-    request = _read_target(target, overrides, ranks)
+    request = _read_target(query.target, query.overrides, ranks)
     config, spec = request.config, request.spec
-    if search or not request.has_layout:
+    if query.mode == "search" or not request.has_layout:
         result = search_run(config, spec, machine, ranks)
         if not result.best:
             fix = "Plan with more --nodes; --search without --html says what each layout lacks."
-            raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=target, fix=fix)
+            raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=query.target, fix=fix)
         works = [layout.work for layout in result.best]
     else:
         works = [run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))]

@@ -53,6 +53,8 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         task.max_new_tokens,
         task.max_num_seqs,
         task.updates_per_step,
+        # As `jingu/align/rollouts.py:Generator.model_of` does.
+        result.machine.is_shared and spec.adapter is None and config.precision.type != "fp8" and not task.exact,
         companions,
     )
     return add_rollouts(result, rollouts)

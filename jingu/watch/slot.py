@@ -24,6 +24,10 @@ SLOT_BYTES = STAGE_OFFSET + STAGE.size
 PHASES = {
     "": "start",
     "rollout": "rollouts",
+    "log-probs": "log-probabilities of the answers",
+    "reference": "log-probabilities of the reference",
+    "teacher": "log-probabilities of the teacher",
+    "critic": "the critic's step",
     "data": "read data",
     "micro-batch": "forward and backward",
     "receive": "receive of hidden states",

@@ -96,6 +96,16 @@ def test_a_step_leaves_a_record(make: MakeRun, done: Callable[[RunConfig], Done]
     assert torch.allclose(first, expected.flatten())
 
 
+def test_the_plan_counts_answers_and_other_models(make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    config = make_ppo({"train.steps": 5, "train.log_every": 1})
+    assert train(config) == 0
+    line = done(config).lines("plan")[-1]
+    phases = {"generation", "log-probabilities", "reference", "critic"}
+    for side in ("planned", "actual"):
+        assert min(line[side][term] for term in phases) > 0
+        assert line[f"{side}_seconds"] == pytest.approx(sum(line[side].values()))
+
+
 def test_a_run_that_stops_within_a_rollout_ends_with_the_same_weights(
     make: MakeRun, done: Callable[[RunConfig], Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:

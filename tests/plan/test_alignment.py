@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jingu.cli import main
+from jingu.model.decoder import Decoder
+from jingu.model.layers import Linear
 from jingu.plan.forecast import Forecast, forecast
-from jingu.plan.machine import find_machine
+from jingu.plan.machine import find_machine, nominal_machine
 from jingu.plan.workload import num_parameters
 from jingu.training.plan_commands import PlanRequest, forecast_fitting
 from jingu.training.plan_task import add_task
@@ -47,6 +50,20 @@ def test_the_fullest_phase_counts() -> None:
     assert plan.memory.card["gathered copy"] == 4 * num_parameters(plan.work.spec)
     _, alone = plan_of({}, ranks=1, model=model)
     assert "gathered copy" not in alone.memory.card
+
+
+def test_matrices_are_copied_for_the_kernels_of_a_cpu() -> None:
+    """One rank shares the weights otherwise, and adapters or exact training keep them as they are."""
+    config, spec = settings(LLAMA, {}, task=TASK)
+    updates = forecast(workload(config, spec, 1), nominal_machine(torch.device("cpu")), 10)
+    model = Decoder(spec)
+    linears = (module for module in model.modules() if isinstance(module, Linear))
+    numbers = sum(linear.weight.numel() for linear in linears)
+    with_head = numbers + (model.embedding.weight.numel() if model.head is None else 0)
+    both = [add_task(updates, config, spec).phases["generation"]]
+    exact = settings(LLAMA, {}, task=TASK | {"exact": True})[0]
+    both.append(add_task(updates, exact, spec).phases["generation"])
+    assert both[0] - both[1] == with_head * updates.work.software.compute_bytes
 
 
 def test_reward_models_lie_in_main_memory_and_teachers_on_the_cards() -> None:

@@ -56,6 +56,22 @@ def test_a_plan_as_json_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]
     assert plan["assumptions"] == ["the tokenizer has 1,000 entries (tokenizer.vocab_size)"]
 
 
+def test_a_page_and_figures_come_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--json", "--html", "plan.html"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 4
+    assert "<html" in (folder / "plan.html").read_text(encoding="utf-8")
+
+
+def test_of_layouts_with_fast_updates_the_fastest_step_is_planned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = "task={type: grpo, prompts_per_step: 32, answers_per_prompt: 4, max_new_tokens: 8}"
+    assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--search", "--json", task]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["seconds"]["generation"] > 0
+    assert any("fastest updates" in assumption for assumption in plan["assumptions"])
+
+
 def test_the_smallest_cluster_that_ends_in_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one node and on two; a deadline between their days leaves the larger one, and one before both leaves none."""
     words = ["plan", "llama-3.2-1b", "--on", "a100-80", "--gpus", "1", "--gpus-needed", "batch.global_batch_size=2"]
