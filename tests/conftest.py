@@ -296,3 +296,20 @@ class Done:
 def done() -> Callable[[RunConfig], Done]:
     """Reads a run back: `done(config).column("loss")`."""
     return lambda config: Done(Path(config.runs_dir) / config.name)
+
+
+PLANNED_RUN = """
+name: planned
+model: {num_layers: 8, hidden_size: 256, num_heads: 8}
+tokenizer: {vocab_size: 1000, path: nowhere}
+batch: {sequence_length: 128, global_batch_size: 128, micro_batch_size: 1}
+"""
+
+
+@pytest.fixture
+def plan_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with a run's file and a machine's."""
+    (tmp_path / "run.yaml").write_text(PLANNED_RUN)
+    (tmp_path / "cluster.yaml").write_text("like: h100\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -14,24 +14,10 @@ from jingu.cli import main
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "planning.md").read_text(encoding="utf-8")
 COMMANDS = [line for line in re.findall(r"^jingu (plan .*)$", GUIDE, re.MULTILINE) if "calibrate" not in line]
-RUN = """
-model: {num_layers: 4, hidden_size: 256, num_heads: 8}
-tokenizer: {vocab_size: 1000, path: nowhere}
-batch: {sequence_length: 128, global_batch_size: 128, micro_batch_size: 1}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Go to a folder with a run's file and a machine's."""
-    (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "cluster.yaml").write_text("like: h100\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_guide_work(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_guide_work(command: str, plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command, comments=True)
     # The search over many cards is tried elsewhere.
     words = [word.replace("llama-3-8b", "llama-3.2-1b") for word in words]
@@ -44,7 +30,7 @@ def test_commands_of_the_guide_work(command: str, folder: Path, capsys: pytest.C
     assert len(out.splitlines()) > 2 or "--html" in words
 
 
-def test_a_plan_as_json_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_as_json_adds_up(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--json", "--price", "2", "parallel.tensor=2"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["ranks"] == 4
@@ -56,14 +42,14 @@ def test_a_plan_as_json_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]
     assert plan["assumptions"] == ["the tokenizer has 1,000 entries (tokenizer.vocab_size)"]
 
 
-def test_a_page_and_figures_come_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_and_figures_come_together(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--json", "--html", "plan.html"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 4
-    assert "<html" in (folder / "plan.html").read_text(encoding="utf-8")
+    assert "<html" in (plan_folder / "plan.html").read_text(encoding="utf-8")
 
 
 def test_of_layouts_with_fast_updates_the_fastest_step_is_planned(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    plan_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = "task={type: grpo, prompts_per_step: 32, answers_per_prompt: 4, max_new_tokens: 8}"
     assert main(["plan", "run.yaml", "--on", "h100", "--gpus", "4", "--search", "--json", task]) == 0
@@ -72,7 +58,7 @@ def test_of_layouts_with_fast_updates_the_fastest_step_is_planned(
     assert any("fastest updates" in assumption for assumption in plan["assumptions"])
 
 
-def test_the_smallest_cluster_that_ends_in_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smallest_cluster_that_ends_in_time(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one node and on two; a deadline between their days leaves the larger one, and one before both leaves none."""
     words = ["plan", "llama-3.2-1b", "--on", "a100-80", "--gpus", "1", "--gpus-needed", "batch.global_batch_size=2"]
     assert main([*words, "--json"]) == 0
@@ -85,15 +71,15 @@ def test_the_smallest_cluster_that_ends_in_time(folder: Path, capsys: pytest.Cap
     assert main([*words, "--gpus-needed-within", str(two / 2)]) == 1
 
 
-def test_a_run_that_does_not_fit_is_short_by_so_much(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_short_by_so_much(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["batch.global_batch_size=8", "parallel.zero_stage=0"]
     assert main(["plan", "llama-2-70b", "--on", "h100", "--gpus", "8", *settings]) == 1
     assert re.search(r"does not fit: short by [\d,.]+ GiB", capsys.readouterr().out)
 
 
-def test_other_systems_configurations_are_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_systems_configurations_are_read(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deepspeed = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    (folder / "ds_config.json").write_text(json.dumps(deepspeed))
+    (plan_folder / "ds_config.json").write_text(json.dumps(deepspeed))
     assert main(["plan", "ds_config.json", "model.preset=llama-3.2-1b", "--on", "a100-80", "--gpus", "8"]) == 0
     assert "8 shard, ZeRO 3, micro-batch 1" in capsys.readouterr().out
     config = {
@@ -107,7 +93,7 @@ def test_other_systems_configurations_are_read(folder: Path, capsys: pytest.Capt
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (plan_folder / "config.json").write_text(json.dumps(config))
     assert main(["plan", "config.json", "--on", "a100-80", "--gpus", "2", "batch.global_batch_size=8"]) == 0
     assert "8 sequences of 128 tokens a step" in capsys.readouterr().out
 
@@ -121,11 +107,16 @@ def test_other_systems_configurations_are_read(folder: Path, capsys: pytest.Capt
             ["run.yaml", "--on", "h100", "--gpus", "3", "parallel.tensor=3"],
             "8 attention heads cannot be divided over 3",
         ),
-        (["run.yaml", "--on", "h100", "--gpus", "8", "parallel.pipeline=8"], "4 blocks cannot be shared by 8 stages"),
+        (
+            ["run.yaml", "--on", "h100", "--gpus", "16", "parallel.pipeline=16"],
+            "8 blocks cannot be shared by 16 stages",
+        ),
         (["nothing.json", "--on", "h100"], "nothing.json"),
         (["llama-2-70b", "--serve", "--on", "rtx-4090"], "short by"),
     ],
 )
-def test_bad_input_is_refused(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused(
+    words: list[str], message: str, plan_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
