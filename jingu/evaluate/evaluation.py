@@ -250,6 +250,15 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
         _write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
 
 
+def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:
+    """Return the spread of each metric, by task, that an evaluation of several variants has written to a folder."""
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"*{SPREAD_SUFFIX}"))]
+    return {
+        content["task"]: {metric: Spread(**spread) for metric, spread in content["results"].items()}
+        for content in contents
+    }
+
+
 def read_results(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Return the results and samples of all tasks in a folder."""
     results = {}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jingu.errors import JinguError
-from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.evaluation import read_results, read_spreads
 from jingu.report.template import render_document
 
 Record = dict[str, Any]
@@ -68,7 +68,14 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
         raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
     tasks = [_show_task(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()]
     name = folder.resolve().name
-    return render_document("evaluations.html", "evaluations.js", tasks=tasks, title=name, against=against)
+    return render_document(
+        "evaluations.html",
+        "evaluations.js",
+        tasks=tasks,
+        spreads=read_spreads(folder),
+        title=name,
+        against=against,
+    )
 
 
 def _show_task(result: Record, records: list[Record], others: list[Record]) -> ShownTask:

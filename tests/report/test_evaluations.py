@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jingu.cli import main
+from jingu.evaluate.evaluation import Spread, write_spread
 from jingu.report.evaluations import render_evaluations
 
 
@@ -41,6 +42,16 @@ def test_the_worst_answers_come_first_and_changed_ones_are_marked(tmp_path: Path
     assert re.search(r"<td> yes \(right\)</td><td>-3</td><td>0\.119", page)
     # Calibration: two documents in [0.8, 0.9), one of them right.
     assert 'cx="88.1" cy="50.0"' in page
+
+
+def test_the_page_shows_the_spread_over_templates_and_shots(tmp_path: Path) -> None:
+    folder = write(tmp_path / "new", [[-1, -2]])
+    assert 'id="spread"' not in str(render_evaluations(folder))
+    values = {"yes@default:0": 0.5, "yes@options:0": 0.25, "yes@options:5": 0.75}
+    write_spread({"yes": {"acc,none": Spread(0.5, 0.1875, 0.25, 0.75, values)}}, folder)
+    cells = ["acc", "3", "0.5", "0.1875", "0.25", "0.75"]
+    row = '<th scope="row">yes</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
+    assert row in str(render_evaluations(folder))
 
 
 def test_text_of_models_is_escaped(tmp_path: Path) -> None:
