@@ -36,7 +36,7 @@ TITLES = {
     "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",
     "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
-    "evaluate": "Evaluation of SmolLM2-135M in fp32 compared with lm-evaluation-harness at its best batch size,"
+    "evaluate": "Evaluation of SmolLM2-135M compared with lm-evaluation-harness at its best batch size,"
     " CPU time on one thread",
     "busy": "Training the quickstart's model beside programs that keep the cores busy: tokens/s, and their share of"
     " the rate without such programs, 2 threads",

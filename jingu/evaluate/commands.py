@@ -1,4 +1,4 @@
-"""`jingu evaluate`: scores of a model on tasks, a list of tasks, and a comparison of two models."""
+"""`jingu evaluate` and `jingu evaluate list`: scores of a model on tasks, and a list of the tasks there are."""
 
 from __future__ import annotations
 
@@ -43,15 +43,19 @@ CPU_CACHE_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which documents of tasks are evaluated, and how; commands have these options in common.
+    """Which documents of which tasks are evaluated, and how; commands have these options in common.
 
     Attributes:
+        tasks: names of tasks, groups or tags, or task files.
+        output: folder for the results; None: the command's own default.
         num_fewshot: shots in each prompt; None: as many as each task says.
         limit: the first documents of each task only; None: all.
         include: folders with further tasks.
         trust: Python files that tasks may run.
     """
 
+    tasks: Sequence[str]
+    output: Path | None = None
     num_fewshot: int | None = None
     limit: int | None = None
     include: Sequence[str] = ()
@@ -62,23 +66,13 @@ class TaskOptions:
         return TaskIndex([Path(folder) for folder in self.include], [Path(file) for file in self.trust])
 
 
-def evaluate(
-    model: Path,
-    tasks: Sequence[str],
-    inference: InferenceOptions,
-    options: TaskOptions,
-    output: Path | None = None,
-) -> None:
-    """Evaluate a model on tasks, print the results, and write them.
-
-    Args:
-        tasks: names of tasks, groups or tags, or task files.
-        output: folder for the results; None: `evaluations` in the run, or `evaluations/MODEL` here.
-    """
+def evaluate(model: Path, inference: InferenceOptions, options: TaskOptions) -> None:
+    """Evaluate a model on tasks, print the results, and write them to a folder: by default `evaluations` in the run,
+    or `evaluations/MODEL` in the current folder."""
     with inference_ranks(inference.device) as ranks:
         index = options.index()
-        prepared = prepare_tasks(model, tasks, options, index)
-        folder = output or _default_folder(model)
+        prepared = prepare_tasks(model, options, index)
+        folder = options.output or _default_folder(model)
         results = evaluate_model(model, prepared, inference, folder, ranks)
         if ranks is None or ranks.is_first:
             spreads = measure_spread(results)
@@ -89,9 +83,9 @@ def evaluate(
             print(f"\nwritten to {folder}")
 
 
-def prepare_tasks(model: Path, tasks: Sequence[str], options: TaskOptions, index: TaskIndex) -> list[PreparedTask]:
-    """Return tasks that are ready to be evaluated. What is wrong with them is found out while that costs nothing."""
-    names = dict.fromkeys(name for task in tasks for name in index.load(task))
+def prepare_tasks(model: Path, options: TaskOptions, index: TaskIndex) -> list[PreparedTask]:
+    """Return tasks with their prompts rendered. Errors in them are reported before a model is loaded."""
+    names = dict.fromkeys(name for task in options.tasks for name in index.load(task))
     stored = open_model(model)
     for name in names:
         if index.tasks[name].output_type == "generate_until":
@@ -117,7 +111,7 @@ def evaluate_model(
     Args:
         ranks: this process among those that divide the requests; the first one writes. None: it is alone.
     """
-    # 1. Load the model, all of it on each rank, and what is known of its answers.
+    # 1. Load the whole model on each rank, and the answers that an earlier evaluation has cached.
     stored = open_model(model)
     inference_model = inference.load(model)
     parameter = inference_model.parameter
@@ -140,7 +134,7 @@ def evaluate_model(
 
 
 def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup]) -> None:
-    """Print the metrics of tasks and groups as a table, and to stderr what was cut or left out."""
+    """Print the metrics of tasks and groups as a table, and counts of truncated or omitted inputs to stderr."""
     rows: list[list[str]] = []
     for name, result in results.items():
         rows += _table_rows(name, str(result.prepared.num_shots), result.metrics)

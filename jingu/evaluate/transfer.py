@@ -1,4 +1,4 @@
-"""`jingu evaluate transfer`: prompts that were tuned on some tasks, tried on others (Vu et al., 2022)."""
+"""`jingu evaluate transfer`: evaluate prompts that were tuned on some tasks on others (Vu et al., 2022)."""
 
 from __future__ import annotations
 
@@ -44,25 +44,18 @@ class Cell:
     p_holm: float | None = None
 
 
-def transfer(
-    runs: Sequence[Path],
-    tasks: Sequence[str],
-    inference: InferenceOptions,
-    options: TaskOptions,
-    output: Path | None = None,
-) -> None:
-    """Evaluate the prompts (or other adapters) of several runs on tasks, print a table, and write all results.
+def transfer(runs: Sequence[Path], inference: InferenceOptions, options: TaskOptions) -> None:
+    """Evaluate the prompts (or other adapters) of several runs on tasks, print a table, and write all results to a
+    folder: by default `evaluations/transfer`.
 
     Args:
         runs: runs, or steps of them, that started from one model.
-        tasks: names of tasks, groups or tags, or task files.
-        output: folder for the results; None: `evaluations/transfer`.
     """
-    folder = output or Path("evaluations") / "transfer"
+    folder = options.output or Path("evaluations") / "transfer"
     with inference_ranks(inference.device) as ranks:
-        # 1. Open everything, so that mistakes appear at once. The longest prompt leaves the least room for the tasks.
+        # 1. Open everything, so that errors appear at once. The longest prompt leaves the least room for the tasks.
         models, longest = _open_runs(runs)
-        prepared = prepare_tasks(longest, tasks, options, options.index())
+        prepared = prepare_tasks(longest, options, options.index())
         # 2. Evaluate model after model, the one without a prompt first.
         results = {
             name: evaluate_model(path, prepared, inference, folder / name, ranks) for name, path in models.items()
