@@ -265,6 +265,7 @@ COMMANDS = {
         option("--time", "LIMIT", str, "time limit of the job, such as 12:00:00"),
         repeatable_option("--sbatch", "NAME=VALUE", "another setting of the job, such as partition=gpu"),
         _ENVIRONMENT,
+        option("--max-restarts", "N", integer(0), "how often the job is queued again after a failure", 0),
         flag("--write", "print the script, and submit nothing"),
         _WORDS,
     ),

@@ -1,6 +1,6 @@
 """Manifests for clusters that others run: Kubernetes (TrainJob, JobSet, PyTorchJob), SkyPilot and dstack.
 
-Each of them starts `python -m jingu.launch.node` on every node, with the start in the variable `JINGU_START`.
+Each of them starts `python -m jingu.launch.node` on every node, with the start in a variable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from jingu.errors import JinguError
-from jingu.launch.start import Start, prepare_start
+from jingu.launch.start import START_VARIABLE, Start, prepare_start
 
 _COMMAND = ["python", "-m", "jingu.launch.node"]
 _PORT = 29_500
@@ -103,7 +103,7 @@ def _sky_task(start: Start, image: str) -> Manifest:
         "name": start.name,
         "num_nodes": len(start.slots),
         "resources": {"image_id": f"docker:{image}"},
-        "envs": {"JINGU_START": start.to_json()},
+        "envs": {START_VARIABLE: start.to_json()},
         "run": " ".join(_COMMAND),
     }
 
@@ -115,7 +115,7 @@ def _dstack_task(start: Start, image: str) -> Manifest:
         "nodes": len(start.slots),
         "image": image,
         "resources": {"gpu": len(start.slots[0])},
-        "env": {"JINGU_START": start.to_json()},
+        "env": {START_VARIABLE: start.to_json()},
         "commands": [" ".join(_COMMAND)],
     }
 
@@ -144,7 +144,7 @@ def _container(start: Start, image: str, name: str) -> Manifest:
 
 
 def _variables(start: Start) -> list[dict[str, str]]:
-    return [{"name": "JINGU_START", "value": start.to_json()}]
+    return [{"name": START_VARIABLE, "value": start.to_json()}]
 
 
 def _resources(start: Start) -> Manifest:

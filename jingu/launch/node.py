@@ -1,7 +1,8 @@
-"""One node of a launched command: `python -m jingu.launch.node`, or with the file of a start under Slurm.
+"""One node of a launched command: `python -m jingu.launch.node`.
 
-Over ssh the node first writes a line about itself, and then reads the start from its input. The input stays open
-for as long as the launcher runs: a line is a signal for the ranks, and its end ends them.
+Under Slurm and in a container the start is in a variable. Over ssh the node first writes a line about itself, and then
+reads the start from its input. The input stays open for as long as the launcher runs: a line is a signal for the ranks,
+and its end ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jingu.errors import JinguError
-from jingu.launch.start import Start, check_versions, installed_versions
+from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
 from jingu.runtime.gpus import visible_devices
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
 
@@ -31,11 +32,21 @@ from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
 HELLO = "jingu-node "
 # Time for the ranks to save after a signal.
 SHUTDOWN_SECONDS = 600
-# Variables with the number of a node and the address of the first one: Slurm, Kubeflow, JobSet, SkyPilot, dstack.
-_NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
-_MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP")
+# Variables with the number of a node and the address of the first one: Slurm, Kubeflow, JobSet, SkyPilot, dstack,
+# and Kubeflow's training operator before it had torchrun's variables.
+_NODE_RANKS = (
+    "SLURM_NODEID",
+    "PET_NODE_RANK",
+    "JOB_COMPLETION_INDEX",
+    "SKYPILOT_NODE_RANK",
+    "DSTACK_NODE_RANK",
+    "RANK",
+)
+_MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP", "MASTER_ADDR")
 # Below those that the kernel hands out by itself.
 _PORTS = range(15_000, 32_000)
+# The environment variable with a file that a node of a job of Slurm makes when its ranks have saved after a signal.
+SAVED_VARIABLE = "JINGU_SAVED"
 # The file of signals beside that of a start, and how often it is read.
 SIGNALS_SUFFIX = ".signals"
 _POLL_SECONDS = 1.0
@@ -65,11 +76,13 @@ def free_port() -> int:
 def _find_master(start: Start) -> tuple[str, int]:
     """Return where the nodes meet, from what the cluster sets."""
     address, port = start.master
-    if "SLURM_JOB_NODELIST" in os.environ:
-        words = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    if "SLURM_JOB_ID" in os.environ:
+        # A step may have other nodes than the first ones of its job.
+        words = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
         hosts = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-        # Jobs that share a node meet at different ports.
-        return hosts[0], 20_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000
+        # Jobs that share a node meet at different ports, and so do the steps of a job.
+        number = int(os.environ["SLURM_JOB_ID"]) + 97 * int(os.environ["SLURM_STEP_ID"])
+        return hosts[0], 20_000 + number % 10_000
     variables = [os.environ.get(name, "").split() for name in _MASTERS]
     address = next((words[0] for words in variables if words), address)
     return address, int(os.environ.get("PET_MASTER_PORT", port))
@@ -145,7 +158,11 @@ def run_node(start: Start, node_rank: int) -> int:
     except ChildFailedError as error:
         return combine_codes([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:
-        return EXIT_INTERRUPTED if error.sigval == signal.SIGINT else EXIT_PREEMPTED
+        if error.sigval == signal.SIGINT:
+            return EXIT_INTERRUPTED
+        # Slurm ends the nodes of a job like this when another one has failed; the code of that node counts.
+        is_ended_by_slurm = error.sigval == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
+        return 1 if is_ended_by_slurm else EXIT_PREEMPTED
     return 0
 
 
@@ -177,19 +194,26 @@ def _obey_file(path: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run this node: of a start that comes from the input, from a file (Slurm; with the number of the node, pdsh), or
-    from a variable (a container)."""
-    if words or "JINGU_START" in os.environ:
-        start = Start.from_json(Path(words[0]).read_text(encoding="utf-8") if words else os.environ["JINGU_START"])
+    """Run this node: of a start that comes from the input, from a file, beside the number of the node (pdsh), or from
+    a variable (Slurm, a container)."""
+    text = Path(words[0]).read_text(encoding="utf-8") if words else os.environ.pop(START_VARIABLE, None)
+    if text is not None:
+        start = Start.from_json(text)
         if start.versions:
             check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
-        if len(words) == 2:
+        if words:
             signals = Path(words[0]).with_suffix(SIGNALS_SUFFIX)
             threading.Thread(target=_obey_file, args=(signals,), daemon=True).start()
             threading.Thread(target=_obey_launcher, daemon=True).start()
             return run_node(start, int(words[1]))
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
-        return run_node(replace(start, master=_find_master(start)), int(rank))
+        saved = os.environ.pop(SAVED_VARIABLE, None)
+        code = run_node(replace(start, master=_find_master(start)), int(rank))
+        if code == EXIT_PREEMPTED and saved is not None:
+            # With another code, srun would end the other nodes while they are still saving.
+            Path(saved).touch()
+            return 0
+        return code
     print(HELLO + json.dumps(describe_node()), flush=True)
     line = sys.stdin.readline()
     if not line:

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jingu.config.load import load_config
 from jingu.errors import JinguError, pluralize
-from jingu.launch.start import prepare_start
+from jingu.launch.hosts import read_environment
+from jingu.launch.node import SAVED_VARIABLE
+from jingu.launch.start import START_VARIABLE, prepare_start, strip_separator
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
 
-# Scripts, starts and logs are in this folder, which the nodes must share.
+# Scripts and logs are in this folder, which the nodes must share.
 FOLDER = Path("slurm")
 # Commands that a job array does in parts.
 _ARRAYS = (("data", "build"), ("sweep",))
-# Time to save before the limit of the job.
+# Time to save before the limit of the job; a short job has at most a quarter of its time.
 _SECONDS_TO_SAVE = 180
 # srun does not inherit the cores of the job by itself.
 _SCRIPT = """#!/bin/bash
 {directives}
+{variables}
+export {saved}=$(mktemp -u)
 [ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {command}
 code=$?
+[ -e "${saved}" ] && rm "${saved}" && [ $code -eq 0 ] && code={preempted}
+case $code in
 # The run was saved after the signal before the limit: it goes on when the job runs again.
-[ $code -eq {preempted} ] && scontrol requeue $SLURM_JOB_ID
+{preempted}) scontrol requeue $SLURM_JOB_ID ;;
+# It is complete, or a person must act.
+0 | 2 | {interrupted}) ;;
+*) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ] && scontrol requeue $SLURM_JOB_ID ;;
+esac
 exit $code
 """
 
@@ -43,6 +54,7 @@ def launch_slurm(
     time: str | None = None,
     sbatch: Sequence[str] | None = None,
     environment: Path | None = None,
+    max_restarts: int = 0,
     write: bool = False,
 ) -> int:
     """Submit a command as a job of Slurm. It saves before its time limit, and goes on when Slurm starts it again.
@@ -52,49 +64,76 @@ def launch_slurm(
         slots: ranks of a node.
         time: limit of the job, as Slurm writes it, such as 12:00:00.
         sbatch: further settings of the job, such as `partition=gpu`.
+        max_restarts: how often the job is queued again after a failure, such as a lost node.
         write: print the script, and submit nothing.
 
     Raises:
         JinguError: the command is wrong, there is no Slurm here, or it refuses the job.
     """
+    words = strip_separator(words)
     settings = {"nodes": str(nodes), "ntasks-per-node": "1", "open-mode": "append"}
+    srun = ["srun", "--export=ALL"]
     python = [sys.executable, "-m"]
     # 1. The command of a task: a part of a data set, or a node of a run.
     array = next((list(own) for own in _ARRAYS if tuple(words[: len(own)]) == own), None)
     if array is not None:
-        load_config(Path(next(iter(words[len(array) :]), "")), [])
+        file = next(iter(words[len(array) :]), None)
+        if file is None:
+            raise JinguError(f"{' '.join(array)} needs the file of a run.", fix=f"Write `{' '.join(array)} FILE.yaml`.")
+        load_config(Path(file), [])
         name = "-".join(array)
         settings |= {"nodes": "1", "array": f"1-{nodes}"}
-        more = []
-        if array == ["sweep"]:
-            settings |= {"signal": f"USR1@{_SECONDS_TO_SAVE}"}
-            more = ["--processes", str(slots)]
-        command = f"srun {shlex.join([*python, 'jingu', *words, *more])} --part $SLURM_ARRAY_TASK_ID/{nodes}"
+        variables = read_environment(environment) if environment is not None else {}
+        more = ["--processes", str(slots)] if array == ["sweep"] else []
+        command = shlex.join([*srun, *python, "jingu", *words, *more, "--part"]) + f" $SLURM_ARRAY_TASK_ID/{nodes}"
     else:
         start = replace(prepare_start(words, environment), slots=[list(range(slots))] * nodes, min_nodes=nodes)
         name = start.name
-        file = FOLDER / f"{name}.json"
-        _write(file, start.to_json())
-        settings |= {"signal": f"USR1@{_SECONDS_TO_SAVE}"}
-        command = shlex.join(["srun", "--kill-on-bad-exit=1", *python, "jingu.launch.node", str(file)])
+        # Slurm keeps the script: what is launched later changes nothing in this job.
+        variables = {START_VARIABLE: start.to_json()}
+        command = shlex.join([*srun, "--kill-on-bad-exit=1", *python, "jingu.launch.node"])
     # 2. Within an allocation there is nothing to wait for.
     if "SLURM_JOB_ID" in os.environ and not write and "array" not in settings:
-        return _run_step(shlex.split(command), nodes)
+        return _run_step(shlex.split(command), variables, nodes)
     # 3. The script.
     settings |= {"job-name": name, "output": str(FOLDER / f"{name}-%j.log")} | ({"time": time} if time else {})
     settings |= dict(setting.lstrip("-").partition("=")[::2] for setting in sbatch or ())
+    if array != ["data", "build"]:
+        limit = read_limit(settings.get("time", ""))
+        settings.setdefault("signal", f"USR1@{min(_SECONDS_TO_SAVE, limit // 4)}")
     directives = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in settings.items()]
     script = _SCRIPT.format(
-        directives="\n".join([*directives, "#SBATCH --requeue"]), command=command, preempted=EXIT_PREEMPTED
+        directives="\n".join([*directives, "#SBATCH --requeue"]),
+        variables="\n".join(f"export {key}={shlex.quote(value)}" for key, value in variables.items()),
+        command=command,
+        saved=SAVED_VARIABLE,
+        preempted=EXIT_PREEMPTED,
+        interrupted=EXIT_INTERRUPTED,
+        max_restarts=max_restarts,
     )
-    _write(FOLDER / f"{name}.sbatch", script)
+    FOLDER.mkdir(exist_ok=True)
+    write_text_atomically(FOLDER / f"{name}.sbatch", script)
     if write:
         print(script, end="")
         return 0
     return _submit(FOLDER / f"{name}.sbatch")
 
 
-def _run_step(command: Sequence[str], nodes: int) -> int:
+def read_limit(text: str) -> int:
+    """Return the seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:
+    seconds]]; what is no such limit is long, and for Slurm to judge.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return sys.maxsize
+    days, first, second, third = (int(number or 0) for number in match.groups())
+    # The first number is in minutes unless there are days or three numbers.
+    is_hours = match[1] is not None or match[4] is not None
+    hours_and_minutes = 3_600 * first + 60 * second + third if is_hours else 60 * first + second
+    return 86_400 * days + hours_and_minutes
+
+
+def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) -> int:
     """Run a command as a step of the allocation in which this process is. Returns its exit code."""
     available = int(os.environ.get("SLURM_JOB_NUM_NODES", nodes))
     if nodes > available:
@@ -107,7 +146,9 @@ def _run_step(command: Sequence[str], nodes: int) -> int:
     received: list[int] = []
     # In a process group of its own. srun would only report its state after Ctrl-C, and kill after a termination; it
     # passes this signal on to the nodes, whose ranks save.
-    process = subprocess.Popen([program, f"--nodes={nodes}", "--ntasks-per-node=1", *words], process_group=0)
+    words = [program, f"--nodes={nodes}", "--ntasks-per-node=1", *words]
+    variables = {**os.environ, **variables, SAVED_VARIABLE: os.devnull}
+    process = subprocess.Popen(words, env=variables, process_group=0)
 
     def pass_on(number: int, _: object) -> None:
         received.append(number)
@@ -115,13 +156,10 @@ def _run_step(command: Sequence[str], nodes: int) -> int:
 
     with handle_signals(pass_on, *STOP_SIGNALS):
         code = process.wait()
-    # A person who stops a run sees the code of a run that a person has stopped.
-    return EXIT_INTERRUPTED if code == EXIT_PREEMPTED and signal.SIGINT in received else code
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    write_text_atomically(path, text)
+    if code != 0 or not received:
+        return code
+    # The run was saved. A person who stops it sees the code of a run that a person has stopped.
+    return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_PREEMPTED
 
 
 def _submit(script: Path) -> int:

@@ -17,6 +17,10 @@ from jingu.launch.hosts import read_environment
 
 # Commands that run on ranks.
 COMMANDS = ("train", "align", "evaluate", "serve", "generate", "doctor")
+# The environment variable in which a job's script or a container has the start.
+START_VARIABLE = "JINGU_START"
+# Clusters accept shorter names than others: it is part of the names of machines.
+_MAX_NAME = 40
 _SUFFIXES = (".yaml", ".yml")
 _OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
@@ -65,7 +69,7 @@ def prepare_start(words: Sequence[str], environment: Path | None = None) -> Star
     Raises:
         JinguError: the command cannot run on ranks, or its configuration is wrong.
     """
-    words = list(words[1:] if words[:1] == ["--"] else words)
+    words = strip_separator(words)
     if words and words[0].endswith(_SUFFIXES):
         words = ["train", *words]
     if not words or words[0] not in COMMANDS:
@@ -73,8 +77,19 @@ def prepare_start(words: Sequence[str], environment: Path | None = None) -> Star
         raise JinguError(what, fix=f"Name one of {join_words(COMMANDS)}, such as `train run.yaml`.")
     words, name, config = _read_file(words) if words[0] in ("train", "align") else (words, words[0], None)
     variables = read_environment(environment) if environment is not None else {}
-    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "jingu"
-    return Start(words, name, config, variables, versions=installed_versions())
+    return Start(words, _clean_name(name), config, variables, versions=installed_versions())
+
+
+def _clean_name(name: str) -> str:
+    """Return a name as clusters accept it: letters, digits and dashes, of which the first one is a letter."""
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"jingu-{name}"
+    return name[:_MAX_NAME].rstrip("-")
+
+
+def strip_separator(words: Sequence[str]) -> list[str]:
+    """Return a command without the `--` that may stand before it."""
+    return list(words[1:] if words[:1] == ["--"] else words)
 
 
 def _read_file(words: list[str]) -> tuple[list[str], str, str | None]:

@@ -1,7 +1,7 @@
-# A Slurm cluster of four nodes on this machine, in a network namespace of its own: `unshare -n -m bash THIS FOLDER COMMAND...`
-# runs the command in it, and ends the cluster with it.
+# A Slurm cluster of four nodes on this machine, in namespaces of its own (see slurm_cluster.py). It says `ready`, and
+# ends with its input: this is the first process of its namespace, so that everything in it ends, too.
 set -u
-FOLDER=$1; shift
+FOLDER=$1
 ip link set lo up
 ip link add v0 type veth peer name v1
 ip addr add 10.77.0.1/24 dev v0
@@ -38,26 +38,29 @@ MinJobAge=300
 JobRequeue=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+JobSubmitPlugins=lua
 OverTimeLimit=5
 KillWait=30
 NodeName=n[0-3] NodeHostname=$(hostname -s) NodeAddr=10.77.0.1 Port=[7000-7003] CPUs=2 RealMemory=1000 State=UNKNOWN
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 C
+# Without a database of accounts Slurm takes any. This is how a site refuses one.
+cat > "$FOLDER/job_submit.lua" <<C
+function slurm_job_submit(job)
+  if job.account == "nobody" then return slurm.ESLURM_INVALID_ACCOUNT end
+  return slurm.SUCCESS
+end
+function slurm_job_modify() return slurm.SUCCESS end
+C
 export SLURM_CONF=$FOLDER/slurm.conf
 munged --force --foreground --key-file "$FOLDER/munge/key" --socket "$FOLDER/munge/socket" --pid-file "$FOLDER/munge/pid" \
   --log-file "$FOLDER/munge/log" --seed-file "$FOLDER/munge/seed" > /dev/null 2>&1 &
-PIDS=$!
 while [ ! -S "$FOLDER/munge/socket" ]; do sleep 0.1; done
 slurmctld -D > "$FOLDER/ctld.out" 2>&1 &
-PIDS="$PIDS $!"
 for i in 0 1 2 3; do
   mkdir -p "$FOLDER/spool/n$i"
   slurmd -D -N n$i > "$FOLDER/d$i.out" 2>&1 &
-  PIDS="$PIDS $!"
-done
+  done
 until [ "$(sinfo -h -N -t idle 2>/dev/null | wc -l)" = 4 ]; do sleep 0.2; done
-"$@"
-CODE=$?
-kill $PIDS
-wait $PIDS 2>/dev/null
-exit $CODE
+echo ready
+read -r

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,14 +32,15 @@ def test_slurm_script(run_file, capsys):
     words = ["--nodes", "2", "--slots", "8", "--time", "12:00:00", "--sbatch", "partition=gpu", "--sbatch", "exclusive"]
     assert main(["launch", "slurm", *words, "--write", "train", run_file, "optimizer.lr=0.5"]) == 0
     script = capsys.readouterr().out
-    assert script == Path("slurm/my-run-7b.sbatch").read_text()
     settings = ["nodes=2", "ntasks-per-node=1", "time=12:00:00", "partition=gpu", "exclusive", "requeue"]
     settings += ["signal=USR1@180", "output=slurm/my-run-7b-%j.log", "open-mode=append", "job-name=my-run-7b"]
     assert {f"#SBATCH --{setting}" for setting in settings} <= set(script.splitlines())
-    assert "jingu.launch.node slurm/my-run-7b.json\n" in script
-    assert "[ $code -eq 75 ] && scontrol requeue $SLURM_JOB_ID\n" in script
-    subprocess.run(["bash", "-n", "slurm/my-run-7b.sbatch"], check=True)
-    start = Start.from_json(Path("slurm/my-run-7b.json").read_text())
+    assert "\n75) scontrol requeue $SLURM_JOB_ID ;;\n" in script
+    assert script == Path("slurm/my-run-7b.sbatch").read_text()
+    srun = 'srun() { echo "$JINGU_START"; echo "$@" >&2; }\n'
+    result = subprocess.run(["bash", "-c", srun + script], capture_output=True, text=True, check=True)
+    assert result.stderr == f"--export=ALL --kill-on-bad-exit=1 {sys.executable} -m jingu.launch.node\n"
+    start = Start.from_json(result.stdout)
     assert start.words == ["train", "{config}"] and start.slots == [list(range(8))] * 2
     assert yaml.safe_load(start.config)["optimizer"]["lr"] == 0.5
 
@@ -54,8 +56,36 @@ def test_slurm_array_of_a_sweep(run_file, capsys):
     words = ["--nodes", "3", "--slots", "4", "--write", "sweep", run_file, "--grid", "seed=1,2,3"]
     assert main(["launch", "slurm", *words]) == 0
     script = capsys.readouterr().out
+    assert main(["launch", "slurm", *words[:5], "--", *words[5:]]) == 0
+    assert capsys.readouterr().out == script
+    assert main(["launch", "slurm", "--", "sweep"]) == 2
+    assert "sweep needs the file of a run." in capsys.readouterr().err
     assert "#SBATCH --array=1-3\n" in script and "#SBATCH --signal=USR1@180\n" in script
     assert "jingu sweep run.yaml --grid seed=1,2,3 --processes 4 --part $SLURM_ARRAY_TASK_ID/3\n" in script
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:05", 3605),
+        ("2-12", 216_000),
+        ("1-0:30", 88_200),
+        ("1-1:1:1", 90_061),
+        ("UNLIMITED", sys.maxsize),
+        ("", sys.maxsize),
+    ],
+)
+def test_time_limits_as_slurm_reads_them(text, seconds):
+    assert slurm.read_limit(text) == seconds
+
+
+def test_a_short_job_has_a_quarter_of_its_time_to_save(run_file, capsys):
+    assert main(["launch", "slurm", "--time", "4", "--write", run_file]) == 0
+    assert "#SBATCH --signal=USR1@60\n" in capsys.readouterr().out
+    assert main(["launch", "slurm", "--sbatch", "signal=USR1@20", "--write", run_file]) == 0
+    assert "#SBATCH --signal=USR1@20\n" in capsys.readouterr().out
 
 
 def test_what_slurm_refuses_is_in_its_words(run_file, monkeypatch, capsys):
