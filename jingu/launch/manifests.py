@@ -77,7 +77,9 @@ def _train_job(start: Start, image: str) -> Manifest:
 def _job_set(start: Start, image: str) -> Manifest:
     """A JobSet of one job, whose pods are numbered and find each other by name."""
     nodes = len(start.slots)
-    pods = {"spec": {"restartPolicy": "Never", "containers": [_container(start, image, "node")]}}
+    # The job restarts as a whole.
+    container = _container(replace(start, max_restarts=0), image, "node")
+    pods = {"spec": {"restartPolicy": "Never", "containers": [container]}}
     job = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed", "backoffLimit": 0}
     # A node cannot be replaced alone: the others would wait for it where they are.
     spec = {
@@ -90,11 +92,17 @@ def _job_set(start: Start, image: str) -> Manifest:
 
 def _pytorch_job(start: Start, image: str) -> Manifest:
     """A PyTorchJob of Kubeflow's training operator v1."""
-    pods = {"spec": {"containers": [_container(start, image, "pytorch")]}}
-    replicas = {"Master": {"replicas": 1, "restartPolicy": "OnFailure", "template": pods}}
+    pods = {"spec": {"containers": [_container(replace(start, max_restarts=0), image, "pytorch")]}}
+    policy = "OnFailure" if start.max_restarts else "Never"
+    replicas = {"Master": {"replicas": 1, "restartPolicy": policy, "template": pods}}
     if len(start.slots) > 1:
         replicas["Worker"] = {**replicas["Master"], "replicas": len(start.slots) - 1}
-    spec = {"nprocPerNode": str(len(start.slots[0])), "pytorchReplicaSpecs": replicas}
+    spec = {
+        "nprocPerNode": str(len(start.slots[0])),
+        # After a failure all pods restart, and each of them counts.
+        "runPolicy": {"backoffLimit": start.max_restarts * len(start.slots)},
+        "pytorchReplicaSpecs": replicas,
+    }
     return _object("kubeflow.org/v1", "PyTorchJob", start, spec)
 
 

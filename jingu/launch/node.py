@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, pluralize
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
 from jingu.runtime.gpus import visible_devices
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
@@ -129,10 +129,11 @@ def run_node(start: Start, node_rank: int) -> int:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     for name, devices in visible_devices(slots, {}).items():
         os.environ.setdefault(name, devices)
-    cores = len(os.sched_getaffinity(0)) // len(slots)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(slots))))
     place = f"meeting at {address}:{port}" + (f" over {interface}" if interface else "")
-    print(f"{len(slots)} ranks, {place}.", file=sys.stderr, flush=True)
+    few = f" They share {pluralize(cores, 'core')}: give the job more." if cores < len(slots) else ""
+    print(f"{len(slots)} ranks, {place}.{few}", file=sys.stderr, flush=True)
     # 2. The run's file has no name, and ends with this process.
     words = start.words
     if start.config is not None:

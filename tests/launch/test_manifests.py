@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jsonschema_rs
 import pytest
 import yaml
 
 from jingu.cli import main
-from jingu.launch import manifests, slurm
+from jingu.launch import manifests, node, slurm
 from jingu.launch.node import combine_codes, find_interface
 from jingu.launch.start import Start
-from tests.limits import PATIENCE, free_port
 
 
 @pytest.fixture
@@ -142,6 +140,69 @@ def test_manifests_have_the_fields_of_their_schemas(run_file, capsys):
     assert [c["name"] for c in replicas["Worker"]["template"]["spec"]["containers"]] == ["pytorch"]
 
 
+# What SkyPilot 0.14 and dstack 0.20 accept of these fields, and nothing else.
+TASKS = {
+    "skypilot": {
+        "required": ["name", "num_nodes", "resources", "envs", "run"],
+        "properties": {
+            "name": {"type": "string"},
+            "num_nodes": {"type": "integer"},
+            "resources": {
+                "properties": {"image_id": {"type": "string", "pattern": "^docker:"}},
+                "additionalProperties": False,
+            },
+            "envs": {"patternProperties": {"^[a-zA-Z_]\\w*$": {"type": "string"}}, "additionalProperties": False},
+            "run": {"type": "string"},
+        },
+        "additionalProperties": False,
+    },
+    "dstack": {
+        "required": ["type", "name", "nodes", "image", "commands"],
+        "properties": {
+            "type": {"const": "task"},
+            "name": {"type": "string", "pattern": "^[a-z][a-z0-9-]{1,40}$"},
+            "nodes": {"type": "integer", "minimum": 1},
+            "image": {"type": "string"},
+            "resources": {"properties": {"gpu": {"type": "integer"}}, "additionalProperties": False},
+            "env": {"additionalProperties": {"type": "string"}},
+            "commands": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        },
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("name", ["My.run_7b", "7b", "a" * 90 + "-long"])
+def test_tasks_have_the_fields_of_their_schemas(tmp_path, monkeypatch, capsys, kind, name):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(f"name: {name}\n")
+    assert main(["launch", "kubernetes", "--manifest", kind, "--nodes", "2", "--slots", "3", "run.yaml"]) == 0
+    jsonschema_rs.validate(TASKS[kind], yaml.safe_load(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "master"),
+    [
+        ({"JOB_COMPLETION_INDEX": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}, 1, ("a", 29_500)),
+        ({"JOB_COMPLETION_INDEX": "2"}, 2, ("run-node-0-0.run", 29_500)),
+        ({"RANK": "3", "MASTER_ADDR": "run-master-0", "WORLD_SIZE": "4"}, 3, ("run-master-0", 29_500)),
+        ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}, 1, ("10.0.0.1", 29_500)),
+        ({"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"}, 0, ("a", 29_400)),
+    ],
+)
+def test_a_node_finds_its_number_and_the_first_node(monkeypatch, variables, rank, master):
+    start = Start(["train"], slots=[[0]] * 4, master=("run-node-0-0.run", 29_500))
+    for name in ("SLURM_JOB_ID", *node._NODE_RANKS, *node._MASTERS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "JINGU_START": start.to_json()}.items():
+        monkeypatch.setenv(name, value)
+    calls = []
+    monkeypatch.setattr(node, "run_node", lambda start, rank: calls.append((start.master, rank)))
+    node.main([])
+    assert calls == [(master, rank)]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [("trainjob", "TrainerV1alpha1TrainJob"), ("jobset", "JobsetV1alpha2JobSet")]
 )
@@ -176,27 +237,3 @@ def test_interface_of_an_address():
     assert find_interface("no-such-host.invalid") == ""
     interfaces = {name for _, name in socket.if_nameindex()}
     assert find_interface("192.0.2.1") in interfaces | {""}
-
-
-@pytest.mark.slow
-def test_pods_of_a_trainjob_train_to_the_same_bits(tiny_run, done, train_on, tmp_path, monkeypatch, capsys):
-    """A stand-in for a cluster: a process for each pod, with the command and the variables of the manifest and those
-    that the operator adds."""
-    from jingu.config.load import dump_yaml
-
-    settings = {"train.steps": 4}
-    train_on(2, tiny_run(settings, name="local"))
-    file = tmp_path / "pods.yaml"
-    file.write_text(dump_yaml(tiny_run(settings, name="pods")))
-    capsys.readouterr()
-    assert main(["launch", "kubernetes", "--nodes", "2", str(file)]) == 0
-    trainer = yaml.safe_load(capsys.readouterr().out)["spec"]["trainer"]
-    variables = {item["name"]: item["value"] for item in trainer["env"]}
-    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    pods = [
-        subprocess.Popen(trainer["command"], env={**os.environ, **variables, "PET_NODE_RANK": str(rank)})
-        for rank in range(trainer["numNodes"])
-    ]
-    assert [pod.wait(timeout=PATIENCE) for pod in pods] == [0, 0]
-    assert done(tiny_run(name="pods")).column("loss") == done(tiny_run(name="local")).column("loss")
-    assert json.loads(variables["JINGU_START"])["name"] == "pods"
