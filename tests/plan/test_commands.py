@@ -13,6 +13,7 @@ from jingu.cli import main
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "planning.md").read_text(encoding="utf-8")
+TRILLION = next(block for block in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL) if "25600" in block)
 COMMANDS = [line for line in re.findall(r"^jingu (plan .*)$", GUIDE, re.MULTILINE) if "calibrate" not in line]
 
 
@@ -20,7 +21,11 @@ COMMANDS = [line for line in re.findall(r"^jingu (plan .*)$", GUIDE, re.MULTILIN
 def test_commands_of_the_guide_work(command: str, plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command, comments=True)
     # The search over many cards is tried elsewhere.
-    words = [word.replace("llama-3-8b", "llama-3.2-1b") for word in words]
+    small = {"llama-3-8b": "llama-3.2-1b", "cpm2-moe-198b": "cpm2-11b"}
+    words = [small.get(word, word) for word in words]
+    if "cpm2-11b" in words:
+        words += ["--nodes", "1", "batch.global_batch_size=8"]
+    (plan_folder / "trillion.yaml").write_text(TRILLION)
     if {"--gpus-needed", "--gpus-needed-within"} & set(words):
         words += ["--gpus", "2", "batch.global_batch_size=4"]
     if "--exact" in words:
