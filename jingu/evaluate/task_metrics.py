@@ -48,15 +48,21 @@ _LABEL_METRICS = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info
 METRICS: dict[OutputType, list[str]] = {
     "multiple_choice": [*_LABEL_METRICS, "brier_score", "calibration_error", "exact_match"],
     "loglikelihood": ["perplexity", "acc"],
-    "loglikelihood_rolling": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
+    "loglikelihood_rolling": [
+        "word_perplexity",
+        "byte_perplexity",
+        "bits_per_byte",
+        "bits_per_character",
+        "bits_per_word",
+    ],
     "generate_until": [
         *("exact_match", "bleu", "chrf", "chrf++", "ter", *text_metrics.OVERLAPS, *text_metrics.ROUGE),
         *(*text_metrics.DISTINCT, "multilabel_f1", "pearson", "spearman", "pass@k"),
     ],
 }
-_NUM_DEFAULTS = {"multiple_choice": 2, "generate_until": 1}
+_NUM_DEFAULTS = {"multiple_choice": 2, "loglikelihood_rolling": 3, "generate_until": 1}
 _LOWER_IS_BETTER = (
-    *("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"),
+    *("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "bits_per_character", "bits_per_word"),
     *("brier_score", "calibration_error", "ter"),
 )
 # Aggregations of the metrics that are neither means nor have their own.
@@ -64,6 +70,8 @@ _AGGREGATIONS_OF = {
     "mcc": "matthews_corrcoef",
     "word_perplexity": "weighted_perplexity",
     "byte_perplexity": "weighted_perplexity",
+    "bits_per_character": "bits_per_byte",
+    "bits_per_word": "bits_per_byte",
 }
 _METRIC_KEYS = ("metric", "aggregation", "higher_is_better", "hf_evaluate")
 # Metrics of a whole corpus: those of sacrebleu, and diversity.
@@ -103,7 +111,13 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
     elif task.output_type == "loglikelihood_rolling":
         by_bytes = (first.logprob, count_bytes(text))
         by_words = (first.logprob, len(re.split(r"\s+", text)))
-        values = {"word_perplexity": by_words, "byte_perplexity": by_bytes, "bits_per_byte": by_bytes}
+        values = {
+            "word_perplexity": by_words,
+            "byte_perplexity": by_bytes,
+            "bits_per_byte": by_bytes,
+            "bits_per_character": (first.logprob, len(text)),
+            "bits_per_word": by_words,
+        }
     else:
         values = {
             name_of(metric): _measure_code(sample, answers[1:], metric)

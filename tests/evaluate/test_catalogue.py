@@ -170,6 +170,7 @@ def test_every_task_is_described(name: str) -> None:
     index = TaskIndex()
     for task in (index.tasks[member] for member in index.load(name)):
         assert {"version", "licence", "description", "language", "task_cluster"} <= task.metadata.keys()
+        assert task.metadata.get("templates"), "a task needs templates beside its own, as results depend on them"
         # The metrics fit; those of text may need packages.
         with contextlib.suppress(JinguError) if METRIC_PACKAGES_MISSING else contextlib.nullcontext():
             assert metrics_of(task)

@@ -12,7 +12,16 @@ import pytest
 import scipy.stats
 
 from jingu.cli import main
-from jingu.evaluate.judging import Verdict, judge_pairs, server_judge, summarize
+from jingu.config.sections.model import ModelSettings
+from jingu.evaluate.judging import TEMPLATE, Verdict, judge_pairs, server_judge, summarize
+from jingu.evaluate.scoring import AnswerCache, Scorer
+from jingu.formats.export import export_hf
+from jingu.infer.engine import Engine
+from jingu.infer.inference_model import load
+from jingu.model.decoder import build_model
+from jingu.model.resolve import spec_from_settings
+from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer import Tokenizer
 
 # The second answer is better in the first three of four.
 ITEMS = [("2 + 2?", "wrong", "right"), ("x", "wrong", "right"), ("y", "wrong", "right"), ("z", "right", "wrong")]
@@ -65,18 +74,44 @@ def server() -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_server_judges_the_results_of_two_models(
-    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def write_answers(folder: Path) -> None:
+    """Write the answers of two models to `one` and `two`, as an evaluation does."""
     for number, name in ((1, "one"), (2, "two")):
-        folder = tmp_path / name
-        folder.mkdir()
+        results = folder / name
+        results.mkdir()
         lines = [
             {"index": index, "hash": str(index), "pairs": [[item[0], ""]], "answers": [{"text": item[number]}]}
             for index, item in enumerate(ITEMS)
         ]
-        (folder / "qa.samples.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-        (folder / "qa.json").write_text(json.dumps({"task": "qa"}), encoding="utf-8")
+        (results / "qa.samples.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        (results / "qa.json").write_text(json.dumps({"task": "qa"}), encoding="utf-8")
+
+
+def test_a_model_judges_by_the_more_probable_letter(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_answers(tmp_path)
+    settings = ModelSettings(hidden_size=24, num_heads=3, num_layers=2, initializer_range=0.4)
+    spec = spec_from_settings(settings, tokenizer.vocab_size, 512)
+    model = build_model(spec)
+    init_weights(model, spec, 1)
+    tokenizer.save(tmp_path / "tokenizer")
+    judge = tmp_path / "judge"
+    export_hf(spec, model.state_dict().__getitem__, tmp_path / "tokenizer", judge)
+    command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", str(judge)]
+    assert main([*command, "--precision", "fp32", "--device", "cpu"]) == 0
+    scorer = Scorer(Engine(load(judge, "fp32", "cpu")), AnswerCache(None))
+    judged = json.loads((tmp_path / "two" / "judged.json").read_text(encoding="utf-8"))
+    for (prompt, *answers), record in zip(ITEMS, judged["records"], strict=True):
+        for (first, second), verdict in zip((answers, answers[::-1]), record["verdicts"], strict=True):
+            text = TEMPLATE.format(prompt=prompt, first=first, second=second)
+            a, b = (score.logprob for score in scorer.score([(text, " A"), (text, " B")]))
+            assert verdict == ("A" if a > b else "B")
+    assert len(judged["judge"]) == 32 and scorer.counts["truncated"] == 0
+
+
+def test_a_server_judges_the_results_of_two_models(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_answers(tmp_path)
     command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", server]
     assert main([*command, "--name", "big"]) == 0
     assert "win rate" in capsys.readouterr().out

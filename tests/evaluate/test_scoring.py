@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ def test_what_does_not_fit_is_cut_and_counted(tiny: InferenceModel) -> None:
     assert own.counts["empty"] == 1
     with pytest.raises(JinguError, match=r"a continuation has \d+ tokens, and the model's context is 64"):
         own.score([("a", long)])
+
+
+def test_bits_of_a_text_by_its_units(tiny: InferenceModel, write_task: WriteTask) -> None:
+    texts = ["一 two\n三四", "ä"]
+    names = ("bits_per_byte", "bits_per_character", "bits_per_word", "byte_perplexity", "word_perplexity")
+    file = write_task(
+        [{"text": text} for text in texts],
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="text",
+        doc_to_choice=None,
+        metric_list=[{"metric": name} for name in names],
+    )
+    metrics = evaluate_task(prepare_task(load_task(file)), scorer(tiny)).metrics
+    bits = -sum(answer.logprob for answer in scorer(tiny).score_texts(texts)) / math.log(2)
+    # Bytes, characters and words of both texts.
+    expected = [bits / 16, bits / 9, bits / 4, 2 ** (bits / 16), 2 ** (bits / 4)]
+    assert [metrics[f"{name},none"].value for name in names] == pytest.approx(expected)
+    assert not any(metrics[f"{name},none"].higher_is_better for name in names)
 
 
 def test_repeated_answers_are_voted_on(tiny: InferenceModel, write_task: WriteTask) -> None:
