@@ -22,7 +22,8 @@ def measure_cpu(function: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def main() -> None:
+def run() -> str:
+    """Return the table as Markdown."""
     from jingu.config.sections.data import DataSettings
     from jingu.evaluate.contamination import plan_scan, scan
     from jingu.evaluate.ngrams import NgramTable
@@ -32,13 +33,13 @@ def main() -> None:
     english = [file.read_text(encoding="utf-8") for file in library] * 12
     common = [chr(code) for code in range(0x4E00, 0x5A00)]
     chinese = ["".join(random.choice(common, 20_000)) + "。" for _ in range(len(english) // 3)]
-    print("| measure | result | target |\n|---|---|---|")
+    lines = ["| measure | result | target |", "|---|---|---|"]
     hashes = np.unique(random.integers(0, 2**64, 10_000_000, dtype=np.uint64))
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         table = NgramTable(hashes, (13,))
         size = (table.hashes.nbytes + table._bitmap.nbytes) / 1e6
-        print(f"| table of 10^7 n-grams | {size:.0f} MB | 200 MB |")
+        lines.append(f"| table of 10^7 n-grams | {size:.0f} MB | 200 MB |")
         for name, texts in {"English": english, "Chinese": chinese}.items():
             data = folder / f"{name}.jsonl"
             data.write_text(
@@ -49,8 +50,5 @@ def main() -> None:
             units, _ = plan_scan([str(data)], settings, None)
             seconds = measure_cpu(lambda: scan(table, units, settings, (folder / "work", name), 1))  # noqa: B023
             speed = megabytes / seconds
-            print(f"| {name}, {megabytes:.0f} MB of text in JSON Lines | {speed:.0f} MB/s a core | 20 MB/s |")
-
-
-if __name__ == "__main__":
-    main()
+            lines.append(f"| {name}, {megabytes:.0f} MB of text in JSON Lines | {speed:.0f} MB/s a core | 20 MB/s |")
+    return "\n".join(lines)

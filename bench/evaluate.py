@@ -209,7 +209,7 @@ def _measure_in_loop(folder: Path) -> tuple[float, int, float]:
     from jingu.config.load import load_config
     from jingu.evaluate.evaluation import prepare_task
     from jingu.evaluate.scoring import AnswerCache, Scorer
-    from jingu.evaluate.smooth_measures import measure_smoothly
+    from jingu.evaluate.smooth_measures import compute_smooth_measures
     from jingu.evaluate.task_file import TaskIndex
     from jingu.infer.engine import Engine
     from jingu.infer.inference_model import InferenceModel
@@ -232,5 +232,5 @@ def _measure_in_loop(folder: Path) -> tuple[float, int, float]:
     start = time.process_time()
     with torch.no_grad():
         engine = Engine(InferenceModel(model, spec, tokenizer))
-        measures = measure_smoothly(prepared, Scorer(engine, AnswerCache(None)))
+        measures = compute_smooth_measures(prepared, Scorer(engine, AnswerCache(None)))
     return time.process_time() - start, _peak(), measures["bits_per_byte"]

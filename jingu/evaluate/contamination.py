@@ -1,8 +1,8 @@
 """`jingu evaluate contamination`: which evaluation rows occur in training data, and what that does to scores.
 
 The n-grams of the rows go into a table; one pass over the data, in units that any number of processes share, marks
-those that occur. A row is dirty if one of its n-grams does. The finished units are written down, so that a pass that
-was killed goes on.
+those that occur. A row is dirty if one of its n-grams does. Finished units are recorded, so that an interrupted pass
+resumes.
 """
 
 from __future__ import annotations
@@ -94,21 +94,21 @@ def contamination(
     rows_and_texts = {name: read_task_texts(index.tasks[name]) for name in names}
     all_texts = [text for _, texts in rows_and_texts.values() for row in texts for text in row]
     settings = DataSettings(text_field=text_field, on_error="skip", invalid_utf8="replace")
-    units, described = plan_scan(data, settings, tokenizer)
+    units, sources = plan_scan(data, settings, tokenizer)
     table = NgramTable.build(all_texts, ngram)
     if not len(table.hashes):
         what = f"no document of these tasks has a text of {min(ngram, MIN_WORDS)} words to search for."
         raise JinguError(what, fix="Set --ngram to less.")
-    key = fingerprint_of([ngram, described, len(units), all_texts])
+    key = fingerprint_of([ngram, sources, len(units), all_texts])
     workers = max(1, min(processes or num_usable_cores(), len(units)))
     matches = scan(table, units, settings, (output, key), workers)
-    # Look up every row again, now only in what occurs.
-    present = NgramTable(table.hashes[matches], table.lengths)
-    summary: dict[str, Any] = {"data": described, "tasks": {}}
+    # Look up every row again, now only among the n-grams that occur.
+    matching = NgramTable(table.hashes[matches], table.lengths)
+    summary: dict[str, Any] = {"data": sources, "tasks": {}}
     lines: list[str] = []
     cells: list[list[str]] = []
     for name, (rows, texts) in rows_and_texts.items():
-        records = [_describe_row(present, row_texts, ngram) for row_texts in texts]
+        records = [_describe_row(matching, row_texts, ngram) for row_texts in texts]
         dirty = [number for number, record in enumerate(records) if record["longest"]]
         for number in dirty:
             place = {"task": name, "index": number, "hash": fingerprint_of([number, rows[number]])}
@@ -121,7 +121,7 @@ def contamination(
     write_text_atomically(output / DIRTY_NAME, "".join(lines))
     write_text_atomically(output / SUMMARY_NAME, json.dumps(summary, ensure_ascii=False, indent=2) + "\n")
     # A data set that jingu built remembers what it was searched for.
-    for source in described:
+    for source in sources:
         if "checksums" in source and Path(source["path"]).is_dir():
             searches = read_searches(Path(source["path"]))
             earlier_tasks = searches["tasks"] if searches["checksums"] == source["checksums"] else {}
@@ -151,13 +151,13 @@ def plan_scan(
         JinguError: there is none, or the tokenizer of a data set is missing or another one.
     """
     units: list[Unit] = []
-    described: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     for name in data:
         path = Path(name).expanduser()
         if not (path / MANIFEST_NAME).is_file() and not path.with_name(f"{path.name}.idx").is_file():
             files = find_files(settings.model_copy(update={"input": name}))
             units += plan_units(files)
-            described.append({"path": name, **describe_files(files)})
+            sources.append({"path": name, **describe_files(files)})
             continue
         if tokenizer is None:
             fix = "Give the tokenizer that it was built with: --tokenizer FOLDER."
@@ -169,8 +169,8 @@ def plan_scan(
             bounds = np.unique([0, *cuts, len(ends)]).tolist()
             units += [(path, tokenizer, shard, *pair) for pair in pairwise(bounds)]
         checksums = [shard.bin_xxh3 for shard in dataset.manifest.train.shards]
-        described.append({"path": name, "checksums": checksums})
-    return units, described
+        sources.append({"path": name, "checksums": checksums})
+    return units, sources
 
 
 @lru_cache(maxsize=2)
@@ -258,21 +258,21 @@ def _scan_unit(file: Path, lengths: tuple[int, ...], settings: DataSettings, uni
 # Results
 
 
-def _describe_row(present: NgramTable, texts: Sequence[str], n: int) -> dict[str, Any]:
-    """Return how many words a row is searched by, and its longest match: 0 words if it is clean.
+def _describe_row(matching: NgramTable, texts: Sequence[str], n: int) -> dict[str, Any]:
+    """Return how many words of a row were searched for, and its longest match: 0 words if it is clean.
 
     A match is a part of a text all of whose n-grams occur in the data.
     """
-    searched = 0
+    num_words = 0
     longest = 0
     match = ""
     for text in texts:
         words = hash_words(text)
         hashes, length = text_ngrams(words, n)
-        searched += len(words) if length else 0
+        num_words += len(words) if length else 0
         # Runs of n-grams that occur begin and end where this changes.
         occurs = np.zeros(len(hashes) + 2, np.int8)
-        occurs[present.find(hashes)[0] + 1] = 1
+        occurs[matching.find(hashes)[0] + 1] = 1
         changes = np.diff(occurs)
         starts = np.flatnonzero(changes == 1)
         sizes = np.flatnonzero(changes == -1) - starts + length - 1
@@ -281,7 +281,7 @@ def _describe_row(present: NgramTable, texts: Sequence[str], n: int) -> dict[str
             longest = int(sizes.max())
             positions = [*words.starts.tolist(), len(words.text)]
             match = words.text[positions[first] : positions[first + longest]].strip()
-    return {"words": searched, "longest": longest, "match": match}
+    return {"words": num_words, "longest": longest, "match": match}
 
 
 def compare_clean(results: Path, contamination: Path) -> None:

@@ -28,7 +28,7 @@ SPREAD_SUFFIX = ".spread.json"
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """A task that is ready to be evaluated: what can be wrong with it would have been reported.
+    """A task whose prompts are rendered and checked, ready to be evaluated.
 
     Attributes:
         clusters: labels of the documents; equal ones belong together. None: each is by itself.
@@ -66,7 +66,7 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
 
 
 def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
-    """Return a task whose prompts are messages: the description of the system, the rest of a user.
+    """Return a task whose prompts are messages: the description as the system message, the rest as the user's.
 
     Continuations are the answers to them. Texts without a context stay as they are.
     """
@@ -95,8 +95,8 @@ class TaskResult:
     Attributes:
         metrics: by name and filter, as `acc,none`.
         records: of the samples.
-        counts: of what is remarkable, such as contexts that were truncated.
-        evidence: "held out", or why that is not proved; empty: nobody asked.
+        counts: contexts that were truncated, continuations without a token, and documents that were left out.
+        evidence: "held out", or why that is not proved; empty: not checked.
     """
 
     prepared: PreparedTask

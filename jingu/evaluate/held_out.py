@@ -24,7 +24,7 @@ from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_da
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.formats.provenance import Record
 
-# Shorter rows are equal by chance, and shorter templates are everybody's.
+# Shorter rows are equal by chance, and shorter templates are common to many tasks.
 MIN_ROW_WORDS = 5
 MIN_TEMPLATE_WORDS = 5
 _SLOT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
@@ -32,7 +32,7 @@ _SLOT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 
 @dataclass(frozen=True)
 class TaskProfile:
-    """What tells that tasks belong together.
+    """What decides whether two tasks belong together.
 
     Attributes:
         templates: the words of its templates, without their slots.
@@ -81,8 +81,8 @@ def profile_task(task: TaskSettings, rows: Sequence[Row]) -> TaskProfile:
     )
 
 
-def shared(first: TaskProfile, second: TaskProfile) -> str:
-    """Return what two tasks share, in words; empty if they have nothing to do with each other."""
+def describe_overlap(first: TaskProfile, second: TaskProfile) -> str:
+    """Return what two tasks share, in words; empty if they share nothing."""
     if first.task.partition("@")[0] == second.task.partition("@")[0]:
         return "they are the same task"
     if first.cluster is not None and first.cluster == second.cluster:
@@ -123,15 +123,16 @@ def check_held_out(
         JinguError: the mixture contains something that belongs together with one of them; which and why.
     """
     held_out = [profile_task(*item) for name in names for item in _read_held_out(index, name)]
-    # What belongs together with a task that was reached is reached too.
+    # The closure: a training task that overlaps with a held-out one leaks all that overlaps with itself, too.
     remaining = list(training)
     leaks = []
-    for reached in (queue := list(held_out)):
+    closure = list(held_out)
+    for member in closure:  # which grows
         for profile in list(remaining):
-            if reason := shared(reached, profile):
-                leaks.append(f"{profile.task} with {reached.task} ({reason})")
+            if reason := describe_overlap(member, profile):
+                leaks.append(f"{profile.task} with {member.task} ({reason})")
                 remaining.remove(profile)
-                queue.append(profile)
+                closure.append(profile)
     if leaks:
         what = f"the mixture contains what belongs together with held-out tasks: {'; '.join(leaks)}."
         raise JinguError(what, where=where, fix="Remove these tasks from the mixture, or from held_out.")
@@ -183,27 +184,27 @@ def describe_evidence(record: Record | None, task: TaskSettings, rows: Sequence[
 
 
 def _check_mixture(data: Record, profile: TaskProfile) -> str:
-    """Return what keeps a mixture from proving that it does not contain a task."""
+    """Return why a mixture does not prove that a task is held out; empty if it does."""
     mixture = data["mixture"]
     own = profile.task.partition("@")[0]
     for other in mixture["tasks"]:
         if other["task"].partition("@")[0] == own:
             return f"not held out: {{model}} was trained on {other['task']}"
-        # Older receipts do not have the hash of the rows.
+        # Older records do not have the hash of the rows.
         if other.get("data") == profile.data:
             return f"not held out: {{model}} was trained on the same rows as {other['task']}"
         if profile.cluster is not None and other["cluster"] == profile.cluster:
             return f"not held out: {{model}} was trained on {other['task']}, of the same task cluster"
-    locks = [lock for lock in mixture["held_out"] if lock["data"] == profile.data]
-    if not locks:
+    matches = [task for task in mixture["held_out"] if task["data"] == profile.data]
+    if not matches:
         return f"not proved: {{model}} was trained on the mixture {mixture['name']}, which does not hold it out"
-    if not {tuple(words) for lock in locks for words in lock["templates"]} >= set(profile.templates):
+    if not {tuple(words) for task in matches for words in task["templates"]} >= set(profile.templates):
         return f"not proved: the mixture {mixture['name']} was not compared with this template"
     return ""
 
 
 def _check_text(data: Record, profile: TaskProfile) -> str:
-    """Return what keeps text from proving it: rows that occur in it, or that nobody searched for them."""
+    """Return why text does not prove that a task is held out: rows of it occur there, or were not searched for."""
     where = f"{data['path']}, which {{model}} was trained on"
     searches = read_searches(Path(data["path"]))
     search = searches["tasks"].get(profile.data) if searches["checksums"] == data["checksums"] else None

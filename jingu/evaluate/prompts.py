@@ -23,14 +23,14 @@ SHOT_SEED = 1234
 
 @dataclass(frozen=True)
 class EvaluationSample:
-    """A document with what the model is asked.
+    """A document with the requests to the model that it leads to.
 
     Attributes:
         index: of the document in its split.
         pairs: contexts and continuations to score; for generation, the context and an empty text; for rolling
             likelihood, an empty context and the text.
         choices: texts of the choices.
-        gold: what is right: choices by number, or texts.
+        gold: the right answers: numbers of choices, or texts.
     """
 
     index: int

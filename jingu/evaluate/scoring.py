@@ -1,4 +1,4 @@
-"""Scoring: the requests of samples as token ids, computed by the engine, with a cache of what is complete."""
+"""Scoring: turn the requests of samples into token ids, let the engine compute them, and cache the answers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Scorer:
 
     Args:
         ranks: the number of this process's part of the requests, and of all parts; processes that compute one replica
-            of the model together take the same part. None: every process computes all requests.
+            of the model together compute the same part. None: every process computes all requests.
 
     Attributes:
         counts: contexts that lost tokens at their start, as they were too long (`truncated`), and continuations

@@ -1,4 +1,4 @@
-"""Measures of a task that change smoothly while a model learns; accuracy stays at chance for long.
+"""Measures of a task that change smoothly while a model learns; accuracy stays at chance for most of a run.
 
 Schaeffer et al. (2023) show why; Heineman et al. (2025) find that bits per byte of the right answer tells models apart
 with the fewest documents.
@@ -25,7 +25,7 @@ from jingu.text.tokenizer import Tokenizer
 TASKS_PREFIX = "tasks/"
 
 
-def measure_smoothly(prepared: PreparedTask, scorer: Scorer) -> dict[str, float]:
+def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str, float]:
     """Return measures of a model on a task, each with its standard error as `NAME_stderr`.
 
     `bits_per_byte` is of the right answer, or of the whole text. With choices there are three more: `margin`, the bits

@@ -16,7 +16,7 @@ from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 Row = dict[str, Any]
 _PACKAGE = "package:"
-_DAMAGE: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
+_PARSE_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
         return [dict(row) for row in (rows[0][field] if field else rows)]
     except FileNotFoundError:
         raise task.error(f"its data are missing: there is no {path}.", "Check data_files.") from None
-    except (*_DAMAGE, *read_errors()) as error:
+    except (*_PARSE_ERRORS, *read_errors()) as error:
         raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
 
 

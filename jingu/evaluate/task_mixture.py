@@ -34,7 +34,7 @@ from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_trainin
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.runtime.files import read_error, write_text_atomically
 
-# What tells a mixture's file from other YAML.
+# Distinguishes a mixture's file from other YAML.
 _HEAD = re.compile(r"^mixture:", re.MULTILINE)
 
 
@@ -209,7 +209,7 @@ class TaskMixture:
             yield self.streams[stream_id].render(number, form, self.settings.num_fewshot)
 
     def write(self, file: Path, *, as_text: bool = False) -> dict[str, Any]:
-        """Write all samples as JSON Lines, print where they come from, and return the receipt.
+        """Write all samples as JSON Lines, print where they come from, and return the provenance of the mixture.
 
         Args:
             as_text: write prompt and answer as one text, whatever the form of the mixture.
@@ -248,7 +248,7 @@ def _is_mixture(text: str, *, as_text: bool) -> bool:
 
 
 def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSettings, dict[str, Any] | None]:
-    """Replace the file of a mixture of tasks by the rows, or texts, that it stands for; also return its receipt."""
+    """Replace the file of a mixture of tasks by the rows, or texts, that it stands for; also return its record."""
     inputs = [data.input] if isinstance(data.input, str) else data.input
     mixture = next((text for text in inputs if _is_mixture(text, as_text=as_text)), None)
     if mixture is None:
@@ -257,8 +257,8 @@ def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSe
         what = f"{mixture} is a mixture of tasks, which cannot stand beside other files."
         raise JinguError(what, where="data.input", fix="Make it a source of its own (data.sources).")
     file = Path(f"{data.path}.rows.jsonl")
-    receipt = TaskMixture(Path(mixture)).write(file, as_text=as_text)
-    return data.model_copy(update={"input": str(file), "text_field": "text"}), receipt
+    record = TaskMixture(Path(mixture)).write(file, as_text=as_text)
+    return data.model_copy(update={"input": str(file), "text_field": "text"}), record
 
 
 def build(

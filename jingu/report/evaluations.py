@@ -19,7 +19,7 @@ NUM_BINS = 10
 
 
 @dataclass(frozen=True)
-class ShownDocument:
+class DocumentView:
     """A document on the page.
 
     Attributes:
@@ -40,7 +40,7 @@ class ShownDocument:
 
 
 @dataclass(frozen=True)
-class ShownTask:
+class TaskView:
     """A task on the page.
 
     Attributes:
@@ -48,7 +48,7 @@ class ShownTask:
     """
 
     result: Record
-    documents: list[ShownDocument]
+    documents: list[DocumentView]
     num_documents: int
     bins: list[tuple[float, float, float]]
 
@@ -66,7 +66,9 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
     if against is not None and not others:
         fix = "Give a folder that `jingu evaluate` has written to."
         raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
-    tasks = [_show_task(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()]
+    tasks = [
+        _make_task_view(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()
+    ]
     name = folder.resolve().name
     return render_document(
         "evaluations.html",
@@ -78,24 +80,24 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
     )
 
 
-def _show_task(result: Record, records: list[Record], others: list[Record]) -> ShownTask:
+def _make_task_view(result: Record, records: list[Record], others: list[Record]) -> TaskView:
     by_hash = {record["hash"]: record for record in others}
     has_choices = result["settings"].get("output_type") == "multiple_choice"
-    documents = [_show_document(record, by_hash.get(record["hash"]), has_choices) for record in records]
+    documents = [_make_document_view(record, by_hash.get(record["hash"]), has_choices) for record in records]
     # Confidence is the probability of the choice that the model takes.
-    confidence = np.array([max(choice[2] for choice in shown.choices) for shown in documents if shown.choices])
-    is_right = np.array([shown.state == "right" for shown in documents if shown.choices], np.float64)
+    confidence = np.array([max(choice[2] for choice in view.choices) for view in documents if view.choices])
+    is_right = np.array([view.state == "right" for view in documents if view.choices], np.float64)
     numbers = np.minimum(confidence * NUM_BINS, NUM_BINS - 1).astype(int)
     bins = [
         (float(confidence[numbers == number].mean()), float(is_right[numbers == number].mean()), float(share))
         for number in range(NUM_BINS)
         if len(confidence) and (share := (numbers == number).mean())
     ]
-    worst = sorted(documents, key=lambda shown: -shown.loss)[:MAX_DOCUMENTS]
-    return ShownTask(result, worst, len(documents), bins)
+    worst = sorted(documents, key=lambda view: -view.loss)[:MAX_DOCUMENTS]
+    return TaskView(result, worst, len(documents), bins)
 
 
-def _show_document(record: Record, other: Record | None, has_choices: bool) -> ShownDocument:
+def _make_document_view(record: Record, other: Record | None, has_choices: bool) -> DocumentView:
     # Choices are also scored without a context for acc_mutual_info.
     pairs = [pair for pair in record["pairs"] if pair[0] or not record["pairs"][0][0]]
     answers = record["answers"]
@@ -113,7 +115,7 @@ def _show_document(record: Record, other: Record | None, has_choices: bool) -> S
         loss = -logprobs[0] / max(answers[0]["num_tokens"], 1) if logprobs else 1 - value
         texts = [answer["text"] for answer in answers if answer["text"]]
         prompt = "".join(pairs[0])
-        return ShownDocument(record["index"], loss, state, change, prompt, list(map(str, gold)), [], texts)
+        return DocumentView(record["index"], loss, state, change, prompt, list(map(str, gold)), [], texts)
     # Choices after one context differ in their continuations, else in their contexts.
     shares_context = pairs[0][0] == pairs[-1][0] or pairs[0][1] != pairs[-1][1]
     scores = np.array([answer["logprob"] for answer in answers[: len(pairs)]])
@@ -125,4 +127,4 @@ def _show_document(record: Record, other: Record | None, has_choices: bool) -> S
     ]
     loss = 1 - sum(probability for _, _, probability, is_gold in choices if is_gold)
     prompt = pairs[0][0] if shares_context else pairs[0][1]
-    return ShownDocument(record["index"], loss, state, change, prompt, [], choices, [])
+    return DocumentView(record["index"], loss, state, change, prompt, [], choices, [])

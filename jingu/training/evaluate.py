@@ -12,7 +12,7 @@ import torch
 from jingu.config.sections.data import PrefixLmSettings
 from jingu.data.objective import SpanCorruption
 from jingu.evaluate.scoring import AnswerCache, Scorer
-from jingu.evaluate.smooth_measures import measure_smoothly
+from jingu.evaluate.smooth_measures import compute_smooth_measures
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
@@ -123,7 +123,7 @@ def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]
         share = RankInfo(data_rank(mesh), num_data_ranks(mesh), torch.device(mesh.device_type))
         scorer = Scorer(engine, AnswerCache(None), share)
     with eval_mode(model):
-        return {task.settings.task: measure_smoothly(task, scorer) for task in run.tasks}
+        return {task.settings.task: compute_smooth_measures(task, scorer) for task in run.tasks}
 
 
 def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:

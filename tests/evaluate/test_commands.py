@@ -63,7 +63,7 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^mmlu +group +57 tasks$", listed, re.MULTILINE)
     assert re.search(r"^hellaswag_100 +0 +20 +acc ", limited, re.MULTILINE)
     assert re.search(r"^other +capitals +acc +3 .* McNemar ", compared, re.MULTILINE)
-    assert re.search(r"^hellaswag_100 +acc_norm +2 +0\.\d{4} +0\.\d{4} ", spread, re.MULTILINE)
+    assert re.search(r"^hellaswag_100 +acc_norm +4 +0\.\d{4} +0\.\d{4} ", spread, re.MULTILINE)
     assert "Wrote evaluations/MODEL/report.html" in report
     assert "was not searched for it" in spread
     assert re.search(r"^hellaswag_100 +100 +1 +0 +", searched, re.MULTILINE)
@@ -84,8 +84,9 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     spread_file = models / "evaluations" / "MODEL" / "hellaswag_100.spread.json"
     stored = json.loads(spread_file.read_text(encoding="utf-8"))["results"]["acc_norm,none"]
     shown = [f"{stored[key]:.4f}" for key in ("mean", "standard_deviation", "lowest", "highest")]
-    assert re.search(rf"^hellaswag_100 +acc_norm +2 +{' +'.join(shown)}$", spread, re.MULTILINE)
-    assert list(stored["values"]) == ["hellaswag_100@default:0", "hellaswag_100@default:2"]
+    assert re.search(rf"^hellaswag_100 +acc_norm +4 +{' +'.join(shown)}$", spread, re.MULTILINE)
+    variants = [f"hellaswag_100@{template}:{shots}" for shots in (0, 2) for template in ("default", "options")]
+    assert list(stored["values"]) == variants
     assert stored["mean"] == pytest.approx(np.mean(list(stored["values"].values())))
     variant = json.loads((models / "evaluations" / "MODEL" / "hellaswag_100@default:2.json").read_text("utf-8"))
     assert f"hellaswag_100@default:2: {variant['evidence']}" in spread and "not proved" in variant["evidence"]

@@ -12,7 +12,7 @@ import pytest
 from jingu.errors import JinguError
 from jingu.evaluate.evaluation import prepare_task
 from jingu.evaluate.scoring import AnswerCache, Scorer
-from jingu.evaluate.smooth_measures import compare_with_chance, describe, measure_smoothly
+from jingu.evaluate.smooth_measures import compare_with_chance, compute_smooth_measures, describe
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.report.page import render_page
@@ -23,7 +23,7 @@ from tests.evaluate.conftest import ROWS, WriteTask, load_task
 
 
 def test_measures_of_choices_by_hand(tiny: InferenceModel, write_task: WriteTask) -> None:
-    measures = measure_smoothly(prepare_task(load_task(write_task())), Scorer(Engine(tiny), AnswerCache(None)))
+    measures = compute_smooth_measures(prepare_task(load_task(write_task())), Scorer(Engine(tiny), AnswerCache(None)))
     scorer = Scorer(Engine(tiny), AnswerCache(None))
     bits = []
     margins = []
@@ -51,12 +51,12 @@ def test_right_texts_of_tasks_without_choices_are_scored(tiny: InferenceModel, w
     size = sum(len(f" {row['text']}") for row in ROWS)
     for output_type, target in (("generate_until", "text"), ("loglikelihood", "{{' ' ~ text}}")):
         file = write_task(output_type=output_type, doc_to_choice=None, doc_to_target=target)
-        measures = measure_smoothly(prepare_task(load_task(file)), scorer)
+        measures = compute_smooth_measures(prepare_task(load_task(file)), scorer)
         assert measures.keys() == {"bits_per_byte", "bits_per_byte_stderr"}
         total = sum(answer.logprob for answer in expected)
         assert measures["bits_per_byte"] == pytest.approx(-total / math.log(2) / size)
     file = write_task(output_type="loglikelihood_rolling", doc_to_choice=None, doc_to_target="{{question * 9}}")
-    measures = measure_smoothly(prepare_task(load_task(file)), scorer)
+    measures = compute_smooth_measures(prepare_task(load_task(file)), scorer)
     total = sum(answer.logprob for answer in scorer.score_texts([str(row["question"]) * 9 for row in ROWS]))
     assert measures["bits_per_byte"] == pytest.approx(-total / math.log(2) / (9 * 7 * len("What is 0 + 1?")))
 
@@ -81,7 +81,7 @@ def test_a_run_measures_its_tasks(tiny_run: MakeRun, write_task: WriteTask, caps
     assert record.tasks == ["sums"] and list(record.evaluations) == [2, 4]
     # The finished model, loaded from its checkpoint.
     scorer = Scorer(Engine(load(run, "fp64", "cpu")), AnswerCache(None))
-    expected = measure_smoothly(prepare_task(load_task(file), limit=5), scorer)
+    expected = compute_smooth_measures(prepare_task(load_task(file), limit=5), scorer)
     row = record.evaluations[4]
     assert {key: row[f"tasks/sums/{key}"] for key in expected} == pytest.approx(expected, rel=1e-9)
     assert row["tasks/sums/p_gold"] != record.evaluations[2]["tasks/sums/p_gold"]
