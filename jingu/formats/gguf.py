@@ -38,6 +38,8 @@ _STRING, _ARRAY = 8, 9
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Types that are read without dequantization.
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+# Types of 16 equidistant levels for each 32 elements of a row, as `--precision int4` has them.
+_INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
 Metadata = Mapping[str, Any]
 
@@ -87,6 +89,9 @@ def open_gguf(path: Path) -> StoredModel:
     model = open_from_config(
         path, path, config, lambda _, shapes: _open_weights(path, library, infos, name, config, shapes)
     )
+    matrices = [info for key, info in infos.items() if key.startswith("blk.")]
+    num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
+    model = replace(model, has_int4_blocks=2 * num_4bit > sum(info.shape.numel() for info in matrices))
     # The tokenizer is inside the file: it gets a folder of its own until the process ends.
     until_exit = ExitStack()
     atexit.register(until_exit.close)

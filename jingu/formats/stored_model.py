@@ -41,6 +41,7 @@ class StoredModel:
         tokenizer_folder: None if the model has no tokenizer.
         where: the folder or file, for messages.
         dtype: of most of the stored weights.
+        has_int4_blocks: whether most elements of its matrices are stored in blocks of 4 bits.
         special_token_ids: bos_token_id and so on, from the model's config; empty if it has none.
         generation_config: contents of generation_config.json; None if there is none.
         tokenizer_problem: why the model has no tokenizer.
@@ -59,6 +60,7 @@ class StoredModel:
     tokenizer_problem: str = "the model has no tokenizer."
     is_prefix_lm: bool = False
     updates: Mapping[str, Update] = field(default_factory=dict)
+    has_int4_blocks: bool = False
 
     def _token_ids(self, key: str) -> Any:
         """Return a special token's id or ids; generation_config.json has precedence over config.json."""

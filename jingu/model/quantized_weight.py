@@ -300,12 +300,18 @@ def _unpack_nibbles(values: Tensor) -> Tensor:
 def _quantize_int4(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to int4: for each group, choose the range with the smallest squared error."""
     groups_OGI = wide_OI.unflatten(1, (-1, GROUP_SIZES["int4"]))
-    # Start with the full range, and keep a smaller one where its error is smaller.
-    best = _round_groups(groups_OGI, 1.0)
-    for shrink in _SHRINKS:
-        candidate = _round_groups(groups_OGI, shrink)
+    # Start with the full range.
+    best = _round_groups(groups_OGI)
+    if (_count_levels(groups_OGI[:4]) <= 16).all():
+        # The matrix was dequantized from blocks of 4 bits (Q4_0, Q4_K of GGUF), whose levels may reach beyond their
+        # values: take the same levels, which loses nothing.
+        candidates = [_round_groups(groups_OGI, steps_OG1=(_count_levels(groups_OGI) - 1).clamp(1, 15))]
+    else:
+        # A smaller range may have a smaller error.
+        candidates = [_round_groups(groups_OGI, shrink) for shrink in _SHRINKS]
+    for candidate in candidates:
         better_OG1 = candidate[0] < best[0]
-        best = tuple(torch.where(better_OG1, new, old) for new, old in zip(candidate, best, strict=True))
+        best = [torch.where(better_OG1, new, old) for new, old in zip(candidate, best, strict=True)]
     _, scale_OG1, midpoint_OG1, values_OGI = best
     # Two values of 4 bits a byte: even elements in the low half.
     values_OI = values_OGI.flatten(1).to(torch.uint8)
@@ -313,14 +319,33 @@ def _quantize_int4(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
     return values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales.view(torch.int16)
 
 
-def _round_groups(groups_OGI: Tensor, shrink: float) -> tuple[Tensor, ...]:
-    """Return the squared error of groups, their scales, midpoints and values, for a range shrunk by a factor."""
+def _count_levels(groups_OGI: Tensor) -> Tensor:
+    """Return how many equidistant levels [O, G, 1] reach from a group's lowest value to its highest.
+
+    Their distance is the smallest between two different values. Values on no such levels give a large number.
+    """
+    sorted_OGI = groups_OGI.sort(-1).values
+    range_OG1 = sorted_OGI[..., -1:] - sorted_OGI[..., :1]
+    gaps_OGI = sorted_OGI.diff(dim=-1)
+    # Equal values, up to the rounding of fp32, are on one level.
+    step_OG1 = gaps_OGI.masked_fill(gaps_OGI <= range_OG1 * 1e-4, torch.inf).amin(-1, keepdim=True)
+    return (range_OG1 / step_OG1).round() + 1
+
+
+def _round_groups(groups_OGI: Tensor, shrink: float = 1.0, steps_OG1: Tensor | float = 15.0) -> list[Tensor]:
+    """Return the squared error of groups, their scales, midpoints and values.
+
+    Args:
+        shrink: factor of the range.
+        steps_OG1: how many steps divide the range; at most 15.
+    """
     low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
-    scale_OG1 = ((high_OG1 - low_OG1) * shrink / 15).clamp_min(1e-12).bfloat16().float()
-    midpoint_OG1 = ((high_OG1 + low_OG1 + scale_OG1) / 2).bfloat16().float()
+    scale_OG1 = ((high_OG1 - low_OG1) * shrink / steps_OG1).clamp_min(1e-12).bfloat16().float()
+    # The middle of the range is a level if the number of steps is even, else it is between two.
+    midpoint_OG1 = ((high_OG1 + low_OG1 + scale_OG1 * (steps_OG1 % 2)) / 2).bfloat16().float()
     values_OGI = ((groups_OGI - midpoint_OG1) / scale_OG1 + 8).round().clamp(0, 15)
     error_OG1 = ((values_OGI - 8) * scale_OG1 + midpoint_OG1 - groups_OGI).square().sum(-1, keepdim=True)
-    return error_OG1, scale_OG1, midpoint_OG1, values_OGI
+    return [error_OG1, scale_OG1, midpoint_OG1, values_OGI]
 
 
 def quantizing_reader(parts: Iterable[nn.Module], read: TensorReader) -> TensorReader:

@@ -97,6 +97,8 @@ def serve(
         if ranks is None or ranks.is_first:
             # Bind first: loading the model takes long.
             listener = stack.enter_context(bind_socket(settings.host, settings.port))
+        if ranks is None:
+            inference = inference.use_int4_blocks(model)
         load = partial(inference.load, model, ranks, adapters, settings.runtime_adapters, allow_rewards=True)
         chat_model, chat_format = run_in_thread(lambda: load_chat_model(load, model, template))
         own_engine = run_in_thread(lambda: inference.make_engine(chat_model, settings.max_num_seqs))

@@ -55,6 +55,7 @@ def chat(
     Raises:
         JinguError: the model, the settings or, unless at a terminal, a message cannot be used.
     """
+    inference = inference.use_int4_blocks(model)
     chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
     params = chat_model.sampling_params(sampling, temperature=0.7)
     session = ChatSession(inference.make_engine(chat_model, 1), chat_format, params, max_tokens)

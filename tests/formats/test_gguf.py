@@ -28,6 +28,7 @@ from jingu.formats.gguf import _llama3_scaling
 from jingu.formats.models import open_model
 from jingu.formats.safetensors import TensorLocation
 from jingu.formats.stored_model import load_model
+from jingu.infer.generate import InferenceOptions
 from jingu.text.sentencepiece import _message
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
@@ -459,3 +460,16 @@ def test_a_wrong_byte_in_the_header_is_refused_or_harmless(place: int, value: in
         return
     load_model(opened, torch.float32)
     assert json.loads(opened.spec.to_json())["family"] == "llama"
+
+
+@pytest.mark.parametrize(("matrices", "expected"), [("Q4_0", "int4"), ("Q8_0", "auto")])
+def test_blocks_of_4_bits_are_used_where_few_tokens_are_faster(
+    matrices: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "model.gguf", llama(hidden_size=96), matrices)
+    monkeypatch.setattr("jingu.infer.generate.has_fast_bf16", lambda _: False)
+    assert InferenceOptions(device="cpu").use_int4_blocks(path).precision == expected
+    assert ("--precision fp32" in capsys.readouterr().err) == (expected == "int4")
+    assert InferenceOptions("fp32", "cpu").use_int4_blocks(path).precision == "fp32"
+    monkeypatch.setattr("jingu.infer.generate.has_fast_bf16", lambda _: True)
+    assert InferenceOptions(device="cpu").use_int4_blocks(path).precision == "auto"

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,6 +177,26 @@ def test_quantized_matrices_are_not_rounded_again() -> None:
     scale = torch.rand(32, 4, 1, generator=generator).mul(32).round().div(1024) + 2**-8
     matrix = ((codes - 8) * scale).flatten(1)
     assert torch.allclose(plain(matrix, "int4"), matrix, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_blocks_of_gguf_files_keep_their_levels(kind: str) -> None:
+    """A group of a Q4_0 or Q4_K block seldom has all 16 levels, so that its range alone does not give them."""
+    library = pytest.importorskip("gguf")
+    generator = np.random.default_rng(3)
+    number = library.GGMLQuantizationType[kind]
+    if kind == "Q4_K":
+        # Any 4-bit values; scales and minima of 6 bits, times factors in fp16 at the beginning of each block.
+        blocks = generator.integers(0, 256, (96, 2, 144), dtype=np.uint8)
+        blocks[..., :4] = np.array([0.003, 0.002], np.float16).view(np.uint8)
+        raw = blocks.reshape(96, 288)
+    else:
+        raw = library.quants.quantize(generator.standard_normal((96, 512), dtype=np.float32), number)
+    matrix = torch.from_numpy(library.quants.dequantize(raw, number))
+    difference = (plain(matrix, "int4") - matrix).norm() / matrix.norm()
+    # Scales and midpoints are rounded to bf16; another step of rounding to 16 levels would lose 5% or more.
+    assert difference < 2**-8
+    assert (plain(matrix + 0.05 * torch.randn(matrix.shape), "int4") - matrix).norm() / matrix.norm() > 0.05
 
 
 @pytest.fixture(scope="module")
