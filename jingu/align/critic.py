@@ -31,10 +31,10 @@ from jingu.training.run import Run
 from jingu.training.schedule import learning_rate
 from jingu.training.session import training_layout
 from jingu.training.step import train_step
-from jingu.training.task import Evaluation
+from jingu.training.task import Evaluation, StatelessTask
 
 
-class SeparateCritic:
+class SeparateCritic(StatelessTask):
     """A critic with weights of its own, laid out like the trained model. It is a task of the step that trains it.
 
     Attributes:

@@ -9,13 +9,14 @@ from jingu.align.prompt_set import PromptSet, load_prompts
 from jingu.align.reward_list import Rewards
 from jingu.config.sections.policies import (
     DistillationSettings,
+    GenerationServerSettings,
     GrpoSettings,
     PolicySettings,
     PpoSettings,
     RewardedSettings,
     SeparateCriticSettings,
 )
-from jingu.errors import JinguError, refuse
+from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
 from jingu.model.spec import Lora
 from jingu.training.run import Run
@@ -54,6 +55,7 @@ def check_policy_run(run: Run) -> None:
     if run.spec.num_encoder_layers is not None or any(run.spec.prompts):
         what = "learning from rewards supports only decoders without virtual tokens."
         raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
+    _check_asynchronous(run, settings)
     prompt_set = load_run_prompts(run)
     if isinstance(settings, DistillationSettings):
         is_other = settings.beta is not None and settings.loss != "dapo"
@@ -79,3 +81,34 @@ def check_policy_run(run: Run) -> None:
             what = "fp16 scales the loss of one model, and the critic is another."
             raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
     Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
+
+
+def _check_asynchronous(run: Run, settings: PolicySettings) -> None:
+    """Raise JinguError for what cannot be generated beside training."""
+    source = settings.asynchronous
+    if source is None:
+        return
+    is_server = isinstance(source, GenerationServerSettings)
+    staleness = "task.asynchronous.staleness"
+    if source.staleness and settings.importance_cap is None:
+        what = f"answers of weights that are {pluralize(source.staleness, 'step')} old need a correction."
+        raise JinguError(what, where=staleness, fix="Set task.importance_cap=2.")
+    if settings.exact and (source.staleness or is_server):
+        what = "other weights, or another program, do not compute the same log-probabilities."
+        raise JinguError(what, where="task.exact", fix=f"Set it to false, or {staleness}=0 with processes.")
+    if isinstance(settings, GrpoSettings) and settings.max_resampling:
+        what = "prompts are replaced by their rewards, which come only after generation."
+        raise JinguError(what, where="task.max_resampling", fix="Set it to 0, or leave out task.asynchronous.")
+    if not is_server:
+        return
+    where = "task.asynchronous.type"
+    if not isinstance(run.spec.adapter, Lora) or run.config.initialize.from_ is None:
+        what = "a server takes the weights of each step as a LoRA adapter, and this run trains other weights."
+        fix = "Set tune.type=lora and initialize.from, or task.asynchronous.type=processes."
+        raise JinguError(what, where=where, fix=fix)
+    if settings.environment is not None:
+        what = "an environment replies to answers of processes, not of a server."
+        raise JinguError(what, where=where, fix="Set it to processes.")
+    if settings.temperature != 1.0:
+        what = "a server returns log-probabilities before temperature."
+        raise JinguError(what, where="task.temperature", fix="Set it to 1, or task.asynchronous.type=processes.")

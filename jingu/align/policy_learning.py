@@ -8,7 +8,7 @@ Shapes: P prompts, G answers to each, R = P · G rows; B rows of a micro-batch, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +31,7 @@ from jingu.align.advantages import (
 )
 from jingu.align.alarms import Alarms
 from jingu.align.answers import RewardHead
+from jingu.align.asynchronous import AsynchronousRollouts, Rollout
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
@@ -39,7 +40,8 @@ from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, v
 from jingu.align.prompt_set import Prompt
 from jingu.align.reference import check_vocabulary
 from jingu.align.reward_list import Rewards
-from jingu.align.rollouts import ENVIRONMENT, Generator, Sample, write_rollout
+from jingu.align.rollout_rewards import add_rewards, is_dead, rewards_of, split_groups
+from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.policies import (
@@ -98,6 +100,9 @@ class PolicyLearning:
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
         # The first rank scores for all.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
+        self._asynchronous: AsynchronousRollouts | None = None
+        if settings.asynchronous is not None:
+            self._asynchronous = AsynchronousRollouts(run, self._generator, torch.device(mesh.device_type))
         self._row_attention: RowAttention | None = None
         if settings.exact:
             sharing = [axis for axis in ("pipeline", "context", "tensor") if mesh[axis].size() > 1]
@@ -134,11 +139,13 @@ class PolicyLearning:
         self._update: tuple[BatchPlan, int] | None = None
         self._activity = Activity()
         self._is_first_update = True
+        self._staleness = 0
         self._metrics: dict[str, float] = {}
         self._explained = math.nan
-        # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|; and the largest mismatch
-        self._sums = torch.zeros(5, dtype=torch.float64, device=mesh.device_type)
-        self._largest = torch.zeros(1, dtype=torch.float64, device=mesh.device_type)
+        # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|, Σ importance weights before the cap;
+        # and the largest mismatch and weight
+        self._sums = torch.zeros(6, dtype=torch.float64, device=mesh.device_type)
+        self._largest = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
         self._alarms = Alarms()
 
     # A step
@@ -151,32 +158,34 @@ class PolicyLearning:
         self._activity = model.activity
         if update:
             return
-        settings = self.settings
         if self._row_attention is not None and not self._samples:
             for stage in model.stages:
                 compute_as_in_generation(stage)
         self._sums.zero_()
         self._largest.zero_()
         # 1. Answers and their rewards.
-        prompts = self._generator.prompts.select(
-            self._run.config.seed, number * settings.prompts_per_step, settings.prompts_per_step
-        )
-        with self._generator.model_of(model) as generating:
-            samples = self._rollout(generating, prompts, number)
-            samples, num_resampled = self._resample(generating, samples, number)
-            greedy = []
-            if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
-                rows = [group[0].row for group in _groups(samples, settings.answers_per_prompt)]
-                prompts = [self._generator.prompts.prompts[row] for row in rows]
-                greedy = self._rollout(generating, prompts, number, greedy=True)
+        num_resampled = 0
+        if self._asynchronous is None:
+            rollout, num_resampled = self._generate(model, number)
+        else:
+            rollout = self._asynchronous.take(model, number)
+            prompts = self._generator.prompts.prompts
+            parts = [
+                add_rewards(part, prompts, self._rewards) if part else [] for part in (rollout.samples, rollout.greedy)
+            ]
+            rollout = replace(rollout, samples=parts[0], greedy=parts[1])
+        samples = rollout.samples
+        self._staleness = number - rollout.weights_step
 
         # 2. Log-probabilities that training needs of all its rows, by this model and by the reference; predictions.
         self._samples = samples
         self._old, self._reference_logprobs, self._values, self._returns = {}, {}, {}, {}
         model.activity.enter("log-probs")
-        self._old = self._score(model, plan, self._log_probs_head) if plan.updates > 1 else {}
+        # What is compared with the reference are probabilities by the weights of now.
+        needs_old = plan.updates > 1 or (self._staleness > 0 and self._reference is not None)
+        self._old = self._score(model, plan, self._log_probs_head) if needs_old else {}
         if self._reference is not None:
-            model.activity.enter("teacher" if isinstance(settings, DistillationSettings) else "reference")
+            model.activity.enter("teacher" if isinstance(self.settings, DistillationSettings) else "reference")
             self._reference_logprobs = self._score(self._reference, plan, self._log_probs_head)
         model.activity.enter("critic")
         if self._critic is not None:
@@ -185,66 +194,54 @@ class PolicyLearning:
             self._values = self._score(model, plan, self._shared_values(model))
 
         # 3. Advantages.
-        self._samples = self._add_advantages(samples, greedy)
+        self._samples = self._add_advantages(samples, rollout.greedy)
         self._metrics = self._describe(num_resampled)
         if dist.get_rank() == 0:
             folder = self._run.folder / "rollouts"
-            write_rollout(folder, number + 1, self._samples, weights_step=number, seed=self._run.config.seed)
+            write_rollout(
+                folder, number + 1, self._samples, weights_step=rollout.weights_step, seed=self._run.config.seed
+            )
             self._alarms.check(self._observations(), self._rewards.audit_names if self._rewards else [])
 
+    def _generate(self, model: ParallelModel, number: int) -> tuple[Rollout, int]:
+        """Return the rollout of a step by the model as it is now, and how many groups were replaced."""
+        settings = self.settings
+        with self._generator.model_of(model) as generating:
+            samples = self._rollout(generating, self._generator.select(number), number)
+            samples, num_resampled = self._resample(generating, samples, number)
+            greedy = []
+            if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
+                rows = [group[0].row for group in split_groups(samples, settings.answers_per_prompt)]
+                prompts = [self._generator.prompts.prompts[row] for row in rows]
+                greedy = self._rollout(generating, prompts, number, greedy=True)
+        return Rollout(number, number, samples, greedy), num_resampled
+
     def _rollout(
-        self,
-        model: InferenceModel,
-        prompts: list[Prompt],
-        step: int,
-        resampling: int = 0,
-        *,
-        greedy: bool = False,
+        self, model: InferenceModel, prompts: list[Prompt], *arguments: int, greedy: bool = False
     ) -> list[Sample]:
-        """Return scored answers to prompts, on every rank."""
-        samples = self._generator.generate(model, prompts, step, resampling, greedy=greedy)
-        count = len(samples) // len(prompts)
-        scores: dict[str, Any] = {}
-        if self._rewards is not None:
-            answers = [
-                {
-                    **prompts[index // count].columns,
-                    "prompt": prompts[index // count].text,
-                    "completion": sample.text,
-                    "completion_ids": sample.ids,
-                    "prompt_ids": sample.prompt_ids,
-                }
-                for index, sample in enumerate(samples)
-            ]
-            try:
-                parts = self._rewards.score(answers)
-                scores = {"parts": parts, "totals": [self._rewards.total(values) for values in parts]}
-            except JinguError as error:
-                scores = {"error": (error.what, str(error.where), error.fix)}
-        scores = gather_from_all(scores)[0]
-        if "error" in scores:
-            what, where, fix = scores["error"]
-            raise JinguError(what, where=where, fix=fix)
-        return [
-            replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
-            for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
-        ]
+        """Return scored answers to prompts, on every rank.
+
+        Args:
+            arguments: step and resampling, as of `Generator.generate`.
+        """
+        samples = self._generator.generate(model, prompts, *arguments, greedy=greedy)
+        return add_rewards(samples, self._generator.prompts.prompts, self._rewards)
 
     def _resample(self, model: InferenceModel, samples: list[Sample], step: int) -> tuple[list[Sample], int]:
         """Replace groups of answers with equal rewards by those to other prompts. Return how many were replaced."""
         settings = self.settings
-        groups = _groups(samples, settings.answers_per_prompt)
+        groups = split_groups(samples, settings.answers_per_prompt)
         num_resampled = 0
         max_resampling = settings.max_resampling if isinstance(settings, GrpoSettings) else 0
         for attempt in range(1, max_resampling + 1):
-            dead = [index for index, group in enumerate(groups) if _is_dead(group)]
+            dead = [index for index, group in enumerate(groups) if is_dead(group)]
             if not dead:
                 break
             first = step * settings.prompts_per_step
             prompts = self._generator.prompts.select(self._run.config.seed, first, len(dead), attempt)
-            others = _groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
+            others = split_groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
             for index, group in zip(dead, others, strict=True):
-                if not _is_dead(group):
+                if not is_dead(group):
                     groups[index] = group
                     num_resampled += 1
         return [sample for group in groups for sample in group], num_resampled
@@ -281,6 +278,10 @@ class PolicyLearning:
             merged.update(dict(part))
         return merged
 
+    def _logprobs(self, index: int) -> Sequence[float]:
+        """Return the log-probabilities of an answer by the weights at the beginning of the step."""
+        return self._old[index] if self._staleness else self._samples[index].logprobs
+
     def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch) -> Tensor:
         return self._compute_log_probs(hidden_BTD, weight_VD, batch.labels)[0]
 
@@ -301,11 +302,13 @@ class PolicyLearning:
         if not isinstance(settings, RewardedSettings):
             # A teacher judges each token.
             return [
-                replace(sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], sample.logprobs)))
+                replace(
+                    sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], self._logprobs(index)))
+                )
                 for index, sample in enumerate(samples)
             ]
         lengths_R = torch.tensor([len(sample.logprobs) for sample in samples])
-        reward_R = _rewards_of(samples)
+        reward_R = rewards_of(samples)
         if settings.overlong_tokens:
             # The limit counts replies, too.
             whole_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
@@ -313,8 +316,11 @@ class PolicyLearning:
         # What KL takes from the reward of each token.
         penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
         if settings.penalty is not None and settings.penalty.estimator == "k1":
-            for index, sample in enumerate(samples):
-                k1_T = torch.tensor(sample.logprobs).double() - torch.tensor(self._reference_logprobs[index]).double()
+            for index in range(len(samples)):
+                k1_T = (
+                    torch.tensor(self._logprobs(index)).double()
+                    - torch.tensor(self._reference_logprobs[index]).double()
+                )
                 penalty_RT[index, : len(k1_T)] = settings.penalty.beta * k1_T
         mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
         # Per token: the reward comes with the last one.
@@ -332,7 +338,7 @@ class PolicyLearning:
             if settings.advantage == "rloo":
                 advantage_PG = leave_one_out_advantages(reward_PG)
             elif settings.advantage == "remax":
-                advantage_PG = greedy_advantages(reward_PG, _rewards_of(greedy))
+                advantage_PG = greedy_advantages(reward_PG, rewards_of(greedy))
             elif settings.advantage == "best":
                 advantage_PG = best_advantages(reward_PG)
             else:
@@ -456,10 +462,21 @@ class PolicyLearning:
     @torch.no_grad()
     def _record(self, mask_BT: Tensor, entropy_BT: Tensor, clipped_BT: Tensor, mismatch_BT: Tensor) -> None:
         """Add what the metrics of the step are made of."""
-        tokens = mask_BT.sum()
-        values = (tokens, entropy_BT.sum(), clipped_BT.sum(), tokens * self._is_first_update, mismatch_BT.abs().sum())
-        self._sums += torch.stack([value.double() for value in values])
-        self._largest = torch.maximum(self._largest, mismatch_BT.abs().max().double())
+        # Importance weights, as they are before the cap.
+        weight_BT = mismatch_BT.exp().where(mask_BT & self._is_first_update, 0.0)
+        cap = self.settings.importance_cap or math.inf
+        sums = (entropy_BT, clipped_BT, mask_BT & self._is_first_update, mismatch_BT.abs(), weight_BT.clamp_max(cap))
+        self._sums += torch.stack([value.sum().double() for value in (mask_BT, *sums)])
+        largest = torch.stack([mismatch_BT.abs().max(), weight_BT.max()])
+        self._largest = torch.maximum(self._largest, largest.double())
+
+    def state(self) -> Any:
+        """Return the rollouts that are in flight."""
+        return None if self._asynchronous is None else self._asynchronous.state()
+
+    def load_state(self, state: Any) -> None:
+        if self._asynchronous is not None:
+            self._asynchronous.load_state(state)
 
     def tensors(self) -> dict[str, TensorBlock]:
         """Return those of a critic with weights of its own."""
@@ -476,12 +493,12 @@ class PolicyLearning:
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        tokens, entropy, clipped, first, mismatch = sums
+        tokens, entropy, clipped, first, mismatch, importance = sums
         bound = 0.0 if self.settings.exact else self.settings.max_mismatch
-        # Later updates add nothing to the mismatch.
-        if self._is_first_update and not float(largest) <= bound:
+        # Later updates add nothing to the mismatch. Older weights have other log-probabilities.
+        if self._is_first_update and self._staleness == 0 and not float(largest[0]) <= bound:
             raise JinguError(
-                f"the log-probabilities of a token in generation and in training differ by {float(largest):.3g}, more "
+                f"the log-probabilities of a token in generation and in training differ by {largest[0]:.3g}, more "
                 f"than {bound:g}.",
                 where=self._run.folder,
                 fix="Compute in a wider precision (precision.type=fp32); or raise task.max_mismatch, without exact, "
@@ -492,13 +509,15 @@ class PolicyLearning:
             # Now, since no checkpoint is being copied after a step.
             self._activity.enter("critic")
             critic = self._critic.train(*self._update)
+        weights = {"importance_mean": importance / first.clamp_min(1.0), "importance_max": largest[1]}
         return {
             **self._metrics,
             **critic,
             "entropy": entropy / tokens.clamp_min(1.0),
             "clipped": clipped / tokens.clamp_min(1.0),
             "mismatch_mean": mismatch / first.clamp_min(1.0),
-            "mismatch_max": largest,
+            "mismatch_max": largest[0],
+            **(weights if self.settings.importance_cap is not None else {}),
         }
 
     def _observations(self) -> dict[str, float]:
@@ -514,7 +533,7 @@ class PolicyLearning:
     def _describe(self, num_resampled: int) -> dict[str, float]:
         """Return the metrics of the rollout."""
         samples = self._samples
-        groups = _groups(samples, self.settings.answers_per_prompt)
+        groups = split_groups(samples, self.settings.answers_per_prompt)
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         mean = fmean(rewards) if rewards else 0.0
         better = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward > mean]
@@ -526,8 +545,10 @@ class PolicyLearning:
             "length_better": fmean(better) if better else math.nan,
             "length_worse": fmean(worse) if worse else math.nan,
         }
+        if self._asynchronous is not None:
+            metrics["staleness"] = self._staleness
         if self.settings.answers_per_prompt > 1:
-            metrics["dead_groups"] = fmean(_is_dead(group) for group in groups)
+            metrics["dead_groups"] = fmean(is_dead(group) for group in groups)
         if self._values:
             metrics["explained_variance"] = self._explained
         for name in samples[0].rewards:
@@ -538,8 +559,8 @@ class PolicyLearning:
         if self._reference_logprobs:
             differences = [
                 sampled - reference
-                for index, sample in enumerate(samples)
-                for sampled, reference in zip(sample.logprobs, self._reference_logprobs[index], strict=True)
+                for index in range(len(samples))
+                for sampled, reference in zip(self._logprobs(index), self._reference_logprobs[index], strict=True)
             ]
             metrics["kl"] = fmean(differences)
         return metrics
@@ -547,28 +568,6 @@ class PolicyLearning:
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Let the model continue the sample prompts."""
         return Evaluation({}, generate_samples(self._run, model))
-
-
-def _groups(samples: list[Sample], size: int) -> list[list[Sample]]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
-def _is_dead(group: list[Sample]) -> bool:
-    """Whether nothing can be learned from a group: all of its rewards are equal."""
-    return len({sample.reward for sample in group} - {None}) <= 1
-
-
-def _add(first: float | None, second: float | None) -> float | None:
-    """Return the sum of what is a number; None if nothing is."""
-    values = [value for value in (first, second) if value is not None]
-    return math.fsum(values) if values else None
-
-
-def _rewards_of(samples: list[Sample]) -> Tensor:
-    """Return the rewards, NaN where there is none."""
-    return torch.tensor(
-        [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
-    )
 
 
 def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> ParallelModel:

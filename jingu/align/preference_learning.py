@@ -30,14 +30,13 @@ from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
-from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from jingu.training.evaluate import generate_samples
 from jingu.training.run import Run
 from jingu.training.step import sum_losses, sum_over_ranks
-from jingu.training.task import Evaluation, TaskFactory
+from jingu.training.task import Evaluation, StatelessTask, TaskFactory
 from jingu.training.validation import ValidationRows
 
 # Largest mean of |log(policy / reference)| per token before the first step, by precision: rounding stays below it.
@@ -53,7 +52,7 @@ class LocatedRows(NamedTuple):
     is_real: npt.NDArray[np.bool_]
 
 
-class PreferenceLearning:
+class PreferenceLearning(StatelessTask):
     """The task of learning from pairs of answers. The loss is a mean over pairs."""
 
     # The first is minimized, the others are logged.
@@ -163,10 +162,6 @@ class PreferenceLearning:
 
     def end_step(self) -> dict[str, float]:
         """Return nothing: all values are terms of the loss."""
-        return {}
-
-    def tensors(self) -> dict[str, TensorBlock]:
-        """Return nothing: only the model is trained."""
         return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

@@ -9,12 +9,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from jingu.align.json_client import JsonClient, read_json
 from jingu.align.prompt_set import encode_text_prompt
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
 from jingu.config.sections.rewards import (
@@ -41,7 +40,6 @@ from jingu.errors import JinguError, pluralize
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
-from jingu.runtime.files import read_error
 from jingu.runtime.sandbox import SandboxError
 from jingu.text.tokenizer import Tokenizer
 
@@ -197,11 +195,15 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
 
 
 class Worker:
-    """A process that computes rewards; see `jingu.align.reward_worker`. It starts with the first request, and ends
-    with the last reference to this object if nobody closes it before."""
+    """A process that computes rewards. It starts with the first request, and ends with the last reference to this
+    object if nobody closes it before.
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1)
+    Args:
+        module: its program, which replies to each line of JSON with another one.
+    """
+
+    def __init__(self, module: str = "jingu.align.reward_worker") -> None:
+        self._module = module
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -223,16 +225,27 @@ class Worker:
 
     def exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return the reply of the process to a request. Raises TimeoutError, and ends it, if it takes too long."""
-        try:
-            return self._executor.submit(_exchange, self._start(), json.dumps(request) + "\n").result(timeout)
-        except FutureTimeoutError:
+        process = self._start()
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            _kill(process)
+
+        timer = threading.Timer(timeout, end)
+        timer.daemon = True
+        timer.start()
+        reply = _exchange(process, json.dumps(request) + "\n")
+        timer.cancel()
+        if is_late.is_set():
             self.close()
-            raise TimeoutError from None
+            raise TimeoutError
+        return reply
 
     def _start(self) -> subprocess.Popen[str]:
         """Return the process, which this starts if there is none."""
         if self._process is None:
-            command = [sys.executable, "-m", "jingu.align.reward_worker"]
+            command = [sys.executable, "-m", self._module]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -261,10 +274,14 @@ def _exchange(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
 
 def _end_process(process: subprocess.Popen[str]) -> None:
     """End a worker's process and its children."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill(process)
     with suppress(OSError), process:
         process.wait()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class FunctionScorer:
@@ -384,14 +401,9 @@ class ServerScorer:
     def __init__(self, settings: ServerBase, columns: Sequence[str], where: str) -> None:
         self._settings = settings
         self._columns = columns
-        self._where = where
-        self._headers = {"Content-Type": "application/json"}
-        if settings.api_key_file is not None:
-            try:
-                key = Path(settings.api_key_file).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise read_error(settings.api_key_file, error) from error
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._client = JsonClient(where, settings.timeout, settings.retries, settings.api_key_file)
+        # A key that cannot be read fails now.
+        self._client.headers()
 
     def score(self, answers: Sequence[Answer]) -> Values:
         lists = {f"{name}s": [answer[name] for answer in answers] for name in ("prompt", "completion")}
@@ -402,23 +414,8 @@ class ServerScorer:
         """Nothing runs."""
 
     def _post(self, url: str, body: object, read: Callable[[Any], T]) -> T:
-        """Return what `read` finds in the reply to a JSON request; try again after a failure."""
-        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
-        attempts = 1 + self._settings.retries
-        failure: Exception | None = None
-        for attempt in range(attempts):
-            # Wait 0, 1, 3, 7 seconds and so on.
-            time.sleep(min(2.0**attempt - 1.0, 30.0))
-            try:
-                with urllib.request.urlopen(request, timeout=self._settings.timeout) as reply:
-                    return read(json.load(reply))
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                failure = error
-        raise JinguError(
-            f"{url} gave no scores in {pluralize(attempts, 'attempt')} ({type(failure).__name__}: {failure}).",
-            where=self._where,
-            fix="Start or correct the server, or raise timeout or retries; the run resumes from its checkpoint.",
-        )
+        """Return what `read` finds in the reply to a JSON request."""
+        return self._client.post(url, body, lambda content: read(read_json(content)), "scores")
 
 
 class JudgeScorer(ServerScorer):

@@ -32,6 +32,8 @@ from jingu.infer.prepack import prepack_weights
 from jingu.infer.request import Request, Token
 from jingu.infer.sampling import SamplingParams
 from jingu.model.layers import Embedding
+from jingu.model.quantized_weight import TensorReader
+from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.pipeline import ParallelModel
@@ -80,8 +82,8 @@ class Sample:
 
 # Name of an environment's score among rewards.
 ENVIRONMENT = "environment"
-# Reads samples that were JSON.
-_SAMPLE = TypeAdapter(Sample)
+# Returns a sample that was JSON.
+read_sample = TypeAdapter(Sample).validate_python
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Generator:
     seed: int
     environments: Environments | None = None
 
+    def select(self, step: int) -> list[Prompt]:
+        """Return the prompts of a step."""
+        count = self.settings.prompts_per_step
+        return self.prompts.select(self.seed, step * count, count)
+
     @contextmanager
     def model_of(self, model: ParallelModel) -> Iterator[InferenceModel]:
         """Yield the model for generation.
@@ -109,18 +116,32 @@ class Generator:
         end.
         """
         with eval_mode(model):
-            # Adapters compute with the matrix beside theirs, which has to stay as it is; so do products in FP8.
-            is_plain = model.spec.adapter is None and self.precision.scaling is None and not self.settings.exact
-            prepacks = is_plain and model.sharding.mesh.device_type == "cpu"
-            whole = model
-            if dist.get_world_size() > 1 or prepacks:
-                whole = _copy(model, self.precision)
-                for stage in whole.stages if prepacks else ():
-                    prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
-            yield InferenceModel(whole, model.spec, self.tokenizer, eos_token_ids=self.prompts.eos_token_ids)
-            # Modules refer to themselves, so without this a copy would stay until the garbage collector runs.
-            for module in list(whole.modules()) if whole is not model else ():
-                vars(module).clear()
+            if dist.get_world_size() == 1 and not self._prepacks(model.spec, model.sharding.mesh.device_type):
+                yield self._inference_model(model, model.spec)
+                return
+            reader = whole_reader(model, self.precision)
+            with self.copy_of(model.spec, reader, model.sharding.mesh.device_type) as copy:
+                yield copy
+
+    @contextmanager
+    def copy_of(self, spec: ModelSpec, read: TensorReader, device_type: str) -> Iterator[InferenceModel]:
+        """Yield a whole model for generation, whose parameters are what `read` returns, and free it at the end."""
+        whole = _build_whole(spec, self.precision, read)
+        for stage in whole.stages if self._prepacks(spec, device_type) else ():
+            prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
+        yield self._inference_model(whole, spec)
+        # Modules refer to themselves, so without this a copy would stay until the garbage collector runs.
+        for module in list(whole.modules()):
+            vars(module).clear()
+
+    def _prepacks(self, spec: ModelSpec, device_type: str) -> bool:
+        """Return whether matrices are copied into the layout of the kernels for few rows."""
+        # Adapters compute with the matrix beside theirs, which has to stay as it is; so do products in FP8.
+        is_plain = spec.adapter is None and self.precision.scaling is None and not self.settings.exact
+        return is_plain and device_type == "cpu"
+
+    def _inference_model(self, model: ParallelModel, spec: ModelSpec) -> InferenceModel:
+        return InferenceModel(model, spec, self.tokenizer, eos_token_ids=self.prompts.eos_token_ids)
 
     def generate(
         self, model: InferenceModel, prompts: Sequence[Prompt], step: int, resampling: int = 0, *, greedy: bool = False
@@ -134,8 +155,27 @@ class Generator:
         Raises:
             JinguError: the model's logits are not finite.
         """
+        share = dist.get_rank(), dist.get_world_size()
+        parts = gather_from_all(self.generate_share(model, prompts, share, step, resampling, greedy=greedy))
+        return merge_parts(parts)
+
+    def generate_share(
+        self,
+        model: InferenceModel,
+        prompts: Sequence[Prompt],
+        share: tuple[int, int],
+        step: int,
+        resampling: int = 0,
+        *,
+        greedy: bool = False,
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Return the answers to a share of the prompts, each with the place of its prompt, as JSON values.
+
+        Args:
+            share: its number, and how many there are.
+        """
         settings = self.settings
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = share
         engine = Engine(model, EngineSettings(max_num_seqs=settings.max_num_seqs))
         places: dict[int, int] = {}
         for place in range(rank, len(prompts), world):
@@ -156,9 +196,7 @@ class Generator:
             owners = {(key, choice): prompts[places[key]] for key, choice in samples}
             seeds = {(key, choice): (step, resampling, places[key], choice) for key, choice in samples}
             samples = self._converse(engine, self.environments, samples, owners, seeds)
-        parts = gather_from_all([(places[key], asdict(sample)) for (key, _), sample in samples.items()])
-        merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
-        return [_SAMPLE.validate_python(values) for _, values in merged]
+        return [(places[key], asdict(sample)) for (key, _), sample in samples.items()]
 
     def _converse(
         self,
@@ -211,6 +249,12 @@ class Generator:
         return {key: replace(samples[key], rewards={ENVIRONMENT: scores[number]}) for number, key in enumerate(keys)}
 
 
+def merge_parts(parts: Iterable[Iterable[tuple[int, dict[str, Any]]]]) -> list[Sample]:
+    """Return the answers of all shares, in the order of their prompts."""
+    merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
+    return [read_sample(values) for _, values in merged]
+
+
 def _append(sample: Sample, reply_ids: tuple[int, ...], reply: str, new: Sample) -> Sample:
     """Return a sample with a reply and another turn."""
     start = len(sample.ids)
@@ -251,8 +295,8 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
     return samples
 
 
-def _copy(model: ParallelModel, precision: Precision) -> ParallelModel:
-    """Return a model that this rank has whole, and whose parameters share storage with those that are not divided. All
+def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
+    """Return a function that returns a whole parameter by name: the storage of the model's if it is not divided. All
     ranks call it together."""
     shards = dict(model.named_parameters())
     mesh = model.sharding.mesh
@@ -269,7 +313,12 @@ def _copy(model: ParallelModel, precision: Precision) -> ParallelModel:
             dist.all_reduce(whole, group=group)
         return whole
 
-    whole = materialize(model.spec, None, Layout(), precision, read)
+    return read
+
+
+def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> ParallelModel:
+    """Return a model that this process has whole, whose parameters are what `read` returns."""
+    whole = materialize(spec, None, Layout(), precision, read)
     for module in whole.modules():
         if isinstance(module, Embedding):
             module.compute = precision.compute

@@ -37,6 +37,9 @@ CHANGEABLE_KEYS = frozenset(
         "train.hang_timeout",
         "train.profile",
         "device",
+        # Where answers are generated.
+        *(f"task.asynchronous.{name}" for name in ("url", "api_key_file", "timeout", "retries", "concurrency")),
+        *(f"task.asynchronous.{name}" for name in ("processes", "threads")),
         # Evaluations and checkpoints do not change training.
         "evaluation",
         # With another URL the run would find no checkpoint, and start again.

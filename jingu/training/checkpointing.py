@@ -70,6 +70,7 @@ class Progress:
         lowest_loss: the lowest value of that average.
         lowest_cost: of all evaluations, the best `checkpoint.best_metric`, as `cost_of` returns it.
         evaluations_since_best: number of evaluations since then.
+        task: JSON value of the task (`Task.state`).
     """
 
     step: int = 0
@@ -88,6 +89,7 @@ class Progress:
     lowest_loss: float | None = None
     lowest_cost: float | None = None
     evaluations_since_best: int = 0
+    task: Any = None
 
     def add_evaluation(self, metrics: dict[str, float | None], best_metric: str) -> None:
         """Take the metrics of an evaluation, and count how many there were since the best one."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from jingu.checkpoint.resume import step_folder
@@ -29,7 +30,7 @@ from jingu.training.profile import profile_steps
 from jingu.training.run import Run
 from jingu.training.schedule import learning_rate
 from jingu.training.step import StepResult, train_step
-from jingu.training.task import Task
+from jingu.training.task import StepNotStartedError, Task
 from jingu.training.throughput import ThroughputMeter
 
 # `MetricsFile.write`; on ranks other than the first it does nothing.
@@ -90,7 +91,8 @@ def train_loop(
     with _profiler(trainer, progress) as profile_step, _progress_bar(trainer, progress) as bar:
         while not progress.is_complete(config):
             # 1. Take one optimizer step.
-            result = _run_step(trainer, progress)
+            with _save_on_failure(trainer, progress, checkpointer, loss_sum, nonfinite_steps):
+                result = _run_step(trainer, progress)
             profile_step()
             loss_sum += result.loss
             nonfinite_steps = (nonfinite_steps + 1) * ~result.is_finite
@@ -124,14 +126,8 @@ def train_loop(
             # 5. Evaluate and save.
             if evaluates:
                 _evaluate(trainer, progress, write)
-            if progress.is_complete(config):
-                checkpointer.save_final(progress)
-            elif is_stopped and is_valid:
-                checkpointer.save_final(progress, config.checkpoint.grace_seconds, shared.stop)
-            elif saves and is_valid:
-                checkpointer.save(progress)
-            if copies and is_valid:
-                checkpointer.copy(progress)
+            if is_valid or progress.is_complete(config):
+                _save(trainer, progress, checkpointer, shared.stop if is_stopped else None, saves=saves, copies=copies)
             if is_stopped:
                 _log_stop(progress, config.train.steps, is_valid)
                 break
@@ -141,6 +137,50 @@ def train_loop(
     if progress.is_complete(config):
         _log_completion(trainer, progress)
     return progress.is_complete(config)
+
+
+def _save(
+    trainer: Trainer,
+    progress: Progress,
+    checkpointer: Checkpointer,
+    exit_code: int | None,
+    *,
+    saves: bool,
+    copies: bool,
+) -> None:
+    """Save the state, and copy it to main memory.
+
+    Args:
+        exit_code: of a run that a signal stops; None: no signal does.
+    """
+    config = trainer.run.config
+    is_complete = progress.is_complete(config)
+    if saves or copies or is_complete:
+        progress.task = trainer.task.state()
+    if is_complete:
+        checkpointer.save_final(progress)
+    elif exit_code is not None:
+        checkpointer.save_final(progress, config.checkpoint.grace_seconds, exit_code)
+    elif saves:
+        checkpointer.save(progress)
+    if copies:
+        checkpointer.copy(progress)
+
+
+@contextmanager
+def _save_on_failure(
+    trainer: Trainer, progress: Progress, checkpointer: Checkpointer, loss_sum: Tensor, nonfinite_steps: Tensor
+) -> Iterator[None]:
+    """Save the state if the next step cannot start."""
+    try:
+        yield
+    except StepNotStartedError:
+        if progress.step and not nonfinite_steps.item():
+            progress.loss_sum = float(loss_sum.item())
+            progress.task = trainer.task.state()
+            checkpointer.save_final(progress)
+            log_info(f"Saved at step {progress.step} of {trainer.run.config.train.steps}.")
+        raise
 
 
 def _profiler(trainer: Trainer, progress: Progress) -> AbstractContextManager[Callable[[], None]]:

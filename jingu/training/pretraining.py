@@ -19,7 +19,6 @@ from jingu.errors import pluralize
 from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.model.spec import Experts, Lora, ModelSpec
 from jingu.parallel.pipeline import ParallelModel
-from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding
 from jingu.runtime.log import log_info
@@ -27,10 +26,10 @@ from jingu.training.batch_transforms import add_dropout_seeds, add_embedding_noi
 from jingu.training.evaluate import average_results, evaluate, generate_samples
 from jingu.training.loss import ChunkLoss, chunk_loss, linear_cross_entropy
 from jingu.training.run import Run
-from jingu.training.task import Evaluation, TaskFactory
+from jingu.training.task import Evaluation, StatelessTask, TaskFactory
 
 
-class Pretraining:
+class Pretraining(StatelessTask):
     """The task of predicting the next token; with an encoder, the text that the objective removed from its input.
 
     Args:
@@ -115,10 +114,6 @@ class Pretraining:
 
     def end_step(self) -> dict[str, float]:
         """Return nothing: the loss terms say it all."""
-        return {}
-
-    def tensors(self) -> dict[str, TensorBlock]:
-        """Return nothing: only the model is trained."""
         return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu import __version__
+from jingu.checkpoint.memory_copies import MemoryCopies
 from jingu.compat.torch import raised_by_compiler
 from jingu.compat.torch_distributed import set_group_timeouts
 from jingu.config.batch_plan import BatchPlan
@@ -42,7 +43,14 @@ from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import COLLECTIVE_TIMEOUT, RankInfo, all_ranks_agree
 from jingu.runtime.signals import CollectiveStop
 from jingu.training.batch_transforms import to_device
-from jingu.training.checkpointing import Checkpointer, Progress, checkpoint_tensors, open_memory_copies, resume
+from jingu.training.checkpointing import (
+    Checkpointer,
+    GetTensors,
+    Progress,
+    checkpoint_tensors,
+    open_memory_copies,
+    resume,
+)
 from jingu.training.loop import DivergenceError, Trainer, WriteMetrics, train_loop
 from jingu.training.metrics import MetricsFile
 from jingu.training.optimizer import build_optimizer, optimizer_settings
@@ -95,9 +103,8 @@ def train_run(
     # 3. The newest checkpoint, or the initial weights.
     get_tensors = partial(_state_tensors, trainer)
     memory = open_memory_copies(run, ranks, get_tensors)
-    load = partial(resume, run, trainer.model, ranks, get_tensors, memory)
+    load = partial(_load_state, trainer, get_tensors, memory)
     progress = load()
-    trainer.model.synchronize_tied_weights()
     if on_model is not None:
         on_model(trainer.model)
 
@@ -137,6 +144,14 @@ def train_run(
                 progress = _roll_back(trainer, progress, load, error, write)
 
 
+def _load_state(trainer: Trainer, get_tensors: GetTensors, memory: MemoryCopies | None) -> Progress:
+    """Fill model, optimizer and task from the newest checkpoint, or with their initial state."""
+    progress = resume(trainer.run, trainer.model, trainer.ranks, get_tensors, memory)
+    trainer.model.synchronize_tied_weights()
+    trainer.task.load_state(progress.task)
+    return progress
+
+
 def _state_tensors(trainer: Trainer) -> dict[str, TensorBlock]:
     """Return all tensors of a checkpoint, by name."""
     return checkpoint_tensors(trainer.model, trainer.optimizer) | trainer.task.tensors()
@@ -154,7 +169,6 @@ def _roll_back(
     resumed = Progress()
     if trainer.run.config.train.on_divergence == "rollback" and scale >= MIN_LR_SCALE:
         resumed = load()
-        trainer.model.synchronize_tied_weights()
     if not resumed.step:
         write("divergence", diverged.step, action="stop")
         raise error

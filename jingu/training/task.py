@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.data.batch import Batch
+from jingu.errors import JinguError
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.training.run import Run
@@ -30,6 +31,10 @@ class Evaluation:
     samples: list[tuple[str, str]] = field(default_factory=list)
 
 
+class StepNotStartedError(JinguError):
+    """`Task.begin_step` failed on all ranks alike, before anything has changed: the state of the run can be saved."""
+
+
 class Task(Protocol):
     """Batches, their loss, and an evaluation. Every rank has one and calls its methods in the same order."""
 
@@ -38,6 +43,9 @@ class Task(Protocol):
 
         Args:
             plan: how the global batch is divided.
+
+        Raises:
+            StepNotStartedError: the step cannot start.
         """
 
     def batch(self, step: int, first: int, count: int) -> Batch:
@@ -67,6 +75,12 @@ class Task(Protocol):
     def tensors(self) -> dict[str, TensorBlock]:
         """Return what belongs to a checkpoint beside model and optimizer, by name: a second model that is trained."""
 
+    def state(self) -> Any:
+        """Return what else belongs to a checkpoint, as JSON, on the first rank. All ranks call it together."""
+
+    def load_state(self, state: Any) -> None:
+        """Continue from what `state` returned; None: from the beginning. All ranks call it."""
+
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Evaluate the model.
 
@@ -74,6 +88,20 @@ class Task(Protocol):
             micro_batch_size: rows of a forward pass on one rank.
             final: whether the run ends with this evaluation.
         """
+
+
+class StatelessTask:
+    """Base of tasks whose checkpoints hold nothing beside model and optimizer."""
+
+    def tensors(self) -> dict[str, TensorBlock]:
+        """Return nothing."""
+        return {}
+
+    def state(self) -> Any:
+        """Return nothing."""
+
+    def load_state(self, state: Any) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

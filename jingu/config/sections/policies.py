@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Discriminator, Field, model_validator
 
-from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings, default_type
+from jingu.config.sections.base import (
+    Description,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Settings,
+    default_type,
+)
 from jingu.config.sections.rewards import Reward
 
 Coefficient = Annotated[float, Field(ge=0)]
@@ -83,6 +91,56 @@ class EnvironmentSettings(Settings):
     timeout: AboveZero = 60.0
 
 
+class GenerationProcessesSettings(Settings):
+    """Processes that generate beside training, on the machine of the first rank: on GPUs that no rank uses, or else on
+    that of the first rank. They get the weights after each step.
+
+    Attributes:
+        staleness: Steps by which the weights that generate are older than those that are trained, always exactly so
+            many (but in the first steps); 0: training waits for each rollout.
+        processes: How many there are; each has a whole copy of the model.
+        threads: CPU threads of each; null: as many as the first rank has.
+        timeout: Seconds that the answers of a step may take.
+    """
+
+    type: Literal["processes"] = "processes"
+    staleness: NonNegative = 1
+    processes: Positive = 1
+    threads: Positive | None = None
+    timeout: AboveZero = 3600.0
+
+
+class GenerationServerSettings(Settings):
+    """A server that generates, with OpenAI's protocol, token ids and log-probabilities: `jingu serve`, or vLLM. It has
+    the model that the run starts from, and loads the run's adapter after each step from the run's folder, which it must
+    be able to read.
+
+    Attributes:
+        staleness: Steps by which the adapter that generates is older than the one that is trained, always exactly so
+            many (but in the first steps); 0: training waits for each rollout.
+        url: Address of the server, which ends in /v1.
+        api_key_file: File with the key that is sent as a bearer token; null: none.
+        timeout: Seconds that a request may take.
+        retries: Further attempts after a failure.
+        concurrency: Requests at a time, of one answer each.
+    """
+
+    type: Literal["server"] = "server"
+    staleness: NonNegative = 1
+    url: Annotated[str, Field(pattern=r"^https?://"), Description("an address such as http://localhost:8000/v1")] = (
+        "http://localhost:8000/v1"
+    )
+    api_key_file: PathText | None = None
+    timeout: AboveZero = 600.0
+    retries: NonNegative = 4
+    concurrency: Positive = 64
+
+
+Asynchronous = Annotated[
+    GenerationProcessesSettings | GenerationServerSettings, Discriminator("type"), default_type("processes")
+]
+
+
 class RolloutSettings(Settings):
     """Settings of every task that generates answers.
 
@@ -135,7 +193,8 @@ class PolicySettings(RolloutSettings):
         clip_low: The ratio counts down to 1 - clip_low.
         clip_high: The ratio counts up to 1 + clip_high.
         importance_cap: Truncate the weights that correct for differences between generation and training (Yao et al.,
-            2025); null: no correction.
+            2025); null: no correction. With `asynchronous` it is 2 by default.
+        asynchronous: What generates while training goes on; null: the ranks themselves, before they train.
     """
 
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
@@ -144,6 +203,20 @@ class PolicySettings(RolloutSettings):
     clip_low: Coefficient = 0.2
     clip_high: Coefficient = 0.28
     importance_cap: AboveZero | None = None
+    asynchronous: Asynchronous | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_staleness(cls, values: Any) -> Any:
+        """Set the default of `importance_cap` where old weights generate."""
+        if isinstance(values, dict) and values.get("asynchronous") is not None:
+            return {"importance_cap": 2.0, **values}
+        return values
+
+    @property
+    def staleness(self) -> int:
+        """Steps by which the weights that generate are older than those that are trained."""
+        return 0 if self.asynchronous is None else self.asynchronous.staleness
 
     @property
     def penalty(self) -> KlSettings | None:

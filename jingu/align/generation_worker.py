@@ -1,0 +1,112 @@
+"""A process that generates answers beside training: one JSON object a line.
+
+A line names a file of weights to load, or asks for a share of the answers of a step. The reply is {} or
+{"answers": [[PLACE, SAMPLE], ...]}; or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from jingu.align.environment import Environments
+from jingu.align.prompt_set import load_prompts
+from jingu.align.rollouts import Generator
+from jingu.config.schema import RunConfig
+from jingu.config.sections.policies import PolicySettings
+from jingu.errors import JinguError
+from jingu.infer.inference_model import InferenceModel
+from jingu.model.spec import ModelSpec
+from jingu.runtime.device import device_module, retain_freed_memory
+from jingu.text.tokenizer import Tokenizer
+from jingu.training.precision import choose_precision
+
+
+class GenerationWorker:
+    """Generates with the newest weights.
+
+    Args:
+        setup: configuration of the run, specification of its model, device and CPU threads.
+    """
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        config = RunConfig.model_validate_json(json.dumps(setup["config"]))
+        settings = config.task
+        assert isinstance(settings, PolicySettings)
+        self._spec = ModelSpec.model_validate_json(json.dumps(setup["spec"]))
+        self._device = torch.device(setup["device"])
+        torch.set_num_threads(setup["threads"])
+        if self._device.type == "cpu":
+            retain_freed_memory()
+        else:
+            device_module(self._device).set_device(self._device)
+        tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+        prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_)
+        environments = None if settings.environment is None else Environments(settings.environment)
+        precision = choose_precision(config.precision, self._device)
+        self._generator = Generator(prompts, settings, tokenizer, precision, config.seed, environments)
+        self._weights = ExitStack()
+        self._model: InferenceModel | None = None
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Load weights in the place of those before."""
+        self._model = None
+        self._weights.close()
+        tensors = load_file(path, device=str(self._device))
+        copy = self._generator.copy_of(self._spec, tensors.__getitem__, self._device.type)
+        self._model = self._weights.enter_context(copy)
+
+    @torch.no_grad()
+    def generate(self, step: int, share: tuple[int, int], greedy: bool) -> dict[str, Any]:
+        """Return a share of the answers of a step, or of the greedy ones."""
+        assert self._model is not None
+        prompts = self._generator.select(step)
+        return {"answers": self._generator.generate_share(self._model, prompts, share, step, greedy=greedy)}
+
+
+def _serve(lines: SimpleQueue[str]) -> None:
+    """Reply to requests until the process ends."""
+    # What a library prints must not get between the replies.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    worker: GenerationWorker | None = None
+    while True:
+        request = json.loads(lines.get())
+        reply: dict[str, Any] = {}
+        try:
+            worker = worker or GenerationWorker(request["setup"])
+            if "weights" in request:
+                worker.load(request["weights"])
+            else:
+                reply = worker.generate(request["step"], tuple(request["share"]), request["greedy"])
+        except JinguError as error:
+            reply = {"error": str(error).removesuffix(".")}
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Serve requests until the standard input ends, which ends a generation, too."""
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_serve, args=(lines,), daemon=True).start()
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

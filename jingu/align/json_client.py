@@ -1,0 +1,80 @@
+"""Requests to servers that answer in JSON, with retries."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jingu.errors import JinguError, pluralize
+from jingu.runtime.files import read_error
+
+T = TypeVar("T")
+# Answers with these codes may be others later; 4xx with other codes are not.
+_TEMPORARY = (408, 409, 425, 429)
+
+
+@dataclass(frozen=True)
+class JsonClient:
+    """Sends JSON to a server.
+
+    Attributes:
+        where: the setting that names the server.
+        timeout: seconds that a request may take.
+        retries: further attempts after a failure.
+        api_key_file: file with the key that is sent as a bearer token; None: none.
+    """
+
+    where: str
+    timeout: float
+    retries: int
+    api_key_file: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request. Raises JinguError if the key cannot be read."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_file is not None:
+            try:
+                key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise read_error(self.api_key_file, error) from error
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
+    def post(self, url: str, body: object, read: Callable[[bytes], T], what: str) -> T:
+        """Return what `read` finds in the reply to a request; try again after a failure.
+
+        Args:
+            what: that the server is asked for, for the error.
+
+        Raises:
+            JinguError: no attempt succeeded.
+        """
+        request = urllib.request.Request(url, json.dumps(body).encode(), self.headers())
+        for attempt in range(1 + self.retries):
+            # Wait 0, 1, 3, 7 seconds and so on.
+            time.sleep(min(2.0**attempt - 1.0, 30.0))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return read(reply.read())
+            except urllib.error.HTTPError as error:
+                failure = f"{error}: {error.read(2_000).decode(errors='replace')[:300]}"
+                if error.code < 500 and error.code not in _TEMPORARY:
+                    break
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                failure = f"{type(error).__name__}: {error}"
+        raise JinguError(
+            f"{url} gave no {what} in {pluralize(attempt + 1, 'attempt')} ({failure}).",
+            where=self.where,
+            fix="Start or correct the server, or raise timeout or retries; the run resumes from its checkpoint.",
+        )
+
+
+def read_json(content: bytes) -> Any:
+    """Return the value of a reply."""
+    return json.loads(content)

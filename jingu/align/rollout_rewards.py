@@ -1,0 +1,88 @@
+"""Rewards of the answers of a rollout, and the groups of answers to the same prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.align.prompt_set import Prompt
+from jingu.align.reward_list import Rewards
+from jingu.align.rollouts import ENVIRONMENT, Sample
+from jingu.errors import JinguError
+from jingu.runtime.ranks import gather_from_all
+from jingu.training.task import StepNotStartedError
+
+
+def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Rewards | None) -> list[Sample]:
+    """Return the samples with their rewards, on every rank. Every rank calls this.
+
+    Args:
+        prompts: all of the run.
+        rewards: of the first rank, which scores for all; None on the others.
+
+    Raises:
+        StepNotStartedError: a reward failed.
+    """
+    scores: dict[str, Any] = {}
+    if rewards is not None:
+        answers = [
+            {
+                **prompts[sample.row].columns,
+                "prompt": prompts[sample.row].text,
+                "completion": sample.text,
+                "completion_ids": sample.ids,
+                "prompt_ids": sample.prompt_ids,
+            }
+            for sample in samples
+        ]
+        try:
+            parts = rewards.score(answers)
+            scores = {"parts": parts, "totals": [rewards.total(values) for values in parts]}
+        except JinguError as error:
+            scores = describe_error(error)
+    scores = gather_from_all(scores)[0]
+    raise_error(scores)
+    return [
+        replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
+        for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
+    ]
+
+
+def describe_error(error: JinguError) -> dict[str, Any]:
+    """Return an error as JSON, for other ranks."""
+    return {"error": (error.what, str(error.where), error.fix)}
+
+
+def raise_error(value: dict[str, Any]) -> None:
+    """Raise the error that a value from another rank describes, if it does."""
+    if "error" in value:
+        what, where, fix = value["error"]
+        raise StepNotStartedError(what, where=where, fix=fix)
+
+
+def split_groups(samples: list[Sample], size: int) -> list[list[Sample]]:
+    """Return the answers to each prompt."""
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def is_dead(group: list[Sample]) -> bool:
+    """Whether nothing can be learned from a group: all of its rewards are equal."""
+    return len({sample.reward for sample in group} - {None}) <= 1
+
+
+def _add(first: float | None, second: float | None) -> float | None:
+    """Return the sum of what is a number; None if nothing is."""
+    values = [value for value in (first, second) if value is not None]
+    return math.fsum(values) if values else None
+
+
+def rewards_of(samples: list[Sample]) -> Tensor:
+    """Return the rewards, NaN where there is none."""
+    return torch.tensor(
+        [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
+    )
