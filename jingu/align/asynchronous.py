@@ -91,7 +91,7 @@ class AsynchronousRollouts:
         self._precision = generator.precision
         self._has_greedy = isinstance(settings, GrpoSettings) and settings.advantage == "remax"
         self._staleness = settings.staleness
-        source = settings.asynchronous
+        source = settings.generation_source
         # A server has the rest of the model.
         self._sends_adapters = isinstance(source, GenerationServerSettings)
         self._source: GenerationSource | None = None

@@ -85,7 +85,7 @@ def check_policy_run(run: Run) -> None:
 
 def _check_asynchronous(run: Run, settings: PolicySettings) -> None:
     """Raise JinguError for what cannot be generated beside training."""
-    source = settings.asynchronous
+    source = settings.generation_source
     if source is None:
         return
     is_server = isinstance(source, GenerationServerSettings)

@@ -101,7 +101,7 @@ class PolicyLearning:
         # The first rank scores for all.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
         self._asynchronous: AsynchronousRollouts | None = None
-        if settings.asynchronous is not None:
+        if settings.generation_source is not None:
             self._asynchronous = AsynchronousRollouts(run, self._generator, torch.device(mesh.device_type))
         self._row_attention: RowAttention | None = None
         if settings.exact:

@@ -91,6 +91,12 @@ class EnvironmentSettings(Settings):
     timeout: AboveZero = 60.0
 
 
+class SynchronousSettings(Settings):
+    """The ranks generate the answers of a step before they train on them."""
+
+    type: Literal["none"] = "none"
+
+
 class GenerationProcessesSettings(Settings):
     """Processes that generate beside training, on the machine of the first rank: on GPUs that no rank uses, or else on
     that of the first rank. They get the weights after each step.
@@ -137,7 +143,9 @@ class GenerationServerSettings(Settings):
 
 
 Asynchronous = Annotated[
-    GenerationProcessesSettings | GenerationServerSettings, Discriminator("type"), default_type("processes")
+    SynchronousSettings | GenerationProcessesSettings | GenerationServerSettings,
+    Discriminator("type"),
+    default_type("processes"),
 ]
 
 
@@ -194,7 +202,7 @@ class PolicySettings(RolloutSettings):
         clip_high: The ratio counts up to 1 + clip_high.
         importance_cap: Truncate the weights that correct for differences between generation and training (Yao et al.,
             2025); null: no correction. With `asynchronous` it is 2 by default.
-        asynchronous: What generates while training goes on; null: the ranks themselves, before they train.
+        asynchronous: What generates while training goes on.
     """
 
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
@@ -203,20 +211,26 @@ class PolicySettings(RolloutSettings):
     clip_low: Coefficient = 0.2
     clip_high: Coefficient = 0.28
     importance_cap: AboveZero | None = None
-    asynchronous: Asynchronous | None = None
+    asynchronous: Asynchronous = SynchronousSettings()
 
     @model_validator(mode="before")
     @classmethod
     def _correct_staleness(cls, values: Any) -> Any:
         """Set the default of `importance_cap` where old weights generate."""
-        if isinstance(values, dict) and values.get("asynchronous") is not None:
+        asynchronous = values.get("asynchronous") if isinstance(values, dict) else None
+        if isinstance(asynchronous, dict) and asynchronous.get("type") != "none":
             return {"importance_cap": 2.0, **values}
         return values
 
     @property
     def staleness(self) -> int:
         """Steps by which the weights that generate are older than those that are trained."""
-        return 0 if self.asynchronous is None else self.asynchronous.staleness
+        return 0 if self.generation_source is None else self.generation_source.staleness
+
+    @property
+    def generation_source(self) -> GenerationProcessesSettings | GenerationServerSettings | None:
+        """What generates beside training; None: nothing does."""
+        return None if isinstance(self.asynchronous, SynchronousSettings) else self.asynchronous
 
     @property
     def penalty(self) -> KlSettings | None:
