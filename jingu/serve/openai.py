@@ -97,6 +97,8 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
         raise bad_request("`max_tokens` of 0 requires `echo`, and cannot be streamed", "max_tokens")
     if body.echo and body.stream and body.logprobs is not None:
         raise bad_request("`echo` with `logprobs` cannot be streamed", "echo")
+    if body.return_token_ids and (body.stream or body.echo):
+        raise bad_request("`return_token_ids` cannot be streamed, nor combined with `echo`", "return_token_ids")
     prompts = await _encode_prompts(body.prompt, service, "prompt")
     requests = [
         build_engine_request(
@@ -128,7 +130,7 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
     async def collect() -> Any:
         choices: list[dict[str, Any]] = []
         # Choices are numbered through all prompts.
-        for echo, answers in zip(echoes, await handle.collect(), strict=True):
+        for prompt, echo, answers in zip(prompts, echoes, await handle.collect(), strict=True):
             for answer in best_first(answers)[:n] if best_of else answers:
                 if body.max_tokens == 0:
                     handle.stats.generated_tokens = 0
@@ -137,8 +139,13 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
                 logprobs = None
                 if body.logprobs is not None:
                     # The engine returns the prompt's log-probabilities with the first answer.
-                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *_text_tokens(answer)], service)
-                choices.append(_format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason))
+                    tokens = answer.tokens if body.return_token_ids else _text_tokens(answer)
+                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service)
+                choice = _format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason)
+                if body.return_token_ids:
+                    # As vLLM does: with the end token, of which there is a log-probability then, too.
+                    choice |= {"token_ids": [token.id for token in answer.tokens], "prompt_token_ids": prompt}
+                choices.append(choice)
         return {**head, "choices": choices, "usage": format_usage(handle.stats)}
 
     return await respond_once(request, handle, collect())

@@ -297,6 +297,7 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=16)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
     suffix: str | None = None
 
 
