@@ -21,6 +21,8 @@ TITLES = {
     "convert": "Import and export compared with cp: a Hugging Face folder of half a gigabyte (target: at least 0.5)",
     "planning": "Planner compared with published runs: errors of step time and memory (targets: 9% vTrain over several"
     " nodes, 8% on one, 7% llm-foundry, 15% mixtures; library alone 15%; memory 5%, worst 12%)",
+    "plan_runs": "Runs on four CPU ranks, planned before they start (targets: median error 10% after doctor, 5%"
+    " after 20 steps of calibration)",
     "pipeline_bubble": "Pipeline bubble (target: 1f1b at most 1.05, schedules with split backward passes half of it)",
     "offload": "Master weights and optimizer state on disk compared with memory"
     " (a Llama of 12 × 1024, 512 tokens per step)",

@@ -201,6 +201,7 @@ def doctor(folder: Path | None = None, machine: Path | None = None) -> int:
         0 if all checks pass, else 2; `failing_nodes.txt` then has the names of the nodes.
     """
     from jingu.launch.network import check_network
+    from jingu.launch.rank_speed import measure_rank_speed
     from jingu.runtime.ranks import gather_from_all, is_launched, join_process_group
 
     folder = folder or Path("runs")
@@ -212,6 +213,8 @@ def doctor(folder: Path | None = None, machine: Path | None = None) -> int:
         results = [run_check(name, folder) for name in CHECKS] if is_leader else []
         everywhere = gather_from_all([host, results])
         network, figures = check_network(ranks, folder)
+        if machine is not None and ranks.device.type == "cpu":
+            figures |= measure_rank_speed(ranks)
         by_host = {name: [*results, *network[name]] for name, results in everywhere if results}
         compare_nodes(by_host)
         return _conclude(by_host, figures, machine) if ranks.is_first else int(any_failed(by_host)) * 2

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jingu.config.strict_yaml import parse_yaml
 from jingu.errors import JinguError
 from jingu.runtime.device import device_module, device_name, find_device_type, measure_peak_flops, total_memory
+from jingu.runtime.gpus import num_usable_cores
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -68,6 +69,7 @@ class Machine(_Part):
         watts: of a card under load.
         gpus_per_node: cards of a node.
         is_shared: whether the ranks of a node share one device, as they do on CPUs.
+        cores: of a node of such a machine; None: as many as its ranks.
         interval: measured over planned seconds, of which 8 of 10 logged steps lie between these two; of calibration.
     """
 
@@ -84,6 +86,7 @@ class Machine(_Part):
     watts: Positive = 400.0
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
     is_shared: bool = False
+    cores: Annotated[int, Field(ge=1)] | None = None
     efficiency: Efficiency = Efficiency()
     interval: tuple[Positive, Positive] | None = None
 
@@ -91,6 +94,11 @@ class Machine(_Part):
     def usable_bytes(self) -> float:
         """Bytes of a card that tensors can use: without the context of the driver, and fragments."""
         return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
+
+    @property
+    def ranks_per_core(self) -> float:
+        """Ranks that share a core, at least one: while some of them wait, the others compute faster."""
+        return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
 
     def with_nodes(self, gpus_per_node: int) -> Machine:
         """Return the machine with another number of cards in a node; ranks on a CPU share what it has."""
@@ -176,6 +184,7 @@ def nominal_machine(device: torch.device) -> Machine:
             nic_gbs=1.0,
             gpus_per_node=1,
             is_shared=True,
+            cores=num_usable_cores(),
             efficiency=Efficiency(half_gflop=0.01, kernel_us=5.0),
         )
     # A card that the library does not name is taken to be a common one.
@@ -217,7 +226,8 @@ def measure_machine() -> Machine:
         link_gbs=memory / 4,
         nic_gbs=1.0,
         gpus_per_node=max(1, torch.accelerator.device_count()),
-        is_shared=device.type == "cpu",
+        is_shared=not is_card,
+        cores=None if is_card else num_usable_cores(),
         efficiency=Efficiency(half_gflop=0.01, kernel_us=max(kernel * 1e6, 0.5)),
     )
 

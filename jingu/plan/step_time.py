@@ -22,6 +22,8 @@ TERMS = (
     *("matmuls", "attention", "elementwise", "launch", "tensor", "context", "expert", "data", "pipeline"),
     *("bubble", "optimizer"),
 )
+# Terms of a whole step; the others are sums over micro-batches.
+_STEP_TERMS = ("data", "pipeline", "bubble", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,11 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     if soft.overlaps_experts:
         computing = terms["matmuls"] + terms["attention"]
         terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
-    # The host launches kernels while the card computes: the slower of them counts.
+    # The host launches kernels while the card computes, and the slower of them counts. A CPU is both.
     kernels = soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)
     launch = kernels * (2 * passes - 1) + calls * (sizes.tensor > 1)
-    terms["launch"] = max(0.0, launch * machine.efficiency.kernel_us * 1e-6 - sum(terms.values()))
+    seconds = launch * machine.efficiency.kernel_us * 1e-6
+    terms["launch"] = seconds if machine.is_shared else max(0.0, seconds - sum(terms.values()))
     return terms, 1 / (3.0 + full)
 
 
@@ -285,7 +288,24 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
         others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
         others -= time.forward + time.backward
         terms["bubble"] = idle_share(work) * (others + (ranks - 1) * travel)
+        if machine.ranks_per_core > 1:
+            _share_cores(terms, times, work, machine)
     return terms
+
+
+def _share_cores(
+    terms: dict[str, float], times: list[tuple[Stage, StageTime]], work: Workload, machine: Machine
+) -> None:
+    """Change the terms of a pipeline's slowest rank where ranks share cores: who computes while others wait is faster.
+
+    A step takes as long as the work of all ranks on all cores, or as its longest path with a core for each rank.
+    """
+    computing = [term for term in TERMS if term not in _STEP_TERMS]
+    path = (sum(terms[term] for term in computing) + terms["bubble"]) / machine.ranks_per_core
+    for term in computing:
+        mean = sum(stage.count * time.terms[term] for stage, time in times) / work.sizes.pipeline
+        terms[term] = mean * work.accumulation
+    terms["bubble"] = max(0.0, path - sum(terms[term] for term in computing))
 
 
 def boundary_seconds(work: Workload, machine: Machine) -> float:

@@ -33,7 +33,7 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
         JinguError: a run has no logged steps, or generates answers; or the file cannot be written.
     """
     base = find_machine(on)
-    measurements = [_read_run(run, base) for run in runs]
+    measurements = [read_run(run, base) for run in runs]
     efficiency = fit_efficiency(measurements, base.efficiency)
     before = prediction_errors(measurements, base.efficiency)
     after = prediction_errors(measurements, efficiency)
@@ -56,7 +56,7 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
     print(f"Use it with --on {to}.")
 
 
-def _read_run(run: Path, machine: Machine) -> Measurement:
+def read_run(run: Path, machine: Machine) -> Measurement:
     """Return the median step of a run."""
     config = load_stored_config(run / "config.yaml")
     if isinstance(config.task, PolicySettings):

@@ -12,7 +12,7 @@ from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.machine import Efficiency, find_machine
-from jingu.plan.step_time import StageTime, step_time
+from jingu.plan.step_time import StageTime, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
@@ -104,6 +104,19 @@ def test_ranks_of_a_pipeline_have_stages_of_their_own() -> None:
     assert sum(stage.num_blocks for stage in work.rank_stages) == 32
     # Equal ones are one, of which the first counts.
     assert sum(stage.count for stage in work.stages) == 4 and len(work.stages) == 3
+
+
+def test_ranks_that_wait_leave_their_cores_to_others() -> None:
+    """Two stages on one core take as long as the work of both; on a core each, as long as the bubble says."""
+    work = make_work("1f1b", 2, 4)
+    alone = MACHINE.model_copy(update={"is_shared": True, "gpus_per_node": 2, "cores": 2})
+    crowded = alone.model_copy(update={"cores": 1})
+    free, shared = step_time(work, alone), step_time(work, crowded)
+    assert free["bubble"] > 0 and shared["bubble"] == 0
+    times = [(stage, stage_time(work, stage, crowded)) for stage in work.stages]
+    both = sum(stage.count * (time.forward + time.backward) for stage, time in times)
+    others = ("data", "pipeline", "bubble", "optimizer")
+    assert sum(value for term, value in shared.items() if term not in others) == pytest.approx(4 * both / 2)
 
 
 def test_tokens_travel_once_to_each_node_that_has_their_experts() -> None:

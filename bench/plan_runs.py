@@ -1,0 +1,138 @@
+"""Three real runs on four CPU ranks, planned before they start: plan and actual by term, before and after calibration.
+
+`doctor` measures the machine with as many ranks as the runs have, all computing at once, since they share its cores.
+Then each run is planned, and trains. The first steps calibrate the plan, the later ones are compared with it. Gaps of a
+tenth of a step or more are attributed to their terms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jingu.plan.calibration import Measurement, fit_efficiency
+from jingu.plan.machine import find_machine
+from jingu.training.plan_calibrate import read_run
+
+RANKS = 4
+# Logged steps that calibrate, and those that are compared.
+CALIBRATING, COMPARED = 20, 10
+GAP = 0.1
+SHAPE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8}
+EXPERTS = {"type": "experts", "num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 512}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor 2 × pipeline 2": ("llama", {"tensor": 2, "pipeline": 2}),
+    "ZeRO 3": ("llama", {"zero_stage": 3}),
+    "mixture, experts over 4 ranks": ("mixtral", {"expert": 4}),
+}
+
+
+def run_file(family: str, parallel: dict[str, Any], steps: int, shape: dict[str, int]) -> dict[str, Any]:
+    """Return the settings of a run."""
+    model: dict[str, Any] = {"family": family, **shape}
+    if family == "mixtral":
+        model["feed_forward"] = {**EXPERTS, "intermediate_size": shape["hidden_size"]}
+    return {
+        "tokenizer": {"path": "tokenizer", "vocab_size": 2048, "sample_bytes": 1_000_000},
+        "data": {
+            "input": "text",
+            "path": "data",
+            "suffixes": [".py"],
+            "validation_fraction": 0.01,
+            "invalid_utf8": "skip",
+        },
+        "model": model,
+        "parallel": parallel,
+        "batch": {"sequence_length": 256, "global_batch_size": 16, "micro_batch_size": 4},
+        "train": {"steps": steps, "compile": False, "log_every": 1},
+        "precision": {"type": "fp32"},
+        "device": {"type": "cpu"},
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 0},
+    }
+
+
+def jingu(folder: Path, *words: str, launched: bool = False) -> str:
+    """Run `jingu WORDS...` in a folder, on all ranks if it is launched; return what it prints."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m"] if launched else ["-m"]
+    # Threads are those of training: the cores, divided over the ranks.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    result = subprocess.run(
+        [sys.executable, *start, "jingu", *words], cwd=folder, capture_output=True, text=True, env=clean, check=False
+    )
+    # A plan that does not fit ends with 1; so does torchrun when a check fails.
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"jingu {' '.join(words)}:\n{result.stderr[-3000:]}")
+    return result.stdout
+
+
+def compare_terms(planned: Mapping[str, float], actual: Mapping[str, float], step: float) -> list[str]:
+    """Return rows of a table: each term as planned and as measured, and their gap as a share of the step."""
+    rows = []
+    for term in {**planned, **actual}:
+        before, after = planned.get(term, 0.0), actual.get(term, 0.0)
+        gap = (before - after) / step
+        if max(before, after) >= 0.005 * step:
+            mark = "**" * (abs(gap) >= GAP)
+            rows.append(f"| {term} | {before:.3f} | {after:.3f} | {mark}{gap:+.1%}{mark} |")
+    return rows
+
+
+def calibrated_error(measurement: Measurement, steps: int) -> tuple[float, float]:
+    """Return the errors of the plan on the later steps: before, and after calibration with the first ones."""
+    first = replace(measurement, logged=measurement.logged[:steps], seconds=median(measurement.logged[:steps]))
+    seconds = median(measurement.logged[steps:])
+    start = measurement.machine.efficiency
+    plans = (measurement.planned(efficiency) for efficiency in (start, fit_efficiency([first], start)))
+    before, after = (sum(plan.values()) / seconds - 1 for plan in plans)
+    return before, after
+
+
+def run(argument: str = "") -> str:
+    """Return plan and actual of each run as tables."""
+    from examples.quickstart import collect
+
+    is_tiny = argument == "tiny"
+    calibrating, compared = (3, 2) if is_tiny else (CALIBRATING, COMPARED)
+    shape = {"num_layers": 4, "hidden_size": 128, "num_heads": 4} if is_tiny else SHAPE
+    tables, summary = [], ["| run | plan, s | actual, s | error | after calibration |", "|---|---|---|---|---|"]
+    errors = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        collect(folder / "text")
+        # 1. The machine, as four ranks find it.
+        table = jingu(folder, "doctor", "--machine", "machine.yaml", launched=True)
+        if not (folder / "machine.yaml").exists():
+            raise RuntimeError(f"doctor has not written the machine:\n{table}")
+        machine = find_machine(str(folder / "machine.yaml"))
+        for number, (title, (family, parallel)) in enumerate(RUNS.items()):
+            # The first logged step is left out: it warms up.
+            settings = {"name": f"run{number}"} | run_file(family, parallel, calibrating + compared + 1, shape)
+            (folder / "run.yaml").write_text(json.dumps(settings), encoding="utf-8")
+            if not number:
+                jingu(folder, "tokenizer", "train", "run.yaml")
+                jingu(folder, "data", "build", "run.yaml")
+            # 2. The plan, before the run.
+            words = ("--on", "machine.yaml", "--gpus", str(RANKS), "--json")
+            plan = json.loads(jingu(folder, "plan", "run.yaml", *words))
+            # 3. The run.
+            jingu(folder, "train", "run.yaml", "--processes", str(RANKS))
+            lines = (folder / "runs" / f"run{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            actual = next(line for line in map(json.loads, reversed(lines)) if line["type"] == "plan")
+            step = actual["actual_seconds"]
+            error, after = calibrated_error(read_run(folder / "runs" / f"run{number}", machine), calibrating)
+            errors.append((abs(error), abs(after)))
+            summary.append(f"| {title} | {plan['step_seconds']:.3f} | {step:.3f} | {error:+.1%} | {after:+.1%} |")
+            tables += [f"\n{title} ({plan['layout']}):\n", "| term | plan, s | actual, s | gap, of the step |"]
+            tables += ["|---|---|---|---|", *compare_terms(plan["seconds"], actual["actual"], step)]
+    before, after = (median(pair[number] for pair in errors) for number in (0, 1))
+    summary.append(f"\nMedian error: {before:.1%} after doctor, {after:.1%} after calibration.")
+    return "\n".join([*summary, *tables])
