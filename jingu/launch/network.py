@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from jingu.errors import join_words
 from jingu.launch.doctor import CLOCK_SECONDS, MESSAGE_BYTES, find_slow
-from jingu.runtime.ranks import RankInfo, all_ranks_agree, broadcast_from_first, gather_from_all
+from jingu.runtime.ranks import RankInfo, all_ranks_agree, find_ranks_that_share, gather_from_all
 
 _TRIALS = 3
 # Rounds in which each node is paired with another one: two show which of a slow pair is at fault.
@@ -49,14 +49,7 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
         text = f"no address is known for {missing}; add it to /etc/hosts" if missing else "all nodes have addresses"
         add(name, "names of nodes", not missing, text)
     # 3. A file that the first rank renames must be visible on every node.
-    path = folder / f".doctor-{broadcast_from_first(time.time_ns())}"
-    if ranks.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".partial").write_bytes(b"")
-        path.with_suffix(".partial").rename(path)
-    all_ranks_agree(True)
-    is_visible = gather_from_all(path.exists())
-    path.unlink(missing_ok=True)
+    is_visible = find_ranks_that_share(folder)
     for name, leader in zip(names, leaders, strict=True):
         text = f"{folder} is shared" if is_visible[leader] else f"{folder} is not the folder of {names[0]}; share it"
         add(name, "shared folder", is_visible[leader], text)

@@ -26,7 +26,7 @@ from pathlib import Path
 from jingu.errors import JinguError, pluralize
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
 from jingu.runtime.gpus import visible_devices
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED
+from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED, LAUNCHER_PIPE
 
 # Precedes the line in which a node describes itself; a login shell may print something before.
 HELLO = "jingu-node "
@@ -73,6 +73,17 @@ def free_port() -> int:
             return port
 
 
+def _check_port(port: int) -> None:
+    """Raise JinguError if another process listens on the port where the nodes meet."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            what = f"the ranks cannot meet at port {port} ({error.strerror})."
+            raise JinguError(what, where=socket.gethostname(), fix="Start again, at another port.") from error
+
+
 def _find_master(start: Start) -> tuple[str, int]:
     """Return where the nodes meet, from what the cluster sets."""
     address, port = start.master
@@ -113,12 +124,16 @@ def find_interface(address: str) -> str:
 
 def run_node(start: Start, node_rank: int) -> int:
     """Run the ranks of this node to their end. Returns the exit code of the command."""
+    # A warning for each connection whose other end has no name, which nothing here needs.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     address, port = start.master
+    if node_rank == 0:
+        _check_port(port)
     slots = start.slots[node_rank]
     os.environ.update(start.environment)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -140,7 +155,9 @@ def run_node(start: Start, node_rank: int) -> int:
         descriptor = os.memfd_create("config")
         os.write(descriptor, start.config.encode())
         words = [word.replace("{config}", f"/proc/{os.getpid()}/fd/{descriptor}") for word in words]
-    # 3. torchrun's engine. Where nodes may be lost, they find each other again.
+    # 3. The ranks stop when this process is killed, which closes a pipe.
+    os.environ[LAUNCHER_PIPE] = f"/proc/{os.getpid()}/fd/{os.pipe()[0]}"
+    # 4. torchrun's engine. Where nodes may be lost, they find each other again.
     is_elastic = start.min_nodes < len(start.slots)
     config = LaunchConfig(
         min_nodes=start.min_nodes,
@@ -157,6 +174,10 @@ def run_node(start: Start, node_rank: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "jingu", *words)
     except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                print(f"jingu: rank {rank} on {socket.gethostname()} was killed by {name}.", file=sys.stderr)
         return combine_codes([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -194,10 +215,19 @@ def _obey_file(path: Path) -> None:
                 os.kill(os.getpid(), int(number))
 
 
+def _read_start(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        what = f"{path} is not here ({error.strerror}): the node has another folder of this name."
+        fix = "Share the folder with all nodes (NFS, for example), and start from there."
+        raise JinguError(what, where=f"{socket.gethostname()}:{Path.cwd()}", fix=fix) from error
+
+
 def main(words: list[str]) -> int:
     """Run this node: of a start that comes from the input, from a file, beside the number of the node (pdsh), or from
     a variable (Slurm, a container)."""
-    text = Path(words[0]).read_text(encoding="utf-8") if words else os.environ.pop(START_VARIABLE, None)
+    text = _read_start(Path(words[0])) if words else os.environ.pop(START_VARIABLE, None)
     if text is not None:
         start = Start.from_json(text)
         if start.versions:

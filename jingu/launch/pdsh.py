@@ -31,6 +31,9 @@ FOLDER = Path("pdsh")
 # How pdsh announces that a node has failed, and the code of a host that ssh does not reach.
 _FAILURE = re.compile(r"pdsh@.*: (\S+): \S+ exited with exit code (\d+)")
 _UNREACHABLE = 255
+# Of these failures the reason is known: a node that is not reached, or that has explained an error.
+_EXPLAINED = (2, _UNREACHABLE)
+_EXPLAINED_SECONDS = 3.0
 
 
 def launch_pdsh(
@@ -114,7 +117,8 @@ def _wait(process: subprocess.Popen[str], signals: Path, failures: dict[str, int
             with signals.open("a", encoding="utf-8") as file:
                 file.write(f"{pending_signals.pop(0)}\n")
         if deadline is None and failures:
-            deadline = time.monotonic() + GRACE_SECONDS
+            is_explained = any(code in _EXPLAINED for code in failures.values())
+            deadline = time.monotonic() + (_EXPLAINED_SECONDS if is_explained else GRACE_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             return
         with suppress(subprocess.TimeoutExpired):

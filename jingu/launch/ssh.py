@@ -22,11 +22,13 @@ from jingu.launch.start import Start, check_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
 # How long a node may take to answer.
-CONNECT_SECONDS = 8
+CONNECT_SECONDS = 6
 _ANSWER_SECONDS = 30
 # Time for the ranks of other nodes to exit by themselves after those of one node have failed.
 GRACE_SECONDS = 15.0
 POLL_SECONDS = 0.1
+# The exit code of ssh's own failures, and where the program was killed.
+_SSH_FAILURE = 255
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15")
 
 
@@ -43,6 +45,7 @@ class NodeConnection:
         self.description: dict[str, Any] = {}
         self._lines: list[str] = []
         self._answered = threading.Event()
+        self._is_lost = False
         # In a process group of its own, so that Ctrl-C reaches the node as a signal, and only once.
         self.process = subprocess.Popen(
             [*_SSH, *options, node.host, command],
@@ -77,8 +80,7 @@ class NodeConnection:
         reason = next((line for line in reversed(self._lines) if line), "it does not answer")
         what = f"jingu does not start there ({reason.rstrip('.')})."
         fix = "Every node needs this folder, and this Python with jingu, under the same paths."
-        # ssh's own failures have this code.
-        if self.process.poll() in (255, None):
+        if self.process.poll() in (_SSH_FAILURE, None):
             what = f"the host cannot be reached by ssh ({reason.rstrip('.')})."
             fix = f"`ssh {self.node.host} true` must work without a password; or leave it out with --exclude."
         raise JinguError(what, where=self.node.host, fix=fix)
@@ -89,6 +91,13 @@ class NodeConnection:
         with suppress(OSError, ValueError):
             self.process.stdin.write(f"{line}\n")
             self.process.stdin.flush()
+
+    def announce_loss(self, code: int | None) -> None:
+        """Say once that the node is lost, which it cannot say itself."""
+        if code == _SSH_FAILURE and not self._is_lost:
+            self._is_lost = True
+            text = "the connection has ended, or the node process was killed; its ranks stop."
+            print(f"jingu: {self.node.host}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the node process, which ends its ranks first."""
@@ -168,6 +177,8 @@ def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending
             for connection in connections:
                 connection.send(str(number))
         codes = [connection.process.poll() for connection in connections]
+        for connection, code in zip(connections, codes, strict=True):
+            connection.announce_loss(code)
         if None not in codes:
             break
         failed = sum(code not in (None, 0) for code in codes)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jingu import __version__
-from jingu.config.load import dump_yaml, load_config, load_stages
 from jingu.errors import JinguError, join_words
 from jingu.launch.hosts import read_environment
 
@@ -94,6 +93,8 @@ def strip_separator(words: Sequence[str]) -> list[str]:
 
 def _read_file(words: list[str]) -> tuple[list[str], str, str | None]:
     """Load the file of a run or of stages. Returns the words with `{config}` in its place, its name, and its text."""
+    from jingu.config.load import dump_yaml, load_config, load_stages  # a node needs no schema to answer
+
     overrides = [word for word in words[1:] if _OVERRIDE.fullmatch(word)]
     plain = [word for word in words[1:] if not word.startswith("-") and word not in overrides]
     file = next((word for word in plain if word.endswith(_SUFFIXES)), next(iter(plain), None))

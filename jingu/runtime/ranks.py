@@ -13,11 +13,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,6 +255,21 @@ def gather_from_all(value: Any) -> list[Any]:
     buffers = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
     dist.all_gather(buffers, torch.nn.functional.pad(text, (0, len(buffers[0]) - len(text))))
     return [json.loads(bytes(buffer[: int(size)].tolist())) for buffer, size in zip(buffers, sizes, strict=True)]
+
+
+def find_ranks_that_share(folder: Path) -> list[bool]:
+    """Return which ranks see a file that the first one renames in a folder; every rank calls this."""
+    path = folder / f".shared-{broadcast_from_first(time.time_ns())}"
+    if dist.get_rank() == 0:
+        # Of a folder that cannot be written, its own checks tell more.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".partial").write_bytes(b"")
+            path.with_suffix(".partial").rename(path)
+    all_ranks_agree(True)
+    shared = gather_from_all(path.exists())
+    path.unlink(missing_ok=True)
+    return shared
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:

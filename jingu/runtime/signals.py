@@ -1,4 +1,7 @@
-"""Handle Ctrl-C, SIGTERM and SIGUSR1 as a request to stop: the loop finishes its step, saves, and exits."""
+"""Handle Ctrl-C, SIGTERM and SIGUSR1 as a request to stop: the loop finishes its step, saves, and exits.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
-from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
 
 # Exit code after Ctrl-C; the run was saved.
 EXIT_INTERRUPTED = 130
@@ -24,7 +22,7 @@ EXIT_PREEMPTED = 75
 EXIT_STALLED = 70
 REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Environment variable with the descriptor of a pipe whose other end only the launcher of the ranks has.
+# Environment variable with the descriptor, or the path, of a pipe whose other end only the launcher of the ranks has.
 LAUNCHER_PIPE = "JINGU_LAUNCHER_PIPE"
 
 
@@ -69,7 +67,10 @@ def stop_with_launcher() -> None:
         return
 
     def watch() -> None:
-        os.read(int(descriptor), 1)  # returns when the other end is closed
+        # The path is gone if the launcher is.
+        with contextlib.suppress(FileNotFoundError):
+            pipe = os.open(descriptor, os.O_RDONLY) if descriptor.startswith("/") else int(descriptor)
+            os.read(pipe, 1)  # returns when the other end is closed
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -112,55 +113,3 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
 
     with handle_signals(press, signal.SIGINT):
         yield lambda: pressed
-
-
-class StopDecision(NamedTuple):
-    """What all ranks agree on at a step."""
-
-    # Exit code with which to stop; 0: continue.
-    stop: int
-    # Whether some rank wants to save.
-    save: bool
-    # Whether some rank is still saving.
-    busy: bool
-
-
-class CollectiveStop:
-    """Makes all ranks stop (or save) at the same step, whichever of them received the signal.
-
-    The all-reduce of one step runs in the background and is read at the next step, so that no step waits for it.
-    """
-
-    def __init__(self, request: StopRequest, world: int) -> None:
-        self._request = request
-        self._world = world
-        self._flags = torch.zeros(3, dtype=torch.int32)
-        self._work: dist.Work | None = None
-        # Exit code with which all ranks stop; 0: they continue.
-        self.code = 0
-
-    def ask(self, save: bool = False, busy: bool = False) -> StopDecision:
-        """Return what all ranks agreed on. Every rank must call this once a step."""
-        agreed = own = [self._request.code, int(save), int(busy)]
-        if self._world > 1:
-            if self._work is not None:
-                self._work.wait()
-            agreed = self._flags.tolist()
-            self._flags = torch.tensor(own, dtype=torch.int32)
-            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
-        self.code = agreed[0]
-        return StopDecision(agreed[0], bool(agreed[1]), bool(agreed[2]))
-
-    def settle(self, limit: timedelta | None = None) -> None:
-        """Wait for the all-reduce in flight; call this before leaving the group.
-
-        Args:
-            limit: give up after this time, because another rank may have failed; None: wait for it.
-        """
-        work = self._work
-        self._work = None
-        if work is not None and limit is not None:
-            with contextlib.suppress(RuntimeError):
-                work.wait(limit)
-        elif work is not None:
-            work.wait()

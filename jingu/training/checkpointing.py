@@ -34,9 +34,9 @@ from jingu.errors import JinguError
 from jingu.model.adapter_layers import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
+from jingu.runtime.collective_stop import StopDecision
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, broadcast_from_first, gather_from_all, wait_until_all_done
-from jingu.runtime.signals import StopDecision
 from jingu.training.initialize import load_initial_weights
 from jingu.training.optimizer import QUANTIZATION_BLOCK, QUANTIZATION_SCALES, REPLICATED_STATE, named_optimizer_state
 from jingu.training.precision import LossScale, initial_loss_scale

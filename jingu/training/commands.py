@@ -18,9 +18,10 @@ from jingu.config.explain import closest_match
 from jingu.config.introspect import all_keys
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
-from jingu.errors import JinguError, pluralize
+from jingu.errors import JinguError, join_words, pluralize
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
+from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import find_device_type
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
@@ -29,10 +30,12 @@ from jingu.runtime.ranks import (
     RankInfo,
     all_ranks_agree,
     check_equal_on_all_ranks,
+    find_ranks_that_share,
+    gather_from_all,
     is_launched,
     join_process_group,
 )
-from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from jingu.runtime.signals import StopRequest, catch_stop_signals
 from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
@@ -136,6 +139,8 @@ def train_on_rank(
             error = caught
         if not all_ranks_agree(error is None):
             raise error or SystemExit(2)
+        if config.checkpoint.url is None:
+            _check_folder_is_shared(run.folder, ranks)
         stack.enter_context(log_to_folder(run.folder / "log", ranks))
         for note in ranks.notes:
             log_info(note)
@@ -155,6 +160,19 @@ def train_on_rank(
 
         is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
         return 0 if is_complete else stop.code
+
+
+def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
+    """Raise JinguError on every rank if the folder, in which each rank writes its part of checkpoints, is not one."""
+    if ranks.world == 1:
+        return
+    is_shared = find_ranks_that_share(folder)
+    hosts = gather_from_all(ranks.host)
+    others = list(dict.fromkeys(host for host, own in zip(hosts, is_shared, strict=True) if not own))
+    if others:
+        what = f"the run's folder on {hosts[0]} is not shared with {join_words(others, 'and')}."
+        fix = "Set runs_dir to a folder that all nodes share (NFS, for example), or checkpoint.url to a bucket."
+        raise JinguError(what, where=folder, fix=fix)
 
 
 def _describe_start(config: RunConfig, resume_options: ResumeOptions | None) -> dict[str, object]:

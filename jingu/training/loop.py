@@ -18,10 +18,10 @@ from jingu.errors import JinguError, pluralize
 from jingu.evaluate.smooth_measures import TASKS_PREFIX, describe
 from jingu.formatting import format_duration, format_rounded
 from jingu.parallel.pipeline import ParallelModel
+from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import peak_memory
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo
-from jingu.runtime.signals import CollectiveStop
 from jingu.training.checkpointing import Checkpointer, Progress
 from jingu.training.evaluate import measure_tasks
 from jingu.training.optimizer import set_learning_rate

@@ -38,10 +38,10 @@ from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.plan.forecast import estimate_memory, require_memory
+from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import has_compiler, is_out_of_memory, measure_peak_flops, total_memory
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import COLLECTIVE_TIMEOUT, RankInfo, all_ranks_agree
-from jingu.runtime.signals import CollectiveStop
 from jingu.training.batch_transforms import to_device
 from jingu.training.checkpointing import (
     Checkpointer,

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from jingu.compat.torch_distributed import process_groups, recorded_collectives
@@ -34,6 +35,8 @@ from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, SLO
 REPORTED_CALLS = 200
 # The thread looks for commands so often, in seconds.
 _POLL_SECONDS = 0.5
+# Ranks of a busy machine read their clocks so many seconds apart.
+_CLOCK_SECONDS = 5.0
 
 
 class Activity:
@@ -87,12 +90,17 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
         yield Activity()
         return
     # The ranks of a node share a folder in its memory. The first of them makes it, and starts the watchdog.
-    leader = gather_from_all(ranks.host).index(ranks.host)
+    hosts = gather_from_all(ranks.host)
+    leader = hosts.index(ranks.host)
     local = ""
     if leader == ranks.rank:
         shared_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         local = tempfile.mkdtemp(prefix="jingu-watch-", dir=shared_memory)
-    folders = gather_from_all(local)
+    everywhere = gather_from_all([local, time.time()])
+    if ranks.is_first:
+        for sentence in describe_clocks(hosts, [clock for _, clock in everywhere]):
+            print(f"jingu: {sentence}", file=sys.stderr, flush=True)
+    folders = [own for own, _ in everywhere]
     slots = Path(folders[leader])
     with _open_slot(slots, ranks) as slot:
         gather_from_all(None)  # the watchdog must see the slots of all local ranks
@@ -113,6 +121,17 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
         yield Activity(slot)
 
 
+def describe_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> list[str]:
+    """Return a sentence about each node whose clock differs from those of the others."""
+    usual = median_low(clocks)
+    return [
+        f"The clock of {host} is {abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} those of the other nodes: "
+        "times in logs are wrong there, and connections with certificates fail. Let NTP set it."
+        for host, skew in {host: clock - usual for host, clock in zip(hosts, clocks, strict=True)}.items()
+        if abs(skew) > _CLOCK_SECONDS
+    ]
+
+
 @contextmanager
 def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
     """Map this rank's slot, describe the process beside it, and answer the watchdog within the block."""
@@ -129,6 +148,7 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
             "pid": os.getpid(),
             "start_time": start_time(os.getpid()),
             "thread": f"{threading.main_thread().ident:016x}",
+            "device": ranks.device.type,
             "card": card_uuid(ranks.device),
         }
         write_text_atomically(slots / f"{name}.json", json.dumps(process))

@@ -1,7 +1,7 @@
-"""Stragglers: ranks that compute for longer than their peers, or wait longer for data, while training goes on.
+"""Stragglers while training goes on: ranks that compute for longer than their peers or wait for data, and slow links.
 
-What counts is the time in which a process runs, or waits for a core: in a collective it sleeps. On GPUs, whose work the
-host does not see, it is the clock of the card, as NVML tells it where pynvml is installed.
+What counts is the time in which a process runs, or waits for a core: in a collective it sleeps. On accelerators, whose
+work the host does not see, it is the clock of the card, as NVML tells it where pynvml is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from jingu.runtime.files import write_text_atomically
+from jingu.watch.links import Link, LinkMeter, describe_slow_link
 from jingu.watch.slot import STAGE, STAGE_OFFSET, UNTIMED_PHASES
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _SHARE_OF_STEP = 0.05
 # The clock of a slow card, beside those of its peers.
 _SLOW_CLOCK = 0.85
 _STEPS = 3
+# A node's latest window ends at most so many windows before or after that of another node.
+_RECENT_WINDOWS = 3
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Pace:
     Attributes:
         stage: of the pipeline; peers have the same one.
         step: duration of a step.
-        compute: time in which the process ran, or waited for a core; 0 on a GPU.
+        compute: time in which the process ran, or waited for a core; 0 on an accelerator.
         core: the part of it in which it waited for a core.
         data: time in which it read data.
         clock: of the card in MHz; 0: unknown.
@@ -86,6 +89,26 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
     return f"{place} has a slow card. {clock}" if is_slow_clock else None
 
 
+@dataclass(frozen=True)
+class Window:
+    """What the ranks of a node did for a while.
+
+    Attributes:
+        step: at its end.
+        steps: number of them.
+    """
+
+    step: int
+    steps: int
+    paces: list[Pace]
+    links: list[Link]
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Window:
+        paces = [Pace(**pace) for pace in values["paces"]]
+        return Window(values["step"], values["steps"], paces, [Link(**link) for link in values["links"]])
+
+
 @dataclass
 class _Reading:
     """Totals of a rank at the begin of a window."""
@@ -110,13 +133,16 @@ class PaceMeter:
         self._folder = folder
         self._window = window
         self._cards = [_open_card(rank.process.get("card", "")) for rank in ranks]
-        self._slow_windows = dict.fromkeys((rank.process["rank"] for rank in ranks), 0)
+        # By rank; the links of this node are -1.
+        self._slow_windows = dict.fromkeys((-1, *(rank.process["rank"] for rank in ranks)), 0)
+        self.links = LinkMeter(ranks[0].process["host"] if ranks else "", [rank.process["pid"] for rank in ranks])
         self._begin()
 
     def _begin(self) -> None:
         self._start = time.monotonic()
         self._is_disturbed = False
         self._readings = [self._read(rank) for rank in self._ranks]
+        self.links.begin()
 
     @staticmethod
     def _read(rank: LocalRank) -> _Reading:
@@ -135,9 +161,11 @@ class PaceMeter:
         steps = self._ranks[0].operation[2] - self._readings[0].step
         if seconds < self._window or steps < _STEPS:
             return []
-        paces = [] if self._is_disturbed else self._measure(seconds)
+        window = None
+        if not self._is_disturbed:
+            window = Window(self._ranks[0].operation[2], steps, self._measure(seconds), self.links.measure())
         self._begin()
-        return self._judge(paces)
+        return self._judge(window) if window is not None else []
 
     def _measure(self, seconds: float) -> list[Pace]:
         paces = []
@@ -151,7 +179,7 @@ class PaceMeter:
                     rank.process["host"],
                     stage,
                     seconds / steps,
-                    0.0 if rank.process.get("card") else (after.seconds - before.seconds) / steps,
+                    (after.seconds - before.seconds) / steps if rank.process["device"] == "cpu" else 0.0,
                     (after.core_seconds - before.core_seconds) / steps,
                     before.data_looks / before.looks * seconds / steps,
                     _read_clock(card),
@@ -159,27 +187,32 @@ class PaceMeter:
             )
         return paces
 
-    def _judge(self, own: Sequence[Pace]) -> list[str]:
-        paces = self._exchange(own)
+    def _judge(self, own: Window) -> list[str]:
+        windows = self._exchange(own)
+        paces = [pace for window in windows for pace in window.paces]
+        links = [link for window in windows for link in window.links]
+        found = {pace.rank: describe_straggler(pace, paces) for pace in own.paces}
+        found[-1] = describe_slow_link(links, own.paces[0].host)
         sentences = []
-        for pace in own:
-            sentence = describe_straggler(pace, paces)
-            count = self._slow_windows[pace.rank] = 0 if sentence is None else self._slow_windows[pace.rank] + 1
+        for number, sentence in found.items():
+            count = self._slow_windows[number] = 0 if sentence is None else self._slow_windows[number] + 1
             if sentence is not None and count == _WINDOWS:
                 sentences.append(f"Straggler: {sentence}")
         return sentences
 
-    def _exchange(self, own: Sequence[Pace]) -> list[Pace]:
-        """Return the latest paces of all nodes."""
-        if self._folder is None or not own:
-            return list(own)
-        paces = []
+    def _exchange(self, own: Window) -> list[Window]:
+        """Return the latest windows of all nodes: of about the same steps, as one of a node that has ended stays."""
+        if self._folder is None:
+            return [own]
+        windows = []
         with suppress(OSError, ValueError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(self._file(), json.dumps([asdict(pace) for pace in own]))
+            write_text_atomically(self._file(), json.dumps(asdict(own)))
             for path in sorted(self._folder.glob("pace-*.json")):
-                paces += [Pace(**pace) for pace in json.loads(path.read_text(encoding="utf-8"))]
-        return paces
+                window = Window.from_dict(json.loads(path.read_text(encoding="utf-8")))
+                if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps:
+                    windows.append(window)
+        return windows
 
     def _file(self) -> Path:
         assert self._folder is not None

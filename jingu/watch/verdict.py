@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jingu.errors import join_words
+from jingu.watch.links import Link, describe_slow_link
 from jingu.watch.slot import PHASES
 
 # Calls whose inputs have the same shape on every rank of the group.
@@ -28,6 +29,7 @@ class RankReport:
         seconds: since it last began something.
         groups: its process groups by name: axis, ranks, and calls (number, operation, shapes, whether it is done).
         stack: functions that its main thread is in, the innermost first, as `file:line function`.
+        links: from its node to others; only the first rank of a node has them.
     """
 
     rank: int
@@ -40,6 +42,11 @@ class RankReport:
     seconds: float = 0.0
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> RankReport:
+        return RankReport(**{**values, "links": [Link(**link) for link in values["links"]]})
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     """Return sentences that name the ranks for which the others wait.
 
     A rank that has ended or is stopped is at fault; else one whose call differs from that of its group; else the rank
-    to which all waits lead; and if ranks wait for one another, the one for which most of them wait.
+    to which all waits lead; and if ranks wait for one another, the one for which most of them wait. A slow link is
+    named too; it is the cause if all ranks have joined their collectives.
 
     Args:
         reports: of the ranks that could be asked.
@@ -77,6 +85,12 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     step = max((report.step for report in reports), default=0)
     duration = f"stood still for {seconds:.0f} s" if seconds else "ended"
     lines = [f"Training has {duration} in step {step + 1:,}."]
+    slow_link = None
+    if not (reason or broken or missing):
+        slow_link = describe_slow_link([link for report in reports for link in report.links])
+    if slow_link is not None:
+        lines.append(f"  Data is still under way: {slow_link}")
+        suspects = suspects if waits else ()
     for rank in suspects[:_MAX_NAMED_RANKS]:
         lines.append(_describe(rank, by_rank.get(rank), waits, reason))
     if len(suspects) > _MAX_NAMED_RANKS:

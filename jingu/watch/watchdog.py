@@ -225,6 +225,7 @@ class Watchdog:
             reports = [rank.report() for rank in ranks]
             if not self._reaches_master():
                 reports = [replace(report, state="unreachable") for report in reports]
+            reports[0] = replace(reports[0], links=self._pace.links.measure())
             own = json.dumps([asdict(report) for report in reports])
             write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", own)
         self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
@@ -257,7 +258,7 @@ class Watchdog:
     def _reports(self) -> list[RankReport]:
         reports = []
         for path in sorted(self._folder.glob("rank-*.json")):
-            reports += [RankReport(**report) for report in json.loads(path.read_text(encoding="utf-8"))]
+            reports += [RankReport.from_dict(report) for report in json.loads(path.read_text(encoding="utf-8"))]
         return reports
 
     @staticmethod

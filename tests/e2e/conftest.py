@@ -15,6 +15,7 @@ import pytest
 
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from tests.launch.nodes import Nodes, start_nodes, why_no_nodes
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,13 @@ def run_file(tiny_run: Callable[..., RunConfig], tmp_path: Path) -> Callable[...
         return str(file)
 
     return write
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Four machines that ssh reaches."""
+    reason = why_no_nodes()
+    if reason:
+        pytest.skip(reason)
+    with start_nodes(tmp_path / "nodes", 4) as nodes:
+        yield nodes

@@ -1,82 +1,180 @@
-"""`jingu launch ssh` to four machines with their own networks: the same bits, a slow link, a lost one."""
+"""`jingu launch ssh` and `pdsh` to four machines with their own networks: the same bits, Ctrl-C, faults, bad input."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-import jingu
+from tests.launch.nodes import ROOT, interrupt, launch_words, read_output_until
 from tests.limits import PATIENCE
 
-PATH = f"{os.environ['PATH']}:/usr/sbin"
-PROGRAMS = ("sshd", "ssh", "unshare", "ip", "tc")
-MISSING = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING) or os.getuid() != 0, reason=f"needs root and {', '.join(PROGRAMS)}"),
-]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def on_nodes(tmp_path):
-    """Run a shell script beside four nodes; `launch` in it launches a command on them. Returns what it prints."""
-    folder = tmp_path / "nodes"
-    folder.mkdir()
-    (folder / "hostfile").write_text("".join(f"node{i} slots=1\n" for i in range(1, 5)))
-    environment = {**os.environ, "PATH": PATH, "PYTHONPATH": str(Path(jingu.__file__).parents[1])}
-    function = (
-        f"cd {folder}; launch() {{ {sys.executable} -m jingu launch ssh "
-        f'--hostfile hostfile --ssh-options "$(cat options)" "$@"; }}\n'
-    )
-
-    def run(script: str) -> str:
-        words = ["unshare", "--net", "--mount", "bash", str(Path(__file__).with_name("ssh_nodes.sh")), str(folder)]
-        result = subprocess.run(
-            [*words, "bash", "-c", function + script],
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        return result.stdout
-
-    return run
+@pytest.mark.parametrize(("where", "count"), [("ssh", 2), ("ssh", 4), ("pdsh", 3)])
+def test_nodes_train_to_the_same_bits_and_all_their_logs_come_back(
+    nodes, run_file, tiny_run, done, train_on, where, count
+):
+    settings = {"train.steps": 4, "batch.global_batch_size": 24}
+    train_on(count, tiny_run(settings, name="local"))
+    chosen = "@".join(f"node{number}" for number in range(1, count + 1))
+    code, output = nodes.launch(where, "--include", chosen, "train", run_file(settings, name="remote"))
+    assert code == 0, output
+    master = "10.77.0.1" if where == "ssh" else "node1"
+    for number in range(1, count + 1):
+        assert f"node{number}: 1 ranks, meeting at {master}:" in output and " over e0." in output
+    remote = done(tiny_run(settings, name="remote"))
+    assert remote.column("loss") == done(tiny_run(settings, name="local")).column("loss")
+    assert [file.name for file in sorted((remote.folder / "log").glob("rank-*"))] == [
+        f"rank-{rank:05d}.log" for rank in range(count)
+    ]
+    assert nodes.processes() == []
 
 
-def test_four_nodes_train_to_the_same_bits(on_nodes, run_file, tiny_run, done, train_on):
-    settings = {"train.steps": 4}
-    train_on(4, tiny_run(settings, name="local"))
-    output = on_nodes(f"launch train {run_file(settings, name='remote')}; echo code $?")
-    assert "code 0" in output, output
-    assert "node4: 1 ranks, meeting at 10.77.0.1:" in output and " over e0." in output
-    assert done(tiny_run(name="remote")).column("loss") == done(tiny_run(name="local")).column("loss")
+@pytest.mark.parametrize("where", ["ssh", "pdsh"])
+def test_ctrl_c_ends_all_ranks_on_all_nodes(nodes, run_file, tiny_run, done, where):
+    settings = {"train.steps": 50_000, "batch.global_batch_size": 24}
+    (nodes.folder / "variables").write_text("# for the ranks\nCOLOR=deep blue\n")
+    words = launch_words(where, "--exclude", "node2", "--environment", "variables", run_file(settings, name="stopped"))
+    process = nodes.start(*words)
+    text = read_output_until(process, "step 3 of")
+    colors = [own.environ().get("COLOR") for own in nodes.processes() if "LOCAL_RANK" in own.environ()]
+    assert colors.count("deep blue") >= 3 and set(colors) == {"deep blue"}
+    interrupt(process)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "Stopped and saved at step" in output, output
+    assert "node2: " not in text
+    assert not psutil.wait_procs(nodes.processes(), timeout=PATIENCE)[1]
+    assert done(tiny_run(settings, name="stopped")).checkpoint().is_dir()
+    assert not list(nodes.folder.glob("pdsh/*"))
 
 
-def test_an_unreachable_host_is_one_sentence(on_nodes, run_file):
-    output = on_nodes(f"echo '10.77.0.9 slots=1' >> hostfile; launch {run_file()}; echo code $?")
-    assert "10.77.0.9: the host cannot be reached by ssh (" in output and output.endswith("code 2\n"), output
+def test_a_killed_launcher_ends_all_ranks(nodes, run_file):
+    process = nodes.start(*launch_words("ssh", run_file({"train.steps": 50_000}, name="orphans")))
+    read_output_until(process, "step 3 of")
+    (launcher,) = psutil.Process(process.pid).children()
+    launcher.kill()
+    assert not psutil.wait_procs(nodes.processes(), timeout=PATIENCE)[1]
+    process.communicate()
 
 
-def test_the_doctor_finds_a_slow_link(on_nodes):
-    script = "ip netns exec n3 tc qdisc add dev e0 root tbf rate 80mbit burst 64kbit latency 200ms\n"
-    output = on_nodes(f"{script}launch doctor --folder runs; echo code $?; cat failing_nodes.txt")
-    assert output.endswith("code 2\nnode3\n"), output
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_ranks_of_a_killed_node_process_stop_and_save(nodes, run_file, tiny_run, done, number):
+    """With that of the first node, the store is gone in which the ranks have met."""
+    process = nodes.start(*launch_words("ssh", run_file({"train.steps": 50_000}, name="lost")))
+    read_output_until(process, "step 3 of")
+    (program,) = [own for own in nodes.processes(number) if own.cmdline()[-2:] == ["-m", "jingu.launch.node"]]
+    program.kill()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75 and "Stopped and saved at step" in output, output
+    assert f"jingu: node{number}: the connection has ended, or the node process was killed; its ranks stop." in output
+    assert not psutil.wait_procs(nodes.processes(), timeout=PATIENCE)[1]
+    assert done(tiny_run(name="lost")).checkpoint().is_dir()
+
+
+# What a node lacks, and the sentence about it over ssh and pdsh. Commands run on node2.
+WITHOUT_SHARED_FOLDER = "mount -t tmpfs none {folder}"
+OTHER_VERSION = (
+    "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {root}/jingu/__init__.py > {folder}/other && "
+    "mount --bind {folder}/other {root}/jingu/__init__.py"
+)
+OTHER_TORCH = (
+    "metadata=$(ls -d {site}/torch-*.dist-info)/METADATA; "
+    "sed 's/^Version: .*/Version: 1.2.3/' $metadata > {folder}/other && mount --bind {folder}/other $metadata"
+)
+NO_PYTHON = "mount --bind /dev/null {python}"
+
+
+@pytest.mark.parametrize(
+    ("command", "by_ssh", "by_pdsh"),
+    [
+        ("ip link set e0 down", "node2: the host cannot be reached by ssh (", "node2: the host cannot be reached by"),
+        (OTHER_VERSION, "node2: the node has jingu 0.0.7 (", "node2: the node has jingu 0.0.7 ("),
+        (OTHER_TORCH, "node2: the node has torch 1.2.3 (", "node2: the node has torch 1.2.3 ("),
+        (NO_PYTHON, "node2: jingu does not start there (", ""),
+        (WITHOUT_SHARED_FOLDER + "/..", "node2: jingu does not start there (", ""),
+        (WITHOUT_SHARED_FOLDER, "", "is not here (No such file or directory): the node has another folder"),
+    ],
+)
+def test_what_a_node_lacks_is_one_sentence(nodes, run_file, command, by_ssh, by_pdsh):
+    site = Path(torch.__file__).parents[1]
+    file = run_file()
+    inner = nodes.folder / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    nodes.folder = inner
+    # The keys of ssh are not in this folder.
+    nodes.change(2, command.format(folder=inner, root=ROOT, site=site, python=os.path.realpath(sys.executable)))
+    for where, sentence in (("ssh", by_ssh), ("pdsh", by_pdsh)):
+        if sentence:
+            code, output = nodes.launch(where, file)
+            assert code == 2 and sentence in output and "Traceback" not in output, output
+            assert sum(line.split(": ")[0] != "node1" for line in output.splitlines() if line) <= 2, output
+
+
+def test_wrong_keys_and_missing_hosts_are_one_sentence(nodes, run_file):
+    options = f"-F /dev/null -i {nodes.folder.parent}/host -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    words = ("--include", "node1", run_file())
+    code, output = nodes.launch("ssh", "--ssh-options", options, *words)
+    assert code == 2 and "node1: the host cannot be reached by ssh (" in output and "Permission denied" in output
+    code, output = nodes.launch("pdsh", *words, PDSH_SSH_ARGS_APPEND=f"{options} -o BatchMode=yes")
+    assert code == 2 and "node1: the host cannot be reached by pdsh." in output, output
+    (nodes.folder / "hosts").write_text("node1 slots=1\n10.77.0.9 slots=1\n")
+    for where in ("ssh", "pdsh"):
+        code, output = nodes.launch(where, run_file())
+        assert code == 2 and f"10.77.0.9: the host cannot be reached by {where}" in output, output
+
+
+def test_runs_that_nodes_do_not_share_are_refused(nodes, run_file, tmp_path):
+    runs = tmp_path / "own"
+    runs.mkdir()
+    nodes.change(3, f"mount -t tmpfs none {runs}")
+    code, output = nodes.launch("ssh", "--exclude", "node4@node2", run_file(name="alone"), f"runs_dir={runs}")
+    assert code == 2 and f"{runs}/alone: the run's folder on node1 is not shared with node3." in output, output
+
+
+def test_a_link_at_10_mbit_is_named(nodes, run_file):
+    settings = {"train.steps": 50_000, "train.hang_timeout": 6}
+    process = nodes.start(*launch_words("ssh", run_file(settings, name="slow")))
+    read_output_until(process, "step 5 of")
+    nodes.change(3, "tc qdisc add dev e0 root tbf rate 10mbit burst 32kbit latency 200ms")
+    read_output_until(process, "Straggler: the network from node3 to node")
+    interrupt(process)
+    process.communicate(timeout=PATIENCE)
+
+
+def test_a_clock_that_differs_is_named_by_the_run_and_the_doctor(nodes, run_file, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import time\nown = time.time\ntime.time = lambda: own() + 300\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    nodes.change(2, f"mount --bind {site} {empty}")
+    path = {"PYTHONPATH": f"{ROOT}:{empty}"}
+    code, output = nodes.launch("ssh", run_file({"train.steps": 2}, name="late"), **path)
+    assert code == 0 and "The clock of node2 is 300 s ahead of those of the other nodes" in output, output
+    code, output = nodes.launch("ssh", "doctor", **path)
+    assert code == 2 and (nodes.folder / "failing_nodes.txt").read_text() == "node2\n", output
+    assert output.count(" FAILS ") == 1 and " FAILS  clock " in output, output
+
+
+def test_the_doctor_finds_a_slow_link(nodes):
+    nodes.change(3, "tc qdisc add dev e0 root tbf rate 80mbit burst 64kbit latency 200ms")
+    code, output = nodes.launch("ssh", "doctor", "--folder", "runs")
+    assert code == 2 and (nodes.folder / "failing_nodes.txt").read_text() == "node3\n", output
     assert output.count(" FAILS ") == 1 and " FAILS  pairs " in output
 
 
-def test_a_link_that_goes_down_ends_the_run(on_nodes, run_file):
+def test_a_link_that_goes_down_ends_the_run(nodes, run_file):
     settings = {"train.steps": 50_000, "train.hang_timeout": 5}
-    output = on_nodes(
-        f"(launch train {run_file(settings, name='cut')} > log 2>&1; echo code $? >> log) &\n"
-        "for i in $(seq 600); do grep -q 'step 20 of' log && break; sleep 0.3; done\n"
-        "ip link set h4 down; wait; cat log"
-    )
-    assert "Training has stood still for" in output and "code 70" in output, output[-5000:]
+    process = nodes.start(*launch_words("ssh", "train", run_file(settings, name="cut")))
+    read_output_until(process, "step 20 of")
+    nodes.change(4, "ip link set e0 down")
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 70 and "Training has stood still for" in output, output
     assert "rank 3 (node4)" in output and "The network between its node and that of rank 0 is down." in output, output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_a_node_with_another_version_refuses_a_start_from_a_file(tmp_path):
     file.write_text(Start(["doctor"], slots=[[0]], versions=installed_versions() | {"jingu": "0.0.7"}).to_json())
     with pytest.raises(JinguError, match=r"\(0\.0\.7 on the launcher\)"):
         node.main([str(file)])
+
+
+def test_a_start_that_is_missing_or_meets_at_a_port_in_use_is_one_sentence(tmp_path):
+    with pytest.raises(JinguError, match="the node has another folder of this name"):
+        node.main([str(tmp_path / "start.json"), "0"])
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        start = Start(["doctor"], slots=[[0], [0]], master=("127.0.0.1", port))
+        with pytest.raises(JinguError, match=f"the ranks cannot meet at port {port}"):
+            node.run_node(start, 0)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 
 from jingu.errors import JinguError
 from jingu.runtime import signals
+from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.gpus import num_usable_cores
 from jingu.runtime.log import LOGGER, log_info, log_to_folder, report_first_failure
 from jingu.runtime.ranks import (
@@ -28,7 +29,7 @@ from jingu.runtime.ranks import (
     join_process_group,
     wait_until_all_done,
 )
-from jingu.runtime.signals import CollectiveStop, StopRequest, catch_stop_signals
+from jingu.runtime.signals import StopRequest, catch_stop_signals
 from tests.limits import PATIENCE
 
 ALONE = RankInfo(0, 1, torch.device("cpu"))

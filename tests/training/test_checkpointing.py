@@ -20,8 +20,8 @@ from jingu.checkpoint.resume import all_steps, find_latest, step_folder
 from jingu.checkpoint.save_folder import read_state
 from jingu.checkpoint.store import CheckpointReader
 from jingu.config.schema import RunConfig
+from jingu.runtime.collective_stop import StopDecision
 from jingu.runtime.ranks import join_process_group
-from jingu.runtime.signals import StopDecision
 from jingu.training import checkpointing, loop, pretraining
 from jingu.training.checkpointing import Checkpointer, Progress
 from jingu.training.commands import train

@@ -107,7 +107,7 @@ def test_a_step_skipped_on_one_rank_is_skipped_on_all(tiny_run, ranks, done):
 
 def test_a_stopped_run_resumes_with_its_loss_scale(tiny_run, train_on, done, monkeypatch):
     """The first steps overflow, and the scale has just fallen and grown again where the run is cut in two."""
-    from jingu.runtime.signals import CollectiveStop, StopDecision
+    from jingu.runtime.collective_stop import CollectiveStop, StopDecision
     from jingu.training import commands
 
     precision = {"type": "fp16", "initial_loss_scale": 2.0**24, "loss_scale_window": 3, "hysteresis": 1}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from jingu.runtime.ranks import RankInfo
 from jingu.watch import pace as pace_module
 from jingu.watch.activity import Activity, _open_slot, watch_rank
-from jingu.watch.pace import Pace, PaceMeter, describe_straggler
+from jingu.watch.pace import Pace, PaceMeter, Window, describe_straggler
 from jingu.watch.watchdog import STRAGGLERS, Watchdog
 from tests.limits import PATIENCE
 from tests.watch.test_hangs import CULPRIT, WORLD, start_ranks
@@ -80,7 +80,10 @@ def test_nodes_exchange_their_paces_and_name_a_straggler_once(watchdog, tmp_path
     activity.set_stage(1)
     peers = [Pace(rank, "node0", stage, 1.0, compute=1e-9) for rank, stage in ((0, 0), (1, 1), (3, 1))]
     folder.mkdir()
-    (folder / "pace-00000.json").write_text(json.dumps([asdict(peer) for peer in peers]))
+    (folder / "pace-00000.json").write_text(json.dumps(asdict(Window(15, 5, peers, []))))
+    # Those of a node that is gone say nothing any more.
+    fast = [replace(peer, rank=peer.rank + 8, stage=1, compute=100.0) for peer in peers]
+    (folder / "pace-00008.json").write_text(json.dumps(asdict(Window(500, 5, fast, []))))
     said = []
     for step in range(0, 50, 5):
         activity.enter("micro-batch", step)
@@ -90,7 +93,7 @@ def test_nodes_exchange_their_paces_and_name_a_straggler_once(watchdog, tmp_path
     activity.enter("save", 60)
     assert meter.look() == []
     meter.close()
-    assert [path.name for path in folder.iterdir()] == ["pace-00000.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["pace-00000.json", "pace-00008.json"]
 
 
 def test_clock_of_a_card_by_nvml(monkeypatch):

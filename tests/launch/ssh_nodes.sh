@@ -1,0 +1,46 @@
+# Machines with sshd, in network namespaces of this one: `unshare --net --mount --pid --fork --mount-proc bash THIS FOLDER N`.
+# node1 to nodeN (10.77.0.1 to .N) exist until the input ends. Each has its own network, name and mounts; `ssh node1`
+# works within the namespaces.
+set -eu
+FOLDER=$1
+COUNT=$2
+mount -t tmpfs none /run
+mkdir -p /run/netns /run/sshd
+ip link set lo up
+ip link add br0 type bridge
+ip addr add 10.77.0.254/24 dev br0
+ip link set br0 up
+cp /etc/hosts "$FOLDER/hosts"
+for i in $(seq "$COUNT"); do echo "10.77.0.$i node$i" >> "$FOLDER/hosts"; done
+mount --bind "$FOLDER/hosts" /etc/hosts
+for key in host user; do ssh-keygen -q -t ed25519 -N "" -f "$FOLDER/$key"; done
+cat > "$FOLDER/ssh_config" <<C
+IdentityFile $FOLDER/user
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+C
+mount --bind "$FOLDER/ssh_config" /etc/ssh/ssh_config
+cat > "$FOLDER/sshd.conf" <<C
+HostKey $FOLDER/host
+AuthorizedKeysFile $FOLDER/user.pub
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+PidFile none
+C
+for i in $(seq "$COUNT"); do
+  ip netns add "n$i"
+  ip link add "h$i" type veth peer name e0 netns "n$i"
+  ip link set "h$i" master br0 up
+  ip -n "n$i" addr add "10.77.0.$i/24" dev e0
+  ip -n "n$i" link set e0 up
+  ip -n "n$i" link set lo up
+  ip netns exec "n$i" unshare --uts bash -c \
+    "hostname node$i; exec $(command -v sshd) -D -e -f $FOLDER/sshd.conf" 2> "$FOLDER/sshd$i" &
+done
+for i in $(seq "$COUNT"); do until grep -q listening "$FOLDER/sshd$i"; do sleep 0.1; done; done
+echo ready
+# When this process, the first of its namespace, ends, the kernel ends all others, and so the networks and mounts.
+cat
