@@ -164,6 +164,8 @@ class Watchdog:
         if len(dead) == len(running):
             self._has_ended = True
             return self._judge_the_dead() if running else None
+        if all(rank.operation[1] == "failed" for rank in running):
+            return None  # they have said why, and are about to exit
         self._measure_steps(running)
         if len(running) == len(self._ranks) and not dead and not self._is_beginning():
             self._announce(self._pace.look())

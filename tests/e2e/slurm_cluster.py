@@ -36,6 +36,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path, first_process: int) -> None:
         self._folder = folder
+        self._first_process = psutil.Process(first_process)
         self._enter = ["nsenter", f"--target={first_process}", "--net", "--mount", "--pid"]
 
     def start(self, *words: str, folder: Path) -> subprocess.Popen[str]:
@@ -67,6 +68,10 @@ class SlurmCluster:
         code, output = self.run("jingu", "launch", "slurm", *words, folder=folder)
         assert code == 0 and output.startswith("Submitted batch job "), output
         return output.split()[3].rstrip(":")
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes on the nodes."""
+        return self._first_process.children(recursive=True)
 
     def job(self, number: str) -> dict[str, str]:
         """Return what Slurm knows about a job."""

@@ -81,11 +81,13 @@ def test_a_job_goes_on_without_a_lost_node(cluster, run_file, tmp_path, losses_m
     cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     try:
         cluster.wait_for(job, "PENDING")
-        wait_until(lambda: cluster.job(job)["NodeList"] == "n[0,2]", lambda: read_log(tmp_path))
         wait_for_log(tmp_path, "Resuming from step")
+        # Ranks that could still reach each other have saved.
+        saves = read_log(tmp_path).count("Stopped and saved at step")
+        assert cluster.job(job)["NodeList"] in ("n[0,2]", "n[0,3]", "n[2-3]")
         cluster.run("scancel", job)
         cluster.wait_for(job, "CANCELLED")
-        wait_for_log(tmp_path, "Stopped and saved at step")
+        wait_for_log(tmp_path, "Stopped and saved at step", times=saves + 1)
     finally:
         cluster.run("scontrol", "update", "nodename=n1", "state=resume")
     assert losses_match("job", settings)
@@ -97,19 +99,11 @@ def test_a_failure_ends_a_job_unless_it_may_restart(cluster, run_file, tmp_path,
     job = cluster.submit(*words, folder=tmp_path)
     for state in ("PENDING", "FAILED"):
         wait_for_log(tmp_path, "step 8 of" if state == "PENDING" else "Resuming from step")
-        kill_rank(tmp_path)
+        nodes = [process for process in cluster.processes() if "jingu.launch.node" in process.cmdline()]
+        ranks = [child for node in nodes for child in node.children() if "RANK" in child.environ()]
+        ranks[-1].send_signal(signal.SIGKILL)
         assert cluster.wait_for(job, "PENDING", "FAILED")["JobState"] == state, read_log(tmp_path)
     assert losses_match("job", settings)
-
-
-def kill_rank(folder: Path) -> None:
-    """Kill a rank of the job that was submitted in a folder."""
-    ranks = [
-        process
-        for process in psutil.process_iter()
-        if "RANK" in process.environ() and Path(process.environ().get("SLURM_SUBMIT_DIR", "")) == folder
-    ]
-    ranks[-1].send_signal(signal.SIGKILL)
 
 
 def test_an_allocation_runs_a_step_and_saves_after_ctrl_c(cluster, run_file, tmp_path, losses_match):

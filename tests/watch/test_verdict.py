@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jingu.runtime.ranks import RankInfo
+from jingu.watch.activity import Activity, _open_slot
 from jingu.watch.slot import process_state, start_time
 from jingu.watch.verdict import RankReport, judge
-from jingu.watch.watchdog import Watchdog, read_stack
+from jingu.watch.watchdog import LocalRank, Watchdog, read_stack
 from tests.limits import free_port
 
 SHAPES = [[4]]
@@ -85,6 +89,20 @@ def test_another_process_with_the_same_number_is_not_the_rank():
     assert process_state(own, start_time(own)) in ("R", "S")
     assert process_state(own, start_time(own) + 1) == ""
     assert process_state(2**22 + 1, 0) == ""
+
+
+def test_ranks_that_fail_together_are_not_judged(tmp_path, monkeypatch):
+    """They said why themselves, and some exit later than others."""
+    for rank in (0, 1):
+        with suppress(ValueError), _open_slot(tmp_path, RankInfo(rank, 2, torch.device("cpu"), "node")):
+            raise ValueError
+    watchdog = Watchdog(tmp_path, tmp_path / "reports", 2, 0.0)
+    monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the ranks are this process
+    monkeypatch.setattr(watchdog._ranks[0], "process_state", lambda: "")
+    assert watchdog.look() is None
+    # A rank that is still in its group stands still because of the other one.
+    Activity(watchdog._ranks[1].slot).enter("gradients", 3)
+    assert "rank 0 (node) is the cause." in (watchdog.look() or "")
 
 
 def test_a_master_that_refuses_is_reached(tmp_path):
