@@ -27,7 +27,7 @@ RANKS = 4
 CALIBRATING, COMPARED = 20, 10
 GAP = 0.1
 SHAPE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8}
-EXPERTS = {"type": "experts", "num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 512}
+EXPERTS = {"num_experts": 8, "num_experts_per_token": 2}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor 2 × pipeline 2": ("llama", {"tensor": 2, "pipeline": 2}),
     "ZeRO 3": ("llama", {"zero_stage": 3}),
@@ -39,7 +39,7 @@ def run_file(family: str, parallel: dict[str, Any], steps: int, shape: dict[str,
     """Return the settings of a run."""
     model: dict[str, Any] = {"family": family, **shape}
     if family == "mixtral":
-        model["feed_forward"] = {**EXPERTS, "intermediate_size": shape["hidden_size"]}
+        model |= {"experts": EXPERTS, "intermediate_size": shape["hidden_size"]}
     return {
         "tokenizer": {"path": "tokenizer", "vocab_size": 2048, "sample_bytes": 1_000_000},
         "data": {
