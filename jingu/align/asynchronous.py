@@ -25,8 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from jingu.align.generation_sources import GenerationProcesses, GenerationServer
-from jingu.align.rollout_rewards import describe_error, raise_error
-from jingu.align.rollouts import Generator, Sample, read_sample, whole_reader
+from jingu.align.rollouts import Generator, Sample, describe_error, raise_error, read_sample, whole_reader
 from jingu.config.sections.policies import (
     GenerationProcessesSettings,
     GenerationServerSettings,

@@ -1,73 +1,158 @@
-"""Environments: answers of several turns. After each turn of the model, a class of the user's replies or ends it.
+"""Environments: answers of several turns. After each turn of the model, its tool calls are answered, or a class of the
+user's replies or ends it.
 
 Ids are only ever appended: nothing that the model generated or read is tokenized a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jingu.align.prompt_set import Prompt, PromptSet
 from jingu.align.reward_list import START_SECONDS, Worker
-from jingu.chat.messages import Message
+from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.config.sections.policies import EnvironmentSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
+# What a turn of the model is answered with; a text after a prompt that is one.
+Reply = tuple[Message, ...] | str
+_PLAIN_ANSWER = Message("assistant", "answer")
+
 
 class Environments:
-    """The environments of the answers of a step, each an object of the user's class, in a process of their own.
+    """The environments of the answers of a step, each an object of the user's class, and their tools, in a process of
+    their own.
 
-    Its methods are `begin(row)` with the columns of the prompt's row and the prompt, `step(answer)`, which returns a
-    text that the model reads or None for the end, and `score()`, which returns the reward of the whole answer.
+    Methods of the class are `begin(row)` with the columns of the prompt's row and the prompt, `step(answer)`, which
+    returns a text that the model reads or None for the end, and `score()`, which returns the reward of the answer.
+
+    Attributes:
+        tools: definitions of the tools.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._worker = Worker()
-        # Import it now rather than after the first answers.
-        self._call("begin", {}, START_SECONDS)
+        if settings.path is None and not settings.tools:
+            fix = "Set path to a class, tools to functions, or both."
+            raise JinguError("there is neither a class nor a tool.", where="task.environment", fix=fix)
+        # Import them now rather than after the first answers.
+        self.tools: tuple[JsonObject, ...] = tuple(
+            self._exchange("load", [], START_SECONDS, environment=settings.path, tools=settings.tools)
+        )
+        self._names = {tool["function"]["name"] for tool in self.tools}
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the environments give rewards."""
+        return self._settings.path is not None
 
     def begin(self, prompts: Mapping[int, Prompt]) -> None:
         """Start an environment for each answer, in the place of those before."""
-        rows = {key: {**prompt.columns, "prompt": prompt.text} for key, prompt in prompts.items()}
-        self._call("begin", rows, self._settings.timeout)
+        if self._settings.path is not None:
+            rows = {key: {**prompt.columns, "prompt": prompt.text} for key, prompt in prompts.items()}
+            self._call("begin", rows)
 
-    def step(self, answers: Mapping[int, str]) -> dict[int, str | None]:
-        """Return the replies to the last turns of answers; None: the answer has ended."""
-        return self._call("step", answers, self._settings.timeout)
+    def reply(self, turns: Mapping[int, str], prompts: Mapping[int, Prompt]) -> dict[int, tuple[Message, Reply] | None]:
+        """Return what follows the last turns of answers; None: the answer has ended.
+
+        It comes with the turn as the template takes it, in which only its tool calls matter.
+        """
+        parsed = {key: self._parse_calls(text) for key, text in turns.items()}
+        calls = {key: values for key, values in parsed.items() if values}
+        results = self._call("call", {key: [vars(call) for call in calls[key]] for key in calls}) if calls else {}
+        replies: dict[int, tuple[Message, Reply] | None] = dict.fromkeys(turns)
+        for key, texts in results.items():
+            # Ids as Mistral's templates want them, of nine letters and digits.
+            ids = [f"call{number:05}" for number in range(len(texts))]
+            turn = Message("assistant", "", tuple(map(_template_call, calls[key], ids)))
+            pairs = zip(calls[key], ids, texts, strict=True)
+            replies[key] = (
+                turn,
+                tuple(Message("tool", text, name=call.name, tool_call_id=id_) for call, id_, text in pairs),
+            )
+        plain = {key: text for key, text in turns.items() if key not in calls}
+        if self._settings.path is not None and plain:
+            for key, text in self._call("step", plain).items():
+                if text is not None:
+                    replies[key] = _PLAIN_ANSWER, text if prompts[key].messages is None else (Message("user", text),)
+        return replies
 
     def score(self, keys: list[int]) -> dict[int, float]:
         """Return the rewards of answers."""
-        return self._call("score", dict.fromkeys(keys), self._settings.timeout)
+        return self._call("score", dict.fromkeys(keys))
 
-    def _call(self, method: str, arguments: Mapping[int, Any], timeout: float) -> dict[int, Any]:
+    def _parse_calls(self, turn: str) -> list[ToolCall]:
+        parser = ToolCallParser(self._names)
+        parser.push(turn)
+        return parser.finish()[1] if self._names else []
+
+    def _call(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
+        return dict(self._exchange(method, list(arguments.items()), self._settings.timeout))
+
+    def _exchange(self, method: str, arguments: list[Any], timeout: float, **options: Any) -> list[Any]:
         where = "task.environment"
-        request = {"environment": self._settings.path, "method": method, "arguments": list(arguments.items())}
         try:
-            reply = self._worker.exchange(request, timeout)
+            reply = self._worker.exchange({"method": method, "arguments": arguments, **options}, timeout)
         except TimeoutError:
-            what = f"{method} did not return within {timeout:g} seconds."
+            what = f"{'a tool' if method == 'call' else method} did not return within {timeout:g} seconds."
             raise JinguError(what, where=where, fix="Make it faster, or raise task.environment.timeout.") from None
         if "error" in reply:
-            raise JinguError(f"{reply['error']}.", where=where, fix=f"Correct {self._settings.path}.")
-        return dict(reply["values"])
+            what = self._settings.path or ", ".join(self._settings.tools)
+            raise JinguError(f"{reply['error']}.", where=where, fix=f"Correct {what}.")
+        return list(reply["values"])
 
 
-def encode_reply(text: str, prompt: Prompt, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[int, ...]:
+def tool_messages(calls: Sequence[ToolCall], results: Sequence[str]) -> tuple[Message, tuple[Message, ...]]:
+    """Return the turn with tool calls, as far as the template needs it, and the messages with their results."""
+    # Ids as Mistral's templates want them, of nine letters and digits.
+    ids = [f"call{number:05}" for number in range(len(calls))]
+    turn = Message("assistant", "", tuple(map(_template_call, calls, ids)))
+    parts = zip(calls, ids, results, strict=True)
+    return turn, tuple(Message("tool", text, name=call.name, tool_call_id=call_id) for call, call_id, text in parts)
+
+
+def _template_call(call: ToolCall, call_id: str) -> JsonObject:
+    """Return a tool call as chat templates take it."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"name": call.name, "arguments": arguments, "id": call_id}
+
+
+def reply_text(reply: Reply) -> str:
+    """Return a reply as rewards and readers see it."""
+    return reply if isinstance(reply, str) else "\n".join(message.content for message in reply)
+
+
+def encode_reply(turn: Message, reply: Reply, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids between a turn of the model, with the token that ends it, and its next turn.
 
-    After a prompt of messages the reply is a message of the user, as the template writes it; after a text it is text.
+    Messages are written as the template writes them after such a turn; after a prompt that is a text, a reply is text.
+
+    Raises:
+        JinguError: the template cannot write the messages there.
     """
-    if prompt.messages is None:
-        return tuple(tokenizer.encode(text))
+    if isinstance(reply, str):
+        return tuple(tokenizer.encode(reply))
     chat_format = prompts.chat_format
     assert chat_format is not None and chat_format.eos_token_ids
     # What the template writes after any answer: what follows its end token.
     start = (Message("user", "question"),)
     end_id = chat_format.eos_token_ids[0]
-    num_before = chat_format.encode_prompt(start).count(end_id)
-    ids = chat_format.encode_prompt((*start, Message("assistant", "answer"), Message("user", text)))
+    try:
+        num_before = chat_format.encode_prompt(start, prompts.tools).count(end_id)
+        ids = chat_format.encode_prompt((*start, turn, *reply), prompts.tools)
+    except ConversationError as error:
+        fix = "Correct what the environment or the tool returns, or choose another task.template."
+        raise JinguError(f"{error}.", where="task.environment", fix=fix) from error
     ends = [place for place, token_id in enumerate(ids) if token_id == end_id]
+    if len(ends) <= num_before:
+        what = "the template does not end the turn of a model with its end token before the result of a tool."
+        raise JinguError(what, where="task.template", fix="Choose another one, such as qwen.")
     return ids[ends[num_before] + 1 :]

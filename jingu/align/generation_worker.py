@@ -51,8 +51,9 @@ class GenerationWorker:
         else:
             device_module(self._device).set_device(self._device)
         tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-        prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_)
         environments = None if settings.environment is None else Environments(settings.environment)
+        tools = environments.tools if environments is not None else ()
+        prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_, tools)
         precision = choose_precision(config.precision, self._device)
         self._generator = Generator(prompts, settings, tokenizer, precision, config.seed, environments)
         self._weights = ExitStack()

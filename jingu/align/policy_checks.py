@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jingu.align.environment import Environments
+from jingu.align.environment import Environments, encode_reply, tool_messages
 from jingu.align.prompt_set import PromptSet, load_prompts
 from jingu.align.reward_list import Rewards
+from jingu.chat.tool_calls import ToolCall
 from jingu.config.sections.policies import (
     DistillationSettings,
     GenerationServerSettings,
@@ -22,15 +23,19 @@ from jingu.model.spec import Lora
 from jingu.training.run import Run
 
 
-def load_run_prompts(run: Run) -> PromptSet:
+def load_run_prompts(run: Run, environments: Environments | None) -> PromptSet:
     """Return the prompts of a run that learns from rewards.
+
+    Args:
+        environments: whose tools the prompts describe.
 
     Raises:
         JinguError: there are none, or some do not fit.
     """
     settings = run.config.task
     assert isinstance(settings, PolicySettings)
-    return load_prompts(settings, run.tokenizer, run.config.batch.sequence_length, run.config.initialize.from_)
+    tools = environments.tools if environments is not None else ()
+    return load_prompts(settings, run.tokenizer, run.config.batch.sequence_length, run.config.initialize.from_, tools)
 
 
 def check_policy_run(run: Run) -> None:
@@ -56,15 +61,15 @@ def check_policy_run(run: Run) -> None:
         what = "learning from rewards supports only decoders without virtual tokens."
         raise JinguError(what, where="task.type", fix="Choose another model, or LoRA.")
     _check_asynchronous(run, settings)
-    prompt_set = load_run_prompts(run)
+    environments = Environments(settings.environment) if settings.environment is not None else None
+    prompt_set = load_run_prompts(run, environments)
     if isinstance(settings, DistillationSettings):
         is_other = settings.beta is not None and settings.loss != "dapo"
         refuse(is_other, "task.loss", settings.loss, "dapo: with task.beta the loss is a mean over all tokens")
         open_model(Path(settings.teacher))
     elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
         open_model(Path(path))
-    if settings.environment is not None:
-        Environments(settings.environment)
+    if environments is not None:
         if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
             what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
             raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
@@ -72,7 +77,12 @@ def check_policy_run(run: Run) -> None:
         if any(prompt.messages for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):
             what = "the template has no token that ends an answer, after which an environment could reply."
             raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
-    elif isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
+        if environments.tools:
+            # Whether the template has a place for results.
+            call = ToolCall(environments.tools[0]["function"]["name"], "{}")
+            encode_reply(*tool_messages([call], ["result"]), prompt_set, run.tokenizer)
+    has_score = environments is not None and environments.has_score
+    if not has_score and isinstance(settings, RewardedSettings) and all(reward.audit for reward in settings.rewards):
         raise JinguError("there is no reward to train on.", where="task.rewards", fix="Add one without audit.")
     if isinstance(settings, PpoSettings) and isinstance(settings.critic, SeparateCriticSettings):
         if settings.critic.model is not None:

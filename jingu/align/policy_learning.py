@@ -93,9 +93,9 @@ class PolicyLearning:
         assert isinstance(settings, PolicySettings)
         self.settings = settings
         self._run = run
-        prompts = load_run_prompts(run)
         precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
         environments = Environments(settings.environment) if settings.environment is not None else None
+        prompts = load_run_prompts(run, environments)
         self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
         # The first rank scores for all.

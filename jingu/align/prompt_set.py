@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jingu.chat.chat_format import ChatFormat, find_chat_format
-from jingu.chat.messages import ConversationError
+from jingu.chat.messages import ConversationError, JsonObject
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import Permutation
 from jingu.errors import JinguError
@@ -51,6 +51,7 @@ class PromptSet:
         eos_token_ids: what ends an answer.
         stop: text that ends an answer, where a template has no token for it.
         chat_format: of prompts that are messages.
+        tools: definitions of the tools that these may call.
     """
 
     prompts: list[Prompt]
@@ -58,6 +59,7 @@ class PromptSet:
     eos_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     chat_format: ChatFormat | None = None
+    tools: tuple[JsonObject, ...] = ()
 
     def select(self, seed: int, first: int, count: int, resampling: int = 0) -> list[Prompt]:
         """Return the prompts at `count` places of the endless order, from `first` on: each epoch has its own.
@@ -74,12 +76,17 @@ class PromptSet:
 
 
 def load_prompts(
-    settings: RolloutSettings, tokenizer: Tokenizer, sequence_length: int, model: str | None = None
+    settings: RolloutSettings,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    model: str | None = None,
+    tools: tuple[JsonObject, ...] = (),
 ) -> PromptSet:
     """Read and tokenize the prompts.
 
     Args:
         model: the model that the run starts from, whose template `auto` is.
+        tools: definitions of the tools that answers may call.
 
     Raises:
         JinguError: the file cannot be read, a row cannot be used, or a prompt leaves no room for the longest answer.
@@ -97,9 +104,14 @@ def load_prompts(
         if not line.strip():
             continue
         try:
-            prompt = _parse_prompt(len(prompts), line, tokenizer, chat_format)
+            prompt = _parse_prompt(len(prompts), line, tokenizer, chat_format, tools)
         except ConversationError as error:
-            raise JinguError(f"line {number}: {error}.", where=path, fix="Correct the row.") from error
+            fix = (
+                "Correct the row, or set task.template=qwen, which has a place for tools."
+                if tools
+                else "Correct the row."
+            )
+            raise JinguError(f"line {number}: {error}.", where=path, fix=fix) from error
         if len(prompt.ids) + settings.max_new_tokens > sequence_length:
             raise JinguError(
                 f"line {number}: the prompt's {len(prompt.ids)} tokens and {settings.max_new_tokens} new ones exceed "
@@ -118,6 +130,7 @@ def load_prompts(
         tuple(dict.fromkeys(eos_token_ids)),
         chat_format.stop if chat_format else (),
         chat_format,
+        tools,
     )
 
 
@@ -126,7 +139,9 @@ def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return (*tokenizer.prompt_prefix_ids, *tokenizer.encode(text))
 
 
-def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None) -> Prompt:
+def _parse_prompt(
+    row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None, tools: tuple[JsonObject, ...]
+) -> Prompt:
     """Return the prompt of a line. Raise ConversationError if it has none."""
     try:
         value = json.loads(line)
@@ -136,6 +151,8 @@ def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFo
         raise ConversationError("expected an object with the field prompt, a text or messages")
     content = value.pop("prompt")
     if isinstance(content, str):
+        if tools:
+            raise ConversationError("the prompt is a text, and tools need messages, whose template describes them")
         return Prompt(row, encode_text_prompt(tokenizer, content), content, value)
     if chat_format is None:
         raise ConversationError("the prompt has messages, and the tokenizer no chat template; set task.template")
@@ -143,5 +160,5 @@ def _parse_prompt(row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFo
     messages = content if isinstance(content, list) else [content]
     conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
     prompt = conversation.messages[:-1]
-    ids = chat_format.encode_prompt(prompt, conversation.tools)
+    ids = chat_format.encode_prompt(prompt, tools)
     return Prompt(row, ids, prompt[-1].content, value, messages)

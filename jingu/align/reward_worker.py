@@ -1,7 +1,7 @@
 """The process that computes a reward, so that nothing in it can hang or end the run: one JSON object a line.
 
 A line has the settings of a reward, the names of the columns, and answers. The reply is {"scores": [...]} or
-{"error": "..."}. Or a line calls a method of environments, and the reply is {"values": [[KEY, VALUE], ...]}.
+{"error": "..."}. Or a line calls a method of environments or their tools, and the reply is {"values": [...]}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
+from jingu.align.tools import call_tool, describe_tool
 from jingu.align.verifiers import VERIFIERS, Answer
+from jingu.chat.messages import JsonObject
 from jingu.config.sections.rewards import PythonReward, Reward
 
 Score = Callable[[Sequence[Answer]], Any]
@@ -102,31 +104,74 @@ def _score(functions: dict[str, Score], request: dict[str, Any]) -> Sequence[Any
     return list(functions[key](request["answers"])) if request["answers"] else []
 
 
-def call_environments(environments: dict[int, Any], request: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Call a method of environments, by their keys: `begin` makes new ones in the place of all before.
+class EnvironmentWorker:
+    """The environments of a step and their tools."""
 
-    Raises:
-        RewardFunctionError: the class cannot be imported or lacks a method, or a method returns something else.
-    """
-    method = request["method"]
-    if method == "begin":
-        build = load_function(request["environment"])
-        missing = [name for name in ("begin", "step", "score") if not callable(getattr(build, name, None))]
-        if missing:
-            raise RewardFunctionError(f"{request['environment']} has no method {missing[0]}")
-        environments.clear()
-        environments.update((key, build()) for key, _ in request["arguments"])
-    values: list[tuple[int, Any]] = []
-    for key, argument in request["arguments"]:
-        value = environments[key].score() if method == "score" else getattr(environments[key], method)(argument)
-        if method == "step" and not isinstance(value, str | None):
-            raise RewardFunctionError(f"step returned {value!r}, which is neither a text nor None")
-        if method == "score":
-            value = float(value)
-            if not math.isfinite(value):
-                raise RewardFunctionError(f"score returned {value}")
-        values.append((key, None if method == "begin" else value))
-    return values
+    def __init__(self) -> None:
+        self._build: Callable[[], Any] | None = None
+        self._environments: dict[int, Any] = {}
+        # Tools that are functions, and names of those that are methods.
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._methods: list[str] = []
+
+    def answer(self, request: dict[str, Any]) -> list[Any]:
+        """Return the values that a request asks for; for environments, each with its key.
+
+        Raises:
+            RewardFunctionError: something of the user's cannot be imported or called, or returns something else.
+        """
+        method, arguments = request["method"], request["arguments"]
+        if method == "load":
+            return self._load(request["environment"], request["tools"])
+        if method == "begin":
+            self._environments = {key: self._build() for key, _ in arguments} if self._build else {}
+        if method == "call":
+            return [(key, [self._call(key, **call) for call in calls]) for key, calls in arguments]
+        return [(key, self._call_environment(method, key, argument)) for key, argument in arguments]
+
+    def _load(self, path: str | None, tools: list[str]) -> list[JsonObject]:
+        """Import the class and the tools; return the definitions of these."""
+        if path is not None:
+            self._build = load_function(path)
+            missing = [name for name in ("begin", "step", "score") if not callable(getattr(self._build, name, None))]
+            if missing:
+                raise RewardFunctionError(f"{path} has no method {missing[0]}")
+        definitions = []
+        for tool in tools:
+            name = tool.rpartition(":")[2]
+            if ":" in tool:
+                self._functions[name] = load_function(tool)
+            elif self._build is None or not callable(getattr(self._build, name, None)):
+                raise RewardFunctionError(f"{path or 'the environment'} has no method {name}, which is to be a tool")
+            else:
+                self._methods.append(name)
+            try:
+                function = self._functions[name] if ":" in tool else getattr(self._build(), name)  # type: ignore[misc]
+                definitions.append(describe_tool(name, function))
+            except ValueError as error:
+                raise RewardFunctionError(str(error)) from error
+        return definitions
+
+    def _call(self, key: int, name: str, arguments: str) -> str:
+        """Return the result of a tool."""
+        function = getattr(self._environments[key], name) if name in self._methods else self._functions[name]
+        return call_tool(function, arguments)
+
+    def _call_environment(self, method: str, key: int, argument: Any) -> Any:
+        """Return the checked value of a method of an environment."""
+        environment = self._environments[key]
+        if method == "begin":
+            environment.begin(argument)
+            return None
+        if method == "step":
+            reply = environment.step(argument)
+            if not isinstance(reply, str | None):
+                raise RewardFunctionError(f"step returned {reply!r}, which is neither a text nor None")
+            return reply
+        score = float(environment.score())
+        if not math.isfinite(score):
+            raise RewardFunctionError(f"score returned {score}")
+        return score
 
 
 def main() -> None:
@@ -135,13 +180,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     functions: dict[str, Score] = {}
-    environments: dict[int, Any] = {}
+    environments = EnvironmentWorker()
     for line in sys.stdin:
         request = json.loads(line)
         reply: dict[str, Any]
         try:
-            if "environment" in request:
-                reply = {"values": call_environments(environments, request)}
+            if "method" in request:
+                reply = {"values": environments.answer(request)}
             else:
                 scores = _score(functions, request)
                 reply = {"scores": [None if value is None else float(value) for value in scores]}

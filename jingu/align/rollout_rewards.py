@@ -12,10 +12,9 @@ from torch import Tensor
 
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
-from jingu.align.rollouts import ENVIRONMENT, Sample
+from jingu.align.rollouts import ENVIRONMENT, Sample, describe_error, raise_error
 from jingu.errors import JinguError
 from jingu.runtime.ranks import gather_from_all
-from jingu.training.task import StepNotStartedError
 
 
 def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Rewards | None) -> list[Sample]:
@@ -51,18 +50,6 @@ def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: R
         replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
         for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
     ]
-
-
-def describe_error(error: JinguError) -> dict[str, Any]:
-    """Return an error as JSON, for other ranks."""
-    return {"error": (error.what, str(error.where), error.fix)}
-
-
-def raise_error(value: dict[str, Any]) -> None:
-    """Raise the error that a value from another rank describes, if it does."""
-    if "error" in value:
-        what, where, fix = value["error"]
-        raise StepNotStartedError(what, where=where, fix=fix)
 
 
 def split_groups(samples: list[Sample], size: int) -> list[list[Sample]]:

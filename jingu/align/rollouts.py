@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from jingu.align.environment import Environments, encode_reply
+from jingu.align.environment import Environments, encode_reply, reply_text
 from jingu.align.prompt_set import Prompt, PromptSet
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import random_uint64
@@ -42,6 +42,7 @@ from jingu.parallel.zero import eval_mode
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import gather_from_all
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.task import StepNotStartedError
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,20 @@ class Generator:
             greedy: one answer to each prompt, always the most likely token.
 
         Raises:
-            JinguError: the model's logits are not finite.
+            StepNotStartedError: the model's logits are not finite, or an environment of any rank failed.
         """
         share = dist.get_rank(), dist.get_world_size()
-        parts = gather_from_all(self.generate_share(model, prompts, share, step, resampling, greedy=greedy))
-        return merge_parts(parts)
+        try:
+            outcome: dict[str, Any] = {
+                "part": self.generate_share(model, prompts, share, step, resampling, greedy=greedy)
+            }
+        except JinguError as error:
+            # Other ranks wait for the answers of this one, so all of them have to fail.
+            outcome = describe_error(error)
+        outcomes = gather_from_all(outcome)
+        for outcome in outcomes:
+            raise_error(outcome)
+        return merge_parts([outcome["part"] for outcome in outcomes])
 
     def generate_share(
         self,
@@ -214,18 +224,20 @@ class Generator:
         settings = self.settings
         assert settings.environment is not None
         keys = list(samples)
-        environments.begin({number: prompts[key] for number, key in enumerate(keys)})
+        owners = {number: prompts[key] for number, key in enumerate(keys)}
+        environments.begin(owners)
         turns = {number: samples[key].text for number, key in enumerate(keys)}
         for turn in range(1, settings.environment.max_turns + 1):
             # 1. The replies to all last turns; what is cut off has ended.
-            replies = environments.step(turns)
+            replies = environments.reply(turns, owners)
             requests: dict[int, int] = {}
             reply_ids: dict[int, tuple[int, ...]] = {}
+            texts: dict[int, str] = {}
             for number, reply in replies.items():
-                sample, prompt = samples[keys[number]], prompts[keys[number]]
+                sample, prompt = samples[keys[number]], owners[number]
                 if reply is None or sample.finish_reason != "end" or turn == settings.environment.max_turns:
                     continue
-                ids = encode_reply(reply, prompt, self.prompts, self.tokenizer)
+                ids = encode_reply(*reply, self.prompts, self.tokenizer)
                 room = settings.max_new_tokens - len(sample.ids) - len(ids)
                 if room < 1:
                     samples[keys[number]] = replace(sample, finish_reason="length")
@@ -236,15 +248,17 @@ class Generator:
                 context = (*prompt.ids, *sample.ids, *ids)
                 request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 requests[engine.submit(request)] = number
-                reply_ids[number] = ids
-            answers = _collect(engine, {request: prompts[keys[number]] for request, number in requests.items()})
+                reply_ids[number], texts[number] = ids, reply_text(reply[1])
+            answers = _collect(engine, {request: owners[number] for request, number in requests.items()})
             turns = {}
             for (request_id, _), new in answers.items():
                 number = requests[request_id]
-                samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], str(replies[number]), new)
+                samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], texts[number], new)
                 turns[number] = new.text
             if not turns:
                 break
+        if not environments.has_score:
+            return samples
         scores = environments.score(list(range(len(keys))))
         return {key: replace(samples[key], rewards={ENVIRONMENT: scores[number]}) for number, key in enumerate(keys)}
 
@@ -323,6 +337,18 @@ def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> P
         if isinstance(module, Embedding):
             module.compute = precision.compute
     return whole.eval()
+
+
+def describe_error(error: JinguError) -> dict[str, Any]:
+    """Return an error as JSON, for other ranks."""
+    return {"error": (error.what, str(error.where), error.fix)}
+
+
+def raise_error(value: dict[str, Any]) -> None:
+    """Raise the error that a value from another rank describes, if it does."""
+    if "error" in value:
+        what, where, fix = value["error"]
+        raise StepNotStartedError(what, where=where, fix=fix)
 
 
 def write_rollout(folder: Path, step: int, samples: Iterable[Sample], **common: Any) -> None:

@@ -507,7 +507,7 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
     # Turns are short if many tokens end them.
     load = policy_learning.load_run_prompts
     ends = tuple(range(0, 389, 3))
-    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda run: replace(load(run), eos_token_ids=ends))
+    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
     environment = {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}
     changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
     config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})

@@ -81,12 +81,16 @@ class EnvironmentSettings(Settings):
 
     Attributes:
         path: Its class, `module:class` or `file.py:class`, with the methods begin(row), step(answer), which returns a
-            text or None for the end, and score(), which returns the reward.
+            text or None for the end, and score(), which returns the reward. null: there are tools alone, and an answer
+            ends with a turn that calls none.
+        tools: Functions that the model may call, `module:function` or `file.py:function`, or names of methods of the
+            class. Each needs a docstring, and types of its arguments.
         max_turns: The most turns of an answer.
         timeout: Seconds that a call may take for all answers of a rank.
     """
 
-    path: PathText = "environment.py:Game"
+    path: PathText | None = None
+    tools: list[str] = []
     max_turns: Positive = 4
     timeout: AboveZero = 60.0
 
