@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from jingu.align.commands import train
 from jingu.align.policy_learning import POLICY_LEARNING
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
+from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
@@ -530,6 +532,50 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
     for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
         with pytest.raises(JinguError, match=words):
             train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
+
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% if message.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_results_of_tools_are_read_and_not_trained(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tools.py").write_text('def size(text: str) -> int:\n    """Count."""\n    return len(text)\n')
+    (tmp_path / "template.jinja").write_text(TOOLS_TEMPLATE)
+    rows = ({"prompt": [{"role": "user", "content": f"def f{number}"}], "answer": "("} for number in range(5))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Turns are short if many tokens end them; a model that learned nothing calls nothing.
+    load = policy_learning.load_run_prompts
+    ends = tuple(range(0, 389, 3))
+    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+    monkeypatch.setattr(
+        ToolCallParser, "finish", lambda self: ("", [ToolCall("size", json.dumps({"text": self._buffer}))])
+    )
+    task = {
+        "task.environment": {"tools": [f"{tmp_path}/tools.py:size"], "max_turns": 3},
+        "task.template": str(tmp_path / "template.jinja"),
+        "task.max_new_tokens": 60,
+        "batch.sequence_length": 112,
+    }
+    config = make(task)
+    assert train(config) == 0
+    run = done(config)
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    samples = rollout(run, 1)
+    assert max(len(sample["replies"]) for sample in samples) == 2
+    for sample in samples:
+        assert tokenizer.decode(sample["prompt_ids"]).startswith("size user:def f")
+        for start, end in sample["replies"]:
+            assert re.fullmatch(r"tool:\d+assistant:", tokenizer.decode(sample["ids"][start:end]))
+        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
+        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
+    assert max(run.column("mismatch_max")) < 1e-13
 
 
 FATAL_REWARD = """
