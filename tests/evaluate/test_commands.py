@@ -89,7 +89,7 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     assert list(stored["values"]) == variants
     assert stored["mean"] == pytest.approx(np.mean(list(stored["values"].values())))
     variant = json.loads((models / "evaluations" / "MODEL" / "hellaswag_100@default:2.json").read_text("utf-8"))
-    assert f"hellaswag_100@default:2: {variant['evidence']}" in spread and "not proved" in variant["evidence"]
+    assert f"hellaswag_100@options:2: {variant['evidence']}" in spread and "not proved" in variant["evidence"]
     # Results with their hashes, and a prompt with its two shots.
     result = json.loads((models / "evaluations" / "MODEL" / "capitals.json").read_text(encoding="utf-8"))
     other = json.loads((models / "evaluations" / "other" / "capitals.json").read_text(encoding="utf-8"))
