@@ -7,6 +7,7 @@ from pathlib import Path
 from jingu.config.schema import RunConfig
 from jingu.config.sections.policies import (
     DistillationSettings,
+    GenerationProcessesSettings,
     GrpoSettings,
     PolicySettings,
     PpoSettings,
@@ -46,6 +47,11 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         companions.append(Companion(name, _spec_of(path, scalar, result), "whole"))
     if task.rewards:
         result.assumptions.append("rewards take no time")
+    if task.generation_source is not None:
+        result.assumptions.append("generation counts as a part of the step, though it runs beside training")
+    if isinstance(task.generation_source, GenerationProcessesSettings):
+        copies = range(task.generation_source.processes)
+        companions += [Companion(f"generation process {number + 1}", base, "whole") for number in copies]
     greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"
     rollouts = Rollouts(
         task.prompts_per_step,
