@@ -12,9 +12,9 @@ from jingu.evaluate.smooth_measures import TASKS_PREFIX, compare_with_chance
 from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
 from jingu.report.record import Row, RunRecord, get_number
-from jingu.report.rollout_answers import cut_text, read_answers, spread
+from jingu.report.rollout_answers import read_alarms, read_answers
 from jingu.report.step_profile import read_profile
-from jingu.report.template import render_document
+from jingu.report.template import cut_text, render_document, spread
 
 MAX_TABLE_ROWS = 20
 NOISE_EVALUATIONS = 5  # evaluations whose spread is shown
@@ -39,6 +39,7 @@ def render_page(record: RunRecord) -> str:
         memory=memory,
         memory_size=unit[0],
         memory_name=unit[1],
+        predicts_text=_predicts_text(record),
         counts_bytes=_counts_bytes(record),
         best=_best(record),
         resumes=", ".join(f"{step:,}" for step in spread(record.resumes, 12)),
@@ -48,6 +49,7 @@ def render_page(record: RunRecord) -> str:
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
         answers=read_answers(record.folder) if record.folder else [],
+        alarms=read_alarms(record.folder) if record.folder else [],
         profile=read_profile(record.folder) if record.folder else None,
         plan_terms=compare_with_plan(record.plan),
         table_steps=_table_steps(record),
@@ -93,9 +95,15 @@ def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
     return [(term, 1000 * before, 1000 * after, (after - before) / seconds) for term, before, after in rows]
 
 
+def _predicts_text(record: RunRecord) -> bool:
+    """Return whether the loss is that of predicted tokens; preferences and rewards have losses of their own."""
+    return last_row(record.train).keys().isdisjoint(("reward", "margin"))
+
+
 def _counts_bytes(record: RunRecord) -> bool:
     """Return whether evaluations predict whole texts. With span corruption they count no bytes."""
-    return any(row.get("bytes", 0) is not None for row in record.evaluations.values() or [{}])
+    rows = record.evaluations.values() or [{}]
+    return _predicts_text(record) and any(row.get("bytes", 0) is not None for row in rows)
 
 
 def _best(record: RunRecord) -> str:
@@ -123,7 +131,7 @@ def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
     return [
         Chart(
             "Loss",
-            "nats a token",
+            "nats a token" if _predicts_text(record) else "of the task",
             [*one("training", "loss"), *_validation_series(record, "loss")],
             logarithmic_beyond=3,
         ),

@@ -21,8 +21,7 @@ from jingu.plan.timeline import Pass, Timeline, simulate_pipeline
 from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars
 from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
 from jingu.report.commands import write_page
-from jingu.report.rollout_answers import spread
-from jingu.report.template import render_document
+from jingu.report.template import render_document, spread
 from jingu.training import plan_commands
 from jingu.training.plan_commands import PlanQuery
 

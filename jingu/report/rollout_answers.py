@@ -1,4 +1,4 @@
-"""Answers to the same prompts over the steps of a run that learns from rewards, read from its rollouts."""
+"""What a run that learns from rewards writes beside its metrics: answers to the same prompts over steps, and alarms."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 from jingu.report.record import get_number, parse_line
-
-Item = TypeVar("Item")
+from jingu.report.template import cut_text, spread
 
 # Rollouts that are read, spread over the run; prompts on the page, and steps of each.
 MAX_ROLLOUTS = 24
 MAX_PROMPTS = 6
 MAX_STEPS = 4
-MAX_CHARS = 4000
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,20 @@ def read_answers(folder: Path) -> list[tuple[str, list[ShownAnswer]]]:
     return [(prompt, spread(answers, MAX_STEPS)) for prompt, answers in often if len(answers) > 1]
 
 
+def read_alarms(folder: Path) -> list[tuple[int, str]]:
+    """Return the step and the message of each alarm. A run that is resumed may have raised one again."""
+    try:
+        lines = (folder / "rollouts" / "alarms.jsonl").read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return []
+    steps: dict[str, int] = {}
+    for row in filter(None, map(parse_line, lines)):
+        step = row.get("step")
+        if isinstance(step, int):
+            steps.setdefault(str(row.get("message", "")), step)
+    return [(step, message) for message, step in steps.items()]
+
+
 @lru_cache(maxsize=2 * MAX_ROLLOUTS)
 def _read_step(step: int, path: Path, mtime: int) -> dict[int, tuple[str, ShownAnswer]]:
     """Return the prompts of a step by row, each with its first answer.
@@ -78,15 +89,3 @@ def _read_step(step: int, path: Path, mtime: int) -> dict[int, tuple[str, ShownA
         finite = [reward for reward in rewards[row] if math.isfinite(reward)]
         answers[row] = (prompt, replace(answer, mean=fmean(finite) if finite else math.nan))
     return answers
-
-
-def spread(items: list[Item], most: int) -> list[Item]:
-    """Return at most `most` items, evenly spaced, with the first and the last."""
-    if len(items) <= most:
-        return items
-    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
-
-
-def cut_text(text: str) -> str:
-    """Return a text, the end of a long one left out."""
-    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from jingu.report.bars import draw_bars
 from jingu.report.record import Row, get_number, parse_line
-from jingu.report.rollout_answers import spread
+from jingu.report.template import spread
 
 # Kinds of operators by patterns of their names; the first that matches counts.
 _KINDS = {

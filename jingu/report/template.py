@@ -1,4 +1,4 @@
-"""Load the report's templates. They escape everything that is not marked as markup."""
+"""Load the report's templates, which escape everything that is not marked as markup, and bound what they show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 from math import isfinite
+from typing import TypeVar
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -15,6 +16,9 @@ from jingu import __version__
 from jingu.errors import pluralize
 from jingu.formatting import format_duration, format_number, format_rounded, format_short, show_control_characters
 from jingu.report.record import get_number
+
+Item = TypeVar("Item")
+MAX_CHARS = 4000
 
 
 @cache
@@ -52,3 +56,15 @@ def render_document(name: str, script_name: str = "page.js", **values: object) -
 def read_resource(name: str) -> str:
     """Return the text of a file of this package."""
     return files("jingu.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def spread(items: list[Item], most: int) -> list[Item]:
+    """Return at most `most` items, evenly spaced, with the first and the last."""
+    if len(items) <= most:
+        return items
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
+
+
+def cut_text(text: str) -> str:
+    """Return a text, the end of a long one left out."""
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
