@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -136,10 +137,10 @@ def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def replay(run: Path, step: int) -> int:
-    """Make a step of a run again, from its newest checkpoint before, and compare the answers.
+    """Make a step of a run again, from its newest checkpoint before, and compare the files of its answers.
 
     Returns:
-        0 if the rollout is the same to the last bit, else 1.
+        0 if all bytes of them are the same, else 1, with the first difference on the standard output.
 
     Raises:
         JinguError: the run has no such step.
@@ -179,6 +180,34 @@ def replay(run: Path, step: int) -> int:
         with join_process_group(config.device.type, threads) as ranks:
             train_on_rank(config, ranks, request, task_factory=TaskFactory(Replay, check=check_policy_run))
         replayed = (copy / "rollouts" / recorded.name).read_bytes()
-    is_equal = replayed == recorded.read_bytes()
-    print(f"Step {step}, from the checkpoint of step {start}: {'the same' if is_equal else 'other'} answers.")
-    return 0 if is_equal else 1
+    difference = _first_difference(recorded.read_bytes(), replayed)
+    print(f"Step {step}, from the checkpoint of step {start}: {difference or 'the same bytes'}.")
+    return 1 if difference else 0
+
+
+def _first_difference(recorded: bytes, replayed: bytes) -> str:
+    """Return where two files of answers differ first, in words; empty if they are equal to the last bit."""
+    if recorded == replayed:
+        return ""
+    pairs = zip_longest(recorded.splitlines(), replayed.splitlines(), fillvalue=b"")
+    for number, (before, after) in enumerate(pairs, start=1):
+        if before == after:
+            continue
+        try:
+            old, new = (dict(json.loads(line)) for line in (before, after))
+        except (ValueError, TypeError):
+            return f"line {number} of one of the files is no answer"
+        for name in {**old, **new}:
+            if old.get(name) != new.get(name):
+                return f"line {number} differs in {_describe_values(name, old.get(name), new.get(name))}"
+        return f"line {number} has other bytes for the same values"
+    return "one of the files ends within a line"
+
+
+def _describe_values(name: str, before: Any, after: Any) -> str:
+    """Return the name of a value, and two of its states: of lists, the first elements that differ."""
+    if isinstance(before, list) and isinstance(after, list):
+        pairs = enumerate(zip_longest(before, after))
+        index, (before, after) = next(item for item in pairs if item[1][0] != item[1][1])
+        name = f"{name}[{index}]"
+    return f"{name}: {json.dumps(before)[:200]} was recorded, and now it is {json.dumps(after)[:200]}"
