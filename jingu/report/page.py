@@ -11,8 +11,8 @@ from markupsafe import Markup
 from jingu.evaluate.smooth_measures import TASKS_PREFIX, compare_with_chance
 from jingu.formatting import format_number, format_rounded, memory_unit
 from jingu.report.charts import Chart, Point, Series, draw_chart, is_drawable
-from jingu.report.record import Row, RunRecord, get_number
-from jingu.report.rollout_answers import read_alarms, read_answers
+from jingu.report.record import Row, RunRecord, get_number, read_warnings
+from jingu.report.rollout_answers import read_answers
 from jingu.report.step_profile import read_profile
 from jingu.report.template import cut_text, render_document, spread
 
@@ -20,6 +20,7 @@ MAX_TABLE_ROWS = 20
 NOISE_EVALUATIONS = 5  # evaluations whose spread is shown
 MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
+MAX_WARNINGS = 12
 NUM_COLOURS = 6
 
 
@@ -49,7 +50,7 @@ def render_page(record: RunRecord) -> str:
         samples=_samples(record),
         most_prompts=MAX_PROMPTS,
         answers=read_answers(record.folder) if record.folder else [],
-        alarms=read_alarms(record.folder) if record.folder else [],
+        warnings=spread(read_warnings(record.folder), MAX_WARNINGS) if record.folder else [],
         profile=read_profile(record.folder) if record.folder else None,
         plan_terms=compare_with_plan(record.plan),
         table_steps=_table_steps(record),

@@ -178,3 +178,14 @@ def _read_text(path: Path, record: RunRecord) -> str:
     except OSError:
         record.notes.append(f"{path.name} is missing or cannot be read.")
         return ""
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Return the warnings in the log of a run's first rank, each once, the first line of each."""
+    try:
+        text = (folder / "log" / "rank-00000.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # Date, time, level, message.
+    lines = (line.split(" ", 3) for line in text.split("\n"))
+    return list(dict.fromkeys(parts[3] for parts in lines if len(parts) == 4 and parts[2] == "WARNING"))

@@ -1,4 +1,4 @@
-"""What a run that learns from rewards writes beside its metrics: answers to the same prompts over steps, and alarms."""
+"""Answers to the same prompts over the steps of a run that learns from rewards, read from its rollouts."""
 
 from __future__ import annotations
 
@@ -48,20 +48,6 @@ def read_answers(folder: Path) -> list[tuple[str, list[ShownAnswer]]]:
             prompts.setdefault(row, (prompt, []))[1].append(answer)
     often = sorted(prompts.values(), key=lambda item: -len(item[1]))[:MAX_PROMPTS]
     return [(prompt, spread(answers, MAX_STEPS)) for prompt, answers in often if len(answers) > 1]
-
-
-def read_alarms(folder: Path) -> list[tuple[int, str]]:
-    """Return the step and the message of each alarm. A run that is resumed may have raised one again."""
-    try:
-        lines = (folder / "rollouts" / "alarms.jsonl").read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return []
-    steps: dict[str, int] = {}
-    for row in filter(None, map(parse_line, lines)):
-        step = row.get("step")
-        if isinstance(step, int):
-            steps.setdefault(str(row.get("message", "")), step)
-    return [(step, message) for message, step in steps.items()]
 
 
 @lru_cache(maxsize=2 * MAX_ROLLOUTS)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from jingu.tune.row_formats import parse_row
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
 from tests.limits import PATIENCE
 from tests.rank_pool import RankPool
+from tests.report.test_report import checked
 
 pytestmark = pytest.mark.usefixtures("peak")
 
@@ -155,22 +157,48 @@ LAYOUTS = {
     "tensor": (2, {"parallel.tensor": 2}),
     "pipeline": (2, {"parallel.pipeline": 2}),
     "context": (2, {"parallel.context": 2}),
+    "expert": (2, {"parallel.shard": 2, "parallel.expert": 2, "parallel.zero_stage": 2}),
+    "4 of zero3": (4, {"parallel.zero_stage": 3, "batch.micro_batch_size": 1}),
+    "tensor and pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2}),
+}
+FOUR_RANKS = ("4 of zero3", "tensor and pipeline")
+# The model that a run starts from, and what is trained of it.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}),
+    "lora": ({}, {"tune": {"type": "lora", "rank": 4}}),
+    "mixture": ({"model.family": "mixtral"}, {"model.family": "mixtral"}),
 }
 
 
 @pytest.mark.parametrize(
-    "layout", ["zero3", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "context"))]
+    ("layout", "model"),
+    [
+        ("zero3", "dense"),
+        ("pipeline", "dense"),
+        *(
+            pytest.param(layout, model, marks=pytest.mark.slow)
+            for model, layouts in (
+                ("dense", ("tensor", "context", *FOUR_RANKS)),
+                ("lora", ("zero3", "tensor", *FOUR_RANKS)),
+                ("mixture", ("expert", "4 of zero3")),
+            )
+            for layout in layouts
+        ),
+    ],
 )
-def test_layouts_agree(layout: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]) -> None:
+def test_layouts_agree(
+    layout: str, model: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]
+) -> None:
     # Two updates, so that the step needs log-probabilities by the old weights; and KL from a reference.
-    start = make({"train.steps": 1}, name="start")
+    first, trained = MODELS[model]
+    start = make({**first, "train.steps": 1}, name="start")
     assert train(start) == 0
     task = {"task.updates_per_step": 2, "task.kl": {"type": "kl", "beta": 0.1}, "train.steps": 2}
-    task["initialize"] = {"from": str(done(start).folder)}
+    task |= {"initialize": {"from": str(done(start).folder)}, **trained}
     single = make(task, name="single")
     assert train(single) == 0
     world, changes = LAYOUTS[layout]
-    config = make({**task, **changes, "batch.micro_batch_size": 2}, name="divided")
+    config = make({**task, "batch.micro_batch_size": 2, **changes}, name="divided")
     assert ranks.run(train_here, world, [config]) == [[0]] * world
     for step in (1, 2):
         for one, other in zip(rollout(done(single), step), rollout(done(config), step), strict=True):
@@ -258,8 +286,8 @@ def test_ppo_resumes_with_its_critic(critic: str, make_ppo: MakeRun, done: Calla
         *(
             pytest.param(critic, layout, marks=pytest.mark.slow)
             for critic, layouts in (
-                ("separate", ("tensor", "pipeline", "context")),
-                ("shared", ("zero3", "pipeline", "context")),
+                ("separate", ("tensor", "pipeline", "context", *FOUR_RANKS)),
+                ("shared", ("zero3", "pipeline", "context", *FOUR_RANKS)),
             )
             for layout in layouts
         ),
@@ -320,8 +348,7 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
     assert train(config) == 0
     folder = done(config).folder
     assert replay(folder, 3) == 0
-    assert "from the checkpoint of step 2: the same answers" in capsys.readouterr().out
-    # Other answers are noticed.
+    assert "from the checkpoint of step 2: the same bytes" in capsys.readouterr().out
     path = folder / "rollouts" / "step_1.jsonl"
     assert score(config, path, tmp_path / "scored.jsonl") == 0
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
@@ -338,8 +365,21 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
     assert all(parse_row(row) for row in best)
     assert [row["reward"] for row in scored] == [sample["reward"] for sample in rollout(done(config), 1)]
     assert "length (audit)" in capsys.readouterr().out
-    path.write_text(path.read_text().replace('"choice": 0', '"choice": 7', 1))
-    assert replay(folder, 1) == 1
+    # The first difference is named, down to a single bit of a number, and to a space.
+    lines = path.read_text().split("\n")
+    third = json.loads(lines[2])
+    logprob = third["logprobs"][1]
+    third["logprobs"][1] *= 1.0 + 2**-52
+    changes = {
+        f"line 3 differs in logprobs[1]: {third['logprobs'][1]!r} was recorded, and now it is {logprob!r}": json.dumps(
+            third, ensure_ascii=False
+        ),
+        "line 3 has other bytes for the same values": lines[2].replace('"row": ', '"row":  '),
+    }
+    for words, line in changes.items():
+        path.write_text("\n".join([*lines[:2], line, *lines[3:]]))
+        assert replay(folder, 1) == 1
+        assert f"from the checkpoint of step 0: {words}." in capsys.readouterr().out
     with pytest.raises(JinguError, match="no answers of step 9"):
         replay(folder, 9)
     with pytest.raises(JinguError, match="line 1 is no JSON object"):
@@ -394,6 +434,8 @@ def test_the_report_shows_what_was_learned(make: MakeRun, done: Callable[[RunCon
     page = render_page(read_run(done(config).folder))
     for title in ("Rewards", "Length", "Answers and groups", "Entropy and KL", "Mismatch of generation and training"):
         assert f"<b>{title}</b>" in page
+    # Its loss is not that of predicted text.
+    assert "Bits per byte" not in page and '<b>Loss</b> <span class="unit">of the task</span>' in page
     # Four of five prompts a step: most of them recur.
     assert "Answers over time" in page and page.count('<pre class="prompt">def f') == 5
 
@@ -625,6 +667,35 @@ def test_alarms_name_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1  # once
     alarms.check({**NORMAL, "reward": 0.0, "rewards/truth": 0.0, "truncated": 0.6, "dead_groups": 0.9}, ["truth"])
     assert "raise task.max_new_tokens" in caplog.text and "set task.max_resampling" in caplog.text
+
+
+HACKED_REWARDS = """
+def fluent(completions):
+    return [float(text.count("e")) for text in completions]
+
+def varied(completions):
+    return [len(set(text)) / max(len(text), 1) for text in completions]
+"""
+
+
+def test_a_reward_that_is_exploited_raises_the_alarm(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The letter e is all that counts, and answers come to consist of it."""
+    (tmp_path / "hack.py").write_text(HACKED_REWARDS)
+    rewards: list[dict[str, Any]] = [
+        {"type": "python", "function": f"{tmp_path}/hack.py:{name}", "audit": name == "varied"}
+        for name in ("fluent", "varied")
+    ]
+    changes = {"task.rewards": rewards, "task.updates_per_step": 1, "optimizer.lr": 0.03, "schedule.warmup": 0}
+    config = make({**changes, "train.steps": 24})
+    assert train(config) == 0
+    run = done(config)
+    reward, audit = run.column("reward"), run.column("rewards/varied")
+    assert fmean(reward[-5:]) > 2 * fmean(reward[:5]) and fmean(audit[-5:]) < 0.8 * fmean(audit[:5])
+    words = "The reward rises while the audit varied falls"
+    assert words in capfd.readouterr().err
+    assert words in "".join(checked(render_page(read_run(run.folder))).text)
 
 
 @pytest.mark.parametrize(
