@@ -103,8 +103,8 @@ def _predicts_text(record: RunRecord) -> bool:
 
 def _counts_bytes(record: RunRecord) -> bool:
     """Return whether evaluations predict whole texts. With span corruption they count no bytes."""
-    rows = record.evaluations.values() or [{}]
-    return _predicts_text(record) and any(row.get("bytes", 0) is not None for row in rows)
+    counts = [row.get("bytes", 0) for row in record.evaluations.values()] or [0]
+    return _predicts_text(record) and any(count is not None for count in counts)
 
 
 def _best(record: RunRecord) -> str:
