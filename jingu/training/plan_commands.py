@@ -165,7 +165,7 @@ class PlanQuery:
     """
 
     target: str
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str]
     on: str = "here"
     nodes: int = 1
     gpus: int | None = None
