@@ -73,7 +73,10 @@ class StepTimer(TorchDispatchMode):
         group = collective_group(func, args)
         if group is not None:
             axis = group.removeprefix("mesh_")
-            self._collective = axis if axis in _AXES else "data"
+            if axis not in _AXES:
+                # Data, or experts over all ranks, which PyTorch lets use the default group. They alone exchange rows.
+                axis = "expert" if "all_to_all" in func.name() or "alltoall" in func.name() else "data"
+            self._collective = axis
             return self._collective
         name = func.name().partition("::")[2].partition(".")[0]
         if name == "wait_tensor":

@@ -28,6 +28,14 @@ def test_collectives_are_timed_by_their_axes(tiny_run, train_on, done):
     assert "bubble" in actual and "launch" not in actual
 
 
+def test_an_exchange_of_all_ranks_is_that_of_experts(tiny_run, train_on, done):
+    experts = {"model.family": "mixtral", "model.intermediate_size": 24, "model.experts.num_experts": 4}
+    config = tiny_run({**experts, "train.steps": 5, "parallel.expert": 2})
+    train_on(2, config)
+    actual = done(config).lines("plan")[-1]["actual"]
+    assert min(actual["expert"], actual["data"]) > 0
+
+
 def test_timed_steps_compute_the_same(tiny_run, train_on, done, monkeypatch):
     timed, plain = (tiny_run({"train.steps": 5, "parallel.zero_stage": 3}, name=name) for name in ("timed", "plain"))
     train_on(1, timed)
