@@ -30,8 +30,9 @@ class Alarms:
             self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
         if metrics.get("dead_groups", 0.0) > 0.8:
             self._warn(
-                "In more than 80% of the groups all rewards are equal, and nothing is learned from them: choose "
-                "prompts that the model solves now and then, or set task.max_resampling."
+                "In more than 80% of the groups all rewards are equal, and nothing is learned from them. If the model "
+                "has learned its prompts, end the run; otherwise choose prompts that it solves now and then, or set "
+                "task.max_resampling."
             )
         if len(self._history) < 20:
             return

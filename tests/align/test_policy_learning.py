@@ -21,6 +21,7 @@ import jingu
 from jingu.align import policy_learning
 from jingu.align.alarms import Alarms
 from jingu.align.commands import train
+from jingu.align.environment import Environments
 from jingu.align.policy_learning import POLICY_LEARNING
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
@@ -574,6 +575,89 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
     for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
         with pytest.raises(JinguError, match=words):
             train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
+
+
+def train_with_short_turns(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
+    """Train where many tokens end a turn."""
+    load = policy_learning.load_run_prompts
+    with pytest.MonkeyPatch.context() as patch:
+        ends = tuple(range(0, 389, 3))
+        patch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+        return train_here(rank, world, configs)
+
+
+def make_game(make: MakeRun, tmp_path: Path, name: str, **changes: Any) -> RunConfig:
+    (tmp_path / "game.py").write_text(ENVIRONMENT)
+    task = {"task.environment": {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}, "task.rewards": []}
+    return make({**task, "task.max_new_tokens": 20, "batch.sequence_length": 33, **changes}, name=name)
+
+
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_layouts_agree_on_games(
+    layout: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done], tmp_path: Path
+) -> None:
+    single = make_game(make, tmp_path, "single")
+    world, changes = LAYOUTS[layout]
+    divided = make_game(make, tmp_path, "divided", **changes, **{"batch.micro_batch_size": 2})
+    assert ranks.run(train_with_short_turns, 1, [single]) == [[0]]
+    assert ranks.run(train_with_short_turns, world, [divided]) == [[0]] * world
+    runs = done(single), done(divided)
+    assert max(len(sample["replies"]) for sample in rollout(runs[0], 3)) == 2
+    for one, other in zip(*(rollout(run, 3) for run in runs), strict=True):
+        assert (one["ids"], one["replies"], one["rewards"]) == (other["ids"], other["replies"], other["rewards"])
+    for name in ("loss", "grad_norm", "reward"):
+        assert runs[1].column(name) == pytest.approx(runs[0].column(name), rel=1e-9, abs=1e-12), name
+    tensors = runs[1].tensors()
+    for name, tensor in runs[0].tensors().items():
+        assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
+
+
+def test_a_run_that_stops_within_a_game_ends_with_the_same_weights(
+    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = policy_learning.load_run_prompts
+    ends = tuple(range(0, 389, 3))
+    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+    whole = make_game(make, tmp_path, "whole")
+    parts = make_game(make, tmp_path, "parts", **{"checkpoint.every": 1, "checkpoint.async_save": False})
+    assert train(whole) == 0
+    reply = Environments.reply
+    calls: list[int] = []
+
+    def stop_once(self: Environments, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:  # the second turn of the second step
+            raise KeyboardInterrupt
+        return reply(self, *arguments)
+
+    monkeypatch.setattr(Environments, "reply", stop_once)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts)
+    assert train(parts) == 0
+    tensors = done(parts).tensors()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in done(whole).tensors().items())
+    assert rollout(done(whole), 3) == rollout(done(parts), 3)
+
+
+def test_an_environment_that_fails_on_one_rank_ends_all(make: MakeRun, ranks: RankPool, tmp_path: Path) -> None:
+    # The prompt that fails is that of one rank.
+    start = "def step(self, answer):\n"
+    text = ENVIRONMENT.replace(start, f"{start}        assert self.row['prompt'] != 'def f1'\n")
+    config = make_game(make, tmp_path, "failing", **{"parallel.zero_stage": 3})
+    (tmp_path / "game.py").write_text(text)
+    assert sorted(ranks.run(fail_here, 2, config)) == ["AssertionError: .", "exit 2"]
+
+
+def fail_here(rank: int, world: int, config: RunConfig) -> str:
+    """Return how a rank ends: the first one that fails reports the error, the others exit."""
+    try:
+        with peak_unmeasured():
+            train_on_rank(config, this_rank(rank, world), StopRequest(), task_factory=POLICY_LEARNING)
+    except JinguError as error:
+        return error.what
+    except SystemExit as end:
+        return f"exit {end.code}"
+    return "trained"
 
 
 TOOLS_TEMPLATE = (
