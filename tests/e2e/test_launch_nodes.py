@@ -156,7 +156,7 @@ def test_a_clock_that_differs_is_named_by_the_run_and_the_doctor(nodes, run_file
     empty.mkdir()
     nodes.change(2, f"mount --bind {site} {empty}")
     path = {"PYTHONPATH": f"{ROOT}:{empty}"}
-    code, output = nodes.launch("ssh", run_file({"train.steps": 2}, name="late"), **path)
+    code, output = nodes.launch("ssh", run_file({"train.steps": 2, "train.hang_timeout": 60}, name="late"), **path)
     assert code == 0 and "The clock of node2 is 300 s ahead of those of the other nodes" in output, output
     code, output = nodes.launch("ssh", "doctor", **path)
     assert code == 2 and (nodes.folder / "failing_nodes.txt").read_text() == "node2\n", output
