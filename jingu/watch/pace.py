@@ -191,10 +191,10 @@ class PaceMeter:
         windows = self._exchange(own)
         paces = [pace for window in windows for pace in window.paces]
         links = [link for window in windows for link in window.links]
-        found = {pace.rank: describe_straggler(pace, paces) for pace in own.paces}
-        found[-1] = describe_slow_link(links, own.paces[0].host)
+        descriptions = {pace.rank: describe_straggler(pace, paces) for pace in own.paces}
+        descriptions[-1] = describe_slow_link(links, own.paces[0].host)
         sentences = []
-        for number, sentence in found.items():
+        for number, sentence in descriptions.items():
             count = self._slow_windows[number] = 0 if sentence is None else self._slow_windows[number] + 1
             if sentence is not None and count == _WINDOWS:
                 sentences.append(f"Straggler: {sentence}")

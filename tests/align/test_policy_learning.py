@@ -550,9 +550,7 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
 ) -> None:
     (tmp_path / "game.py").write_text(ENVIRONMENT)
     # Turns are short if many tokens end them.
-    load = policy_learning.load_run_prompts
-    ends = tuple(range(0, 389, 3))
-    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+    shorten_turns(monkeypatch)
     environment = {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}
     changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
     config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})
@@ -577,12 +575,16 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
             train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
 
 
-def train_with_short_turns(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
-    """Train where many tokens end a turn."""
+def shorten_turns(patch: pytest.MonkeyPatch) -> None:
+    """Let many tokens end a turn."""
     load = policy_learning.load_run_prompts
+    ends = tuple(range(0, 389, 3))
+    patch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+
+
+def train_with_short_turns(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        ends = tuple(range(0, 389, 3))
-        patch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+        shorten_turns(patch)
         return train_here(rank, world, configs)
 
 
@@ -615,9 +617,7 @@ def test_layouts_agree_on_games(
 def test_a_run_that_stops_within_a_game_ends_with_the_same_weights(
     make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = policy_learning.load_run_prompts
-    ends = tuple(range(0, 389, 3))
-    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+    shorten_turns(monkeypatch)
     whole = make_game(make, tmp_path, "whole")
     parts = make_game(make, tmp_path, "parts", **{"checkpoint.every": 1, "checkpoint.async_save": False})
     assert train(whole) == 0
@@ -677,9 +677,7 @@ def test_results_of_tools_are_read_and_not_trained(
     rows = ({"prompt": [{"role": "user", "content": f"def f{number}"}], "answer": "("} for number in range(5))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Turns are short if many tokens end them; a model that learned nothing calls nothing.
-    load = policy_learning.load_run_prompts
-    ends = tuple(range(0, 389, 3))
-    monkeypatch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
+    shorten_turns(monkeypatch)
     monkeypatch.setattr(
         ToolCallParser, "finish", lambda self: ("", [ToolCall("size", json.dumps({"text": self._buffer}))])
     )

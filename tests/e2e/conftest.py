@@ -15,7 +15,7 @@ import pytest
 
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
-from tests.launch.nodes import Nodes, start_nodes, why_no_nodes
+from tests.launch.nodes import Nodes, read_stream_until, start_nodes, why_no_nodes
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,8 @@ class Warm:
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
     """Read what a process writes to stderr until these words are in it; fail if the process ends before."""
-    text = ""
     assert process.stderr is not None
-    while words not in text:
-        text += (letter := process.stderr.read(1))
-        assert letter, text
-    return text
+    return read_stream_until(process.stderr, words)
 
 
 @pytest.fixture(scope="session")

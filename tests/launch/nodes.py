@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -76,12 +77,12 @@ class Nodes:
     def processes(self, node: int | None = None) -> list[psutil.Process]:
         """Return the processes on a node, or on all of them, without the sshd that was there from the begin."""
         networks = {_network(pid) for pid in (self._pids if node is None else [self._pids[node - 1]])}
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if process.pid not in self._pids and _network(process.pid) in networks:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 ROOT = str(Path(jingu.__file__).parents[1])
@@ -100,10 +101,15 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 
 def read_output_until(process: subprocess.Popen[str], words: str) -> str:
     """Read what a program on the nodes prints until these words are in it; fail if it ends before."""
-    text = ""
     assert process.stdout is not None
+    return read_stream_until(process.stdout, words)
+
+
+def read_stream_until(stream: IO[str], words: str) -> str:
+    """Read a stream until these words are in it; fail if it ends before."""
+    text = ""
     while words not in text:
-        text += (letter := process.stdout.read(1))
+        text += (letter := stream.read(1))
         assert letter, text
     return text
 
