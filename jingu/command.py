@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +16,9 @@ from jingu.errors import JinguError, join_words
 
 T = TypeVar("T")
 # Larger numbers are no seeds, and no sizes of anything.
-MAX_INTEGER = 10**18
+_MAX_INTEGER = 10**18
+# Keys of an entry of the table that argparse does not have.
+_OWN_KEYS = frozenset({"name", "type", "min", "above", "max", "choices", "repeat", "mode"})
 
 # The name of an argument, and argparse's keywords for it. The command's function has a parameter of the same name.
 Argument = tuple[str, dict[str, Any]]
@@ -51,16 +54,6 @@ class Command:
         return function
 
 
-def command(
-    help_line: str, target: str, *arguments: Argument, run_file: bool = False, on_ranks: bool = False
-) -> Command:
-    """Make a command; see the attributes of `Command`."""
-    if on_ranks:
-        help_text = "number of ranks on this machine (default: 1)"
-        arguments += (option("--processes", "N", integer(1), help_text),)
-    return Command(help_line, target, arguments, run_file, on_ranks)
-
-
 def group_options(function: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
     """Return options by the parameters of a function, some of which take several; None means their default."""
     ungrouped = dict(options)
@@ -74,28 +67,64 @@ def group_options(function: Callable[..., object], options: dict[str, Any]) -> d
     return {**ungrouped, **groups}
 
 
-def path_argument(name: str, metavar: str, help_text: str) -> Argument:
-    """Return a required path."""
-    return name, {"metavar": metavar, "type": expand_path, "help": help_text}
+def read_argument(entry: Mapping[str, Any]) -> Argument:
+    """Return an argument of a command, given its entry in the table.
 
-
-def option(
-    name: str, metavar: str, convert: Callable[[str], Any], help_text: str, default: Any = None, **more: Any
-) -> Argument:
-    """Return an option with a value; `more` is argparse's."""
+    Args:
+        entry: `type` (text by default), `min`, `above` and `max` of numbers, or `choices`; `repeat`, if it can be given
+            several times; `mode`, a constant of the parameter `mode`. The other keys are argparse's.
+    """
+    keywords = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
+    default = entry.get("default")
     if default is not None:
-        help_text += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
-    return name, {"metavar": metavar, "type": convert, "help": help_text, "default": default, **more}
+        keywords["help"] += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    if "mode" in entry:
+        keywords |= {"action": "store_const", "const": entry["mode"], "dest": "mode"}
+    elif entry.get("type") == "flag":
+        keywords["action"] = "store_true"
+    elif entry.get("repeat"):
+        keywords["action"] = "append"
+        keywords["help"] += "; can be repeated"
+    else:
+        keywords["type"] = _converter(entry)
+    return entry["name"], keywords
 
 
-def repeatable_option(name: str, metavar: str, help_text: str, **more: Any) -> Argument:
-    """Return an option that can be given several times; `more` is argparse's."""
-    return name, {"metavar": metavar, "action": "append", "help": f"{help_text}; can be repeated", **more}
+def _converter(entry: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return the function that converts the text of an argument."""
+    kind = entry.get("type", "text")
+    if "choices" in entry:
+        return _check(str, entry["choices"].__contains__, join_words(entry["choices"]))
+    if kind in ("integer", "number"):
+        return _number(int if kind == "integer" else float, entry)
+    if kind == "part":
+        return _check(_read_part, _is_part, "a part of several, such as 3/8")
+    converters: dict[str, Callable[[str], Any]] = {"text": str, "path": expand_path, "path or URL": _path_or_url}
+    return converters[kind]
 
 
-def flag(name: str, help_text: str, **more: Any) -> Argument:
-    """Return an option without a value."""
-    return name, {"action": "store_true", "help": help_text} | more
+def _number(read: Callable[[str], float], entry: Mapping[str, Any]) -> Callable[[str], float]:
+    """Return the function that reads a number within the limits of an entry."""
+    least = entry.get("min", entry.get("above"))
+    largest = entry.get("max", _MAX_INTEGER if read is int else sys.float_info.max)
+
+    def is_valid(value: float) -> bool:
+        return least <= value <= largest and value != entry.get("above")
+
+    limits = f"above {least}" if "above" in entry else f"{least} or more"
+    if "max" in entry:
+        limits = f"above {least}, at most {largest}" if "above" in entry else f"{least} to {largest}"
+    return _check(read, is_valid, f"a {'whole ' * (read is int)}number ({limits})")
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    """Convert I/N, part I of N."""
+    index, _, count = text.partition("/")
+    return int(index), int(count)
+
+
+def _is_part(part: tuple[int, int]) -> bool:
+    return 1 <= part[0] <= part[1] <= 99_999
 
 
 def expand_path(text: str) -> Path:
@@ -103,7 +132,13 @@ def expand_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def converter(read: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+def _path_or_url(text: str) -> Any:
+    from jingu.checkpoint import remote
+
+    return remote.checkpoint_path(text) if "://" in text else expand_path(text)
+
+
+def _check(read: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> Callable[[str], T]:
     """Return a function that converts the text of an argument; `expected` describes the values that are valid."""
 
     def convert(text: str) -> T:
@@ -116,28 +151,6 @@ def converter(read: Callable[[str], T], is_valid: Callable[[T], bool], expected:
         return value
 
     return convert
-
-
-def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[str], int]:
-    """Return a converter for whole numbers within limits."""
-    limits = f"{minimum} or more" if maximum == MAX_INTEGER else f"{minimum} to {maximum}"
-    return converter(int, lambda value: minimum <= value <= maximum, f"a whole number ({limits})")
-
-
-def number(is_valid: Callable[[float], bool], limits: str) -> Callable[[str], float]:
-    """Return a converter for numbers that are valid; `limits` describes them."""
-    return converter(float, is_valid, f"a number ({limits})")
-
-
-def choice(*choices: str) -> Callable[[str], str]:
-    """Return a converter for one of several words."""
-    return converter(str, choices.__contains__, join_words(choices))
-
-
-def read_part(text: str) -> tuple[int, int]:
-    """Convert I/N, part I of N."""
-    index, _, count = text.partition("/")
-    return int(index), int(count)
 
 
 def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
