@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +22,8 @@ _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(\s*[}}\]])")
 
-# Why keys have no counterpart, by the name of a key or of a section around it.
-_NOT_NEEDED = {
-    "zero_optimization": "PyTorch's sharding engine decides this",
-    "aio": "PyTorch's sharding engine decides this",
-    "prescale_gradients": "gradients are summed, and divided once",
-    "gradient_predivide_factor": "gradients are summed, and divided once",
-    "stage3_gather_16bit_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
-    "stage3_gather_fp16_weights_on_model_save": "every checkpoint can be exported (`jingu export`)",
-    "zero_allow_untested_optimizer": "every optimizer here works with every stage",
-    "zero_force_ds_cpu_optimizer": "every optimizer here works with every stage",
-    "wall_clock_breakdown": "metrics.jsonl has the time of each step",
-    "auto_cast": "inputs of a model of tokens are whole numbers",
-}
-# Values that are copied: DeepSpeed's key, the setting, and the type of the value. The last of several wins.
-_COPIED = (
-    ("tensor_parallel.autotp_size", "parallel.tensor", int),
-    ("sequence_parallel_size", "parallel.context", int),
-    ("optimizer.params.lr", "optimizer.lr", float),
-    ("scheduler.params.warmup_max_lr", "optimizer.lr", float),
-    ("scheduler.params.total_num_steps", "train.steps", int),
-    ("steps_per_print", "train.log_every", int),
-    ("seed", "seed", int),
-    ("fp16.loss_scale_window", "precision.loss_scale_window", int),
-    ("fp16.hysteresis", "precision.hysteresis", int),
-    ("fp16.min_loss_scale", "precision.min_loss_scale", float),
-    ("optimizer.params.eps", "optimizer.eps", float),
-    ("tensorboard.enabled", "train.tensorboard", bool),
-)
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "lion": "lion"}
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_AXES = {"pipe": "pipeline", "model": "tensor", "tensor": "tensor", "sequence": "context", "expert": "expert"}
+_TABLES = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text(encoding="utf-8"))
+_TYPES = {"int": int, "float": float, "bool": bool}
 
 
 def from_deepspeed(file: Path, processes: int | None = None) -> None:
@@ -102,16 +74,16 @@ def parse(text: str, file: Path) -> dict[str, Any]:
 def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings as a tree, and a note for every key without a counterpart."""
     keys = _DeepSpeedKeys(source)
-    for key, setting, kind in _COPIED:
+    for key, setting, kind in _TABLES["copied"]:
         value = keys.take(key)
         if value is not None:
-            keys.settings[setting] = kind(value)
+            keys.settings[setting] = _TYPES[kind](value)
     for convert_part in (_zero, _topology, _precision, _optimizer, _scheduler, _clipping):
         convert_part(keys)
     _batch(keys, processes)
     for key in keys.remaining:
-        reasons = [_NOT_NEEDED[part] for part in reversed(key.split(".")) if part in _NOT_NEEDED]
-        keys.notes.setdefault(key, next(iter(reasons), "no counterpart"))
+        reasons = (_TABLES["not_needed"].get(part) for part in reversed(key.split(".")))
+        keys.notes.setdefault(key, next(filter(None, reasons), "no counterpart"))
     return _nest(keys.settings), keys.notes
 
 
@@ -177,7 +149,7 @@ def _topology(keys: _DeepSpeedKeys) -> None:
     """Convert the axes of ranks in the configurations of pipeline projects."""
     axes = keys.take("model_topo.process_topology.axis", [])
     dims = keys.take("model_topo.process_topology.dims", [])
-    names = _AXES | {"data": "shard" if keys.settings["parallel.zero_stage"] else "replicate"}
+    names = _TABLES["axes"] | {"data": "shard" if keys.settings["parallel.zero_stage"] else "replicate"}
     for axis, size in zip(axes, dims, strict=False):
         if axis in names:
             keys.settings[f"parallel.{names[axis]}"] = int(size)
@@ -226,9 +198,10 @@ def _optimizer(keys: _DeepSpeedKeys) -> None:
     if not keys.has_section("optimizer"):
         return
     name = str(keys.take("optimizer.type", "AdamW"))
-    if name.lower() not in _OPTIMIZERS:
+    kind = _TABLES["optimizers"].get(name.lower())
+    if kind is None:
         keys.notes["optimizer.type"] = f"there is no {name}; AdamW is in its place"
-    kind = _OPTIMIZERS.get(name.lower(), "adamw")
+        kind = "adamw"
     betas = keys.take("optimizer.params.betas", [0.9, 0.999 if kind == "adamw" else 0.99])
     decay = float(keys.take("optimizer.params.weight_decay", 0.0))
     keys.settings |= {
@@ -255,10 +228,10 @@ def _scheduler(keys: _DeepSpeedKeys) -> None:
         return
     name = str(keys.take("scheduler.type"))
     params = "scheduler.params"
-    if name not in _SCHEDULES:
+    if name not in _TABLES["schedules"]:
         keys.notes["scheduler.type"] = f"there is no {name}; the default schedule is in its place"
         return
-    keys.settings["schedule.type"] = _SCHEDULES[name]
+    keys.settings["schedule.type"] = _TABLES["schedules"][name]
     warmup = keys.take(f"{params}.warmup_num_steps", 1000)
     if f"{params}.warmup_num_steps" not in keys.notes:  # "auto"
         keys.settings["schedule.warmup"] = int(warmup)

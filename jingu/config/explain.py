@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,26 +35,9 @@ Message = tuple[str, str | None]
 """What is wrong, and how to fix it."""
 Mistake = tuple[KeyPath, Message]
 
-# The names in other tools that resemble none of the keys here.
-KEY_ALIASES = {
-    "batch_size": "batch.global_batch_size",
-    "block_size": "batch.sequence_length",
-    "d_model": "model.hidden_size",
-    "epochs": "train.steps",
-    "gradient_accumulation_steps": "batch.micro_batch_size",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "grad_clip": "train.max_grad_norm",
-    "learning_rate": "optimizer.lr",
-    "max_seq_length": "batch.sequence_length",
-    "n_embd": "model.hidden_size",
-    "n_head": "model.num_heads",
-    "n_layer": "model.num_layers",
-    "num_hidden_layers": "model.num_layers",
-    "num_key_value_heads": "model.num_kv_heads",
-    "output_dir": "runs_dir",
-    "per_device_train_batch_size": "batch.micro_batch_size",
-}
-VALUE_ALIASES = {"adam": "adamw", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "gpu": "cuda"}
+_ALIASES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
+KEY_ALIASES: dict[str, str] = _ALIASES["keys"]
+VALUE_ALIASES: dict[str, str] = _ALIASES["values"]
 """Values by the names that other tools have for them."""
 # Mistakes to report at once. A file with more of them is most likely no configuration at all.
 _MAX_REPORTED = 12
