@@ -49,7 +49,7 @@ def plan_batch(
         raise JinguError(what, fix=f"take {_sizes(below, above)}.")
     rows = size // ranks
     least = min(rows, 4 * pipeline) if pipeline > 1 else 1
-    sizes = [n * rows_per_group for n in _divisors(rows // rows_per_group)]
+    sizes = [n * rows_per_group for n in divisors(rows // rows_per_group)]
     if batch.micro_batch_size != "auto":
         micro = batch.micro_batch_size
     else:
@@ -65,7 +65,7 @@ def plan_batch(
     return BatchPlan(rows, micro, rows // micro, updates * size * batch.sequence_length, updates)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from jingu.config.introspect import format_value
 from jingu.config.schema import CheckpointSettings, RunConfig
 from jingu.config.sections.train import ConstantSettings, InverseSqrtSettings
+from jingu.tables import flatten, read_table
 
-CHANGEABLE_KEYS = frozenset(
-    {
-        # Paths. The contents of tokenizer and data set are checked by their fingerprints.
-        "name",
-        "runs_dir",
-        "tokenizer.path",
-        "data.path",
-        # Only a new run is initialized.
-        "initialize",
-        # How data is built and read; the result is the same.
-        "data.num_workers",
-        "data.reader",
-        "data.local_cache",
-        # The data that a run was trained on is checked by its receipt.
-        "data.drop",
-        # How a step is divided. Its loss is one sum over the global batch.
-        "batch.micro_batch_size",
-        "parallel",
-        # How the same numbers are computed and logged.
-        "train.compile",
-        "train.activation_checkpointing",
-        "train.log_every",
-        "train.on_divergence",
-        "train.tensorboard",
-        "train.trackers",
-        "train.hang_timeout",
-        "train.profile",
-        "device",
-        # Where answers are generated.
-        *(f"task.asynchronous.{name}" for name in ("url", "api_key_file", "timeout", "retries", "concurrency")),
-        *(f"task.asynchronous.{name}" for name in ("processes", "threads")),
-        # Evaluations and checkpoints do not change training.
-        "evaluation",
-        # With another URL the run would find no checkpoint, and start again.
-        *(f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url"),
-    }
-)
+_CHECKPOINT_KEYS = (f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url")
+CHANGEABLE_KEYS = frozenset([*read_table(__file__, "changeable_keys.toml")["keys"], *_CHECKPOINT_KEYS])
 """Keys and whole sections that may change in the middle of a run. It stays the same run, up to rounding."""
 
 
@@ -78,11 +43,3 @@ def _is_independent_of_length(config: RunConfig) -> bool:
     """Return whether the learning rate of a step does not depend on the length of the run."""
     warmup_in_steps = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
     return warmup_in_steps and isinstance(config.schedule, ConstantSettings | InverseSqrtSettings)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by their dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        values |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return values

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from jingu.config.compare import flatten
 from jingu.config.schema import RunConfig
 from jingu.config.strict_yaml import dump
 from jingu.errors import JinguError
+from jingu.tables import flatten, read_table
 
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(\s*[}}\]])")
 
-_TABLES = tomllib.loads(Path(__file__).with_name("deepspeed.toml").read_text(encoding="utf-8"))
+_TABLES = read_table(__file__, "deepspeed.toml")
 _TYPES = {"int": int, "float": float, "bool": bool}
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,12 +28,13 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath
 from jingu.errors import JinguError, join_words
+from jingu.tables import read_table
 
 Message = tuple[str, str | None]
 """What is wrong, and how to fix it."""
 Mistake = tuple[KeyPath, Message]
 
-_ALIASES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
+_ALIASES = read_table(__file__, "aliases.toml")
 KEY_ALIASES: dict[str, str] = _ALIASES["keys"]
 VALUE_ALIASES: dict[str, str] = _ALIASES["values"]
 """Values by the names that other tools have for them."""

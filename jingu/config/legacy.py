@@ -7,15 +7,15 @@ new key (`jingu.config.explain`). No old name is in use again, so migrating a ne
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from jingu.tables import read_table
 
 Names = dict[str, dict[str, str]]
 """New names by old names, for each section; sections go by their old dotted paths."""
 
-_TABLES: dict[str, Names] = tomllib.loads(Path(__file__).with_name("legacy.toml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Names] = read_table(__file__, "legacy.toml")
 _CONFIG = _TABLES["config"]
 CONFIG_VALUES = _TABLES["config_values"]
 """New values by old values, for each setting; settings go by their old dotted paths."""

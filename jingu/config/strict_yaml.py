@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from jingu.errors import JinguError
+from jingu.tables import read_table
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
@@ -33,23 +34,8 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     ),
 }
 _TAG = "tag:yaml.org,2002:"
-# PyYAML's messages, and plain explanations of them.
-_EXPLANATIONS = {
-    "mapping values are not allowed here": "a second colon on one line, or a line indented further than it should be."
-    ' Put text that holds ": " in quotes, and align keys of one section.',
-    "could not find expected ':'": "a key without its colon. Write `key: value`, with a space after the colon.",
-    "found character '\\t' that cannot start any token": "a tab. Indent with spaces.",
-    "found unexpected end of stream": "a quote that is never closed.",
-    "expected <block end>, but found '<block mapping start>'": "a line whose indentation fits no section above it.",
-    "expected <block end>, but found '<scalar>'": "text after the end of a value. Put the whole value in quotes.",
-    "expected <block end>, but found '-'": "a list item among keys. Indent it below the key that it belongs to.",
-    "expected ',' or ']'": "a list that is never closed, or items without commas. Write [a, b].",
-    "expected ',' or '}'": "a { } section that is never closed, or keys without commas. Write {a: 1, b: 2}.",
-    "that cannot start any token": "text that begins with @, % or a backquote. Put it in quotes.",
-    "found unknown escape character": "a backslash that means nothing in double quotes. Use single quotes.",
-    "alias": "text that begins with *. Put it in quotes.",
-    "while scanning an anchor": "text that begins with &. Put it in quotes.",
-}
+# Parts of PyYAML's messages, and plain explanations of them.
+_EXPLANATIONS: dict[str, str] = read_table(__file__, "yaml_errors.toml")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
-from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, Family, equivalent_spec
-from jingu.model.families.name_map import IDENTITY, TensorMapping, expand_rules
+from jingu.model.families import FAMILIES, Family, equivalent_spec, map_tensors
+from jingu.model.families.name_map import IDENTITY, TensorMapping
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
@@ -182,7 +181,7 @@ def _write_tokenizer(folder: Path, source: Path) -> None:
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write the weight files, and their index if there are several; return the names of tensors that are not finite."""
-    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+    mappings = map_tensors(spec)
     sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
     shards = _split_into_shards(mappings, sizes, shard_bytes)
     read = _cache_last(read)

@@ -17,9 +17,8 @@ from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
 from jingu.formats.safetensors import TensorLocation, read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
-from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, Family
-from jingu.model.families.name_map import TensorMapping, expand_rules, read_parameter
+from jingu.model.families import FAMILIES, Family, map_tensors
+from jingu.model.families.name_map import TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer_formats import find_tokenizer_file
 
@@ -77,7 +76,7 @@ def open_from_config(
         raise JinguError(
             f"this does not describe a model ({error}).", where=f"{config_file}", fix="Restore the original file."
         ) from error
-    mappings = expand_rules(family.rules, spec, parameter_shapes(spec))
+    mappings = map_tensors(spec)
     expected = {mapping.hf_name: mapping.shape for mapping in mappings}
     # No weight is read before all shapes are known to fit.
     weights = open_weights(family, expected)

@@ -29,8 +29,8 @@ from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, equivalent_spec
-from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
+from jingu.model.families import equivalent_spec, map_tensors
+from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -314,8 +314,7 @@ class _AdapterReader:
 
 def _mappings(spec: ModelSpec) -> dict[str, TensorMapping]:
     """Return the tensors of Hugging Face's that a model has, by name."""
-    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
-    return {mapping.hf_name: mapping for mapping in mappings}
+    return {mapping.hf_name: mapping for mapping in map_tensors(spec)}
 
 
 def _rows_from_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_K
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, equivalent_spec
-from jingu.model.families.name_map import TRANSPOSE, TensorMapping, expand_rules
+from jingu.model.families import equivalent_spec, map_tensors
+from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
@@ -124,7 +124,7 @@ def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[s
         spec = spec.model_copy(update={"tie_word_embeddings": False})
         is_saved.add("head.weight")
     modules = []
-    for mapping in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+    for mapping in map_tensors(spec):
         if is_saved.isdisjoint(mapping.jingu_shapes):
             continue
         if mapping.expert is not None:
@@ -145,14 +145,13 @@ def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[s
 
 def _embedding_name(spec: ModelSpec) -> str:
     """Return Hugging Face's name of the embedding."""
-    mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
-    name = next(mapping.hf_name for mapping in mappings if "embedding.weight" in mapping.jingu_shapes)
+    name = next(mapping.hf_name for mapping in map_tensors(spec) if "embedding.weight" in mapping.jingu_shapes)
     return name.removesuffix(".weight")
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
     """Yield Hugging Face's weight matrices with the modules of jingu's that each holds."""
-    for mapping in expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec)):
+    for mapping in map_tensors(spec):
         if mapping.hf_name.endswith(".weight") and len(mapping.shape) > 1:
             yield mapping, {name.removesuffix(".weight"): shape[0] for name, shape in mapping.jingu_shapes.items()}
 

@@ -8,9 +8,7 @@ from difflib import get_close_matches
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.decoder import parameter_shapes
-from jingu.model.families import FAMILIES, Family
-from jingu.model.families.name_map import expand_rules
+from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
 
 
@@ -170,7 +168,7 @@ def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
     # The spec of a run that resumes has the adapter already.
     spec = spec.model_copy(update={"adapter": None})
     try:
-        mappings = expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
+        mappings = map_tensors(spec)
     except LookupError:
         mappings = []  # Hugging Face has no such model, such as Mixtral with a shared expert
     for target in targets:

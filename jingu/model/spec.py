@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from jingu.config.batch_plan import divisors
 from jingu.config.legacy import migrate_spec
 from jingu.errors import JinguError
+from jingu.tables import flatten
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -389,7 +391,7 @@ class ModelSpec(Component):
             raise JinguError(
                 f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads evenly.",
                 where="model.num_kv_heads",
-                fix=f"Choose a divisor of {part.num_heads}: {_divisors(part.num_heads)}.",
+                fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
         if isinstance(self.position, RotaryPositions) and rotary_dim(self.position, part.head_dim) % 2:
             raise JinguError(
@@ -463,16 +465,4 @@ def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 def flatten_fields(spec: ModelSpec) -> dict[str, Any]:
     """Return all values by their paths, as `replace_fields` takes them."""
-
-    def flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from flatten(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(flatten(spec.model_dump(), ""))
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return flatten(spec.model_dump())

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jingu.compat.torch_distributed import flatten_axes, join_meshes, split_axis
+from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.model.spec import Experts, ModelSpec
@@ -142,8 +143,8 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 
 
 def _undivided(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
-    divisors = [str(n) for n in range(1, whole + 1) if whole % n == 0]
-    fix = f"Choose {join_words([*divisors, or_else] if or_else else divisors)}."
+    choices = [*map(str, divisors(whole)), *filter(None, [or_else])]
+    fix = f"Choose {join_words(choices)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from jingu.config.compare import flatten
 from jingu.config.introspect import format_value
 from jingu.errors import pluralize
 from jingu.formatting import MISSING, format_duration, format_number, format_rounded, memory_unit
@@ -17,6 +16,7 @@ from jingu.report.charts import Chart, Series, draw_chart
 from jingu.report.page import last_row, run_charts, run_figures
 from jingu.report.record import RunRecord, get_number
 from jingu.report.template import render_document
+from jingu.tables import flatten
 
 
 def render_comparison(first: RunRecord, second: RunRecord) -> str:

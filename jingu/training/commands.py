@@ -13,7 +13,6 @@ import xxhash
 
 import jingu
 from jingu.config.batch_plan import BatchPlan
-from jingu.config.compare import flatten
 from jingu.config.explain import closest_match
 from jingu.config.introspect import all_keys
 from jingu.config.load import dump_yaml
@@ -36,6 +35,7 @@ from jingu.runtime.ranks import (
     join_process_group,
 )
 from jingu.runtime.signals import StopRequest, catch_stop_signals
+from jingu.tables import flatten
 from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
@@ -179,8 +179,9 @@ def _describe_start(config: RunConfig, resume_options: ResumeOptions | None) -> 
     """Return what every rank must be started with: settings, options, code and libraries."""
     settings = flatten(config.model_dump(mode="json"))
     code = xxhash.xxh3_64()
-    for file in sorted(Path(jingu.__file__).parent.rglob("*.py")):
-        code.update(file.read_bytes())
+    for file in sorted(Path(jingu.__file__).parent.rglob("*")):
+        if file.suffix in (".py", ".toml", ".json"):
+            code.update(file.read_bytes())
     return {
         **{key: value for key, value in settings.items() if key not in NODE_KEYS},
         "resume options": str(resume_options or ResumeOptions()),

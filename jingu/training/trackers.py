@@ -12,32 +12,35 @@ from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
-from jingu.config.compare import flatten
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.kubeflow import StatusServer, find_status_server
 from jingu.runtime.log import log_warning
+from jingu.tables import flatten
 
 # The time left follows from so many of the last lines of metrics, and is reported no more often than the server wishes.
 _RATE_LINES = 50
 _SECONDS_BETWEEN_POSTS = 5.0
 
 
-class Tracker(Protocol):
+class Tracker:
     """Receives the numbers of each line of metrics, and the samples."""
 
-    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
 
-    def log_sample(self, prompt: str, text: str, step: int) -> None: ...
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        """Leave samples out."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes events into the run's folder."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
@@ -57,7 +60,7 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Sends numbers to W&B, whose own settings say where to. A run that resumes goes on in the same run there."""
 
     def __init__(self, run_id: str, folder: Path, config: RunConfig) -> None:
@@ -70,14 +73,11 @@ class WandbTracker:
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log({**numbers, "step": step})
 
-    def log_sample(self, prompt: str, text: str, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Sends numbers to MLflow, whose own settings say where to and to which experiment."""
 
     def __init__(self, run_id: str | None, config: RunConfig) -> None:
@@ -91,14 +91,11 @@ class MlflowTracker:
         # A slow server does not hold up training.
         self._mlflow.log_metrics(dict(numbers), step=step, run_id=self.run_id, synchronous=False)
 
-    def log_sample(self, prompt: str, text: str, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-class KubeflowTracker:
+class KubeflowTracker(Tracker):
     """Tells Kubeflow Trainer progress, time left, and the numbers of the last step, in a thread of its own.
 
     Args:
@@ -143,9 +140,6 @@ class KubeflowTracker:
             self._server.post(status)
         except (OSError, HTTPException, ValueError) as error:
             self._error = error
-
-    def log_sample(self, prompt: str, text: str, step: int) -> None:
-        pass
 
     def close(self) -> None:
         """Report the last progress, and wait until it has arrived."""

@@ -19,6 +19,7 @@ from typing import get_args
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.save_folder import tensor_names
 from jingu.checkpoint.store import CheckpointReader
+from jingu.config.batch_plan import divisors
 from jingu.config.load import config_from_tree, dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
@@ -141,12 +142,11 @@ def _verify_all(runner: LayoutRunner, single: ComparedLayout, ranks: int, precis
 def valid_layouts(runner: LayoutRunner, ranks: int) -> Iterator[ComparedLayout]:
     """Yield every mix of axes that model and batch allow, with every ZeRO stage that shards something in it, every
     schedule of a pipeline, and both methods of context parallelism."""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     has_experts = isinstance(runner.spec.feed_forward, Experts)
     fields = ParallelSettings.model_fields
     schedules = get_args(fields["pipeline_schedule"].annotation)
     methods = get_args(fields["context_method"].annotation)
-    for axis_sizes in product(divisors, repeat=len(AXES)):
+    for axis_sizes in product(divisors(ranks), repeat=len(AXES)):
         if math.prod(axis_sizes) != ranks:
             continue
         sizes = dict(zip(AXES, axis_sizes, strict=True))

@@ -1,8 +1,10 @@
 """The model families that jingu supports, by name."""
 
 from jingu.errors import JinguError
+from jingu.model.decoder import parameter_shapes
 from jingu.model.families import bloom, chatglm3, cpm2, gpt2, llama, t5
 from jingu.model.families.family import Family
+from jingu.model.families.name_map import TensorMapping, expand_rules
 from jingu.model.spec import ModelSpec, replace_fields
 
 _FAMILIES = (
@@ -10,6 +12,11 @@ _FAMILIES = (
     *(llama.MISTRAL, llama.MIXTRAL, t5.MT5, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE, t5.T5),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
+
+
+def map_tensors(spec: ModelSpec) -> list[TensorMapping]:
+    """Return the tensors that a model has in Hugging Face's files. Raises LookupError if it cannot have any."""
+    return expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
 
 
 def equivalent_spec(spec: ModelSpec) -> ModelSpec:
@@ -28,4 +35,4 @@ def equivalent_spec(spec: ModelSpec) -> ModelSpec:
     return same
 
 
-__all__ = ["FAMILIES", "Family", "equivalent_spec"]
+__all__ = ["FAMILIES", "Family", "equivalent_spec", "map_tensors"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.families.name_map import NameRule
+from jingu.model.families.name_map import TABLES, NameRule
 from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
+from jingu.tables import read_table
 
 HFConfig = Mapping[str, Any]
 # Values of a spec by their paths in it, such as `attention.num_heads`.
@@ -40,8 +39,7 @@ def four_times_hidden_size(width: int) -> int:
 def _published_models() -> Mapping[str, Mapping[str, SpecValues]]:
     """Return the fields of the models in presets.toml, by family and name."""
     fields: dict[str, dict[str, SpecValues]] = {}
-    text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
-    for series in tomllib.loads(text).values():
+    for series in read_table(__file__, "presets.toml").values():
         models = series.pop("models")
         family = fields.setdefault(series.pop("family"), {})
         family |= {name: {**series, **values} for name, values in models.items()}
@@ -144,32 +142,46 @@ class Family:
         return config
 
 
-# Instead of a key's default: the key is required; or its value follows from others (`Family._build_spec`).
-REQUIRED, DERIVED = object(), object()
+def config_key(place: str, *names: str, default: Any = "required") -> ConfigKeys:
+    """Return one key. The first of its names that a config has is read; the first of all names is written.
 
-
-def config_key(place: str, *names: str, default: Any = REQUIRED) -> ConfigKeys:
-    """Return one key. The first of its names that a config has is read; the first of all names is written."""
+    Args:
+        default: of the field; or `required`; or `derived`, where the value follows from others (`Family._build_spec`).
+    """
 
     def read(config: HFConfig) -> SpecValues:
-        value = next((config[name] for name in names if config.get(name) is not None), default)
-        if value is REQUIRED:
+        for name in names:
+            if config.get(name) is not None:
+                return {place: config[name]}
+        if default == "required":
             raise JinguError(
                 f"the model's config lacks {names[0]!r}.", where="config.json", fix="Restore the original file."
             )
-        return {} if value is DERIVED else {place: value}
+        return {} if default == "derived" else {place: default}
 
     return ConfigKeys(read, lambda spec: {names[0]: field_value(spec, place)})
+
+
+def config_keys(family: str) -> tuple[ConfigKeys, ...]:
+    """Return the keys that families.toml lists for a family, and its constants."""
+    keys = []
+    for place, entry in TABLES[family]["keys"].items():
+        if isinstance(entry, dict):
+            keys.append(config_key(place, entry["key"], default=entry["default"]))
+        else:
+            keys.append(config_key(place, *([entry] if isinstance(entry, str) else entry)))
+    constants = TABLES[family].get("constants", {})
+    return (*keys, ConfigKeys(write=lambda spec: constants))
+
+
+def load_template(family: str) -> ModelSpec:
+    """Return the template of a family in families.toml."""
+    return ModelSpec(family=family, **TABLES[family]["template"])
 
 
 def field_value(spec: ModelSpec, place: str) -> Any:
     """Return the value of a field by its path; None if there is none."""
     return flatten_fields(spec).get(place)
-
-
-def constant_keys(**values: Any) -> ConfigKeys:
-    """Return keys that are the same for all models of a family, and are not read."""
-    return ConfigKeys(write=lambda spec: values)
 
 
 def supported_options(**values: Sequence[Any]) -> ConfigKeys:

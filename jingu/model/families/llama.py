@@ -17,29 +17,20 @@ from typing import Any
 
 from jingu.errors import JinguError
 from jingu.model.families.family import (
-    DERIVED,
     ConfigKeys,
     Family,
     HFConfig,
     SpecValues,
     activation_key,
     config_key,
-    constant_keys,
+    config_keys,
+    load_template,
     supported_options,
     unsupported_option,
 )
 from jingu.model.families.name_map import name_rules
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import (
-    AlibiPositions,
-    AttentionSpec,
-    Experts,
-    GatedFeedForward,
-    ModelSpec,
-    RmsNorm,
-    RotaryPositions,
-    replace_fields,
-)
+from jingu.model.spec import AlibiPositions, Experts, ModelSpec, RmsNorm, RotaryPositions, replace_fields
 
 
 def _feed_forward_size(width: int) -> int:
@@ -59,46 +50,12 @@ def _check_heads(spec: ModelSpec) -> dict[str, Any]:
 
 
 # Keys that all families here share, except for positions.
-SHARED_KEYS = (
-    config_key("vocab_size", "vocab_size"),
-    config_key("hidden_size", "hidden_size"),
-    config_key("num_layers", "num_hidden_layers"),
-    config_key("attention.num_heads", "num_attention_heads"),
-    config_key("attention.num_kv_heads", "num_key_value_heads", default=DERIVED),
-    config_key("attention.head_dim", "head_dim", default=DERIVED),
-    config_key("feed_forward.intermediate_size", "intermediate_size"),
-    activation_key("hidden_act", "silu"),
-    config_key("norm.eps", "rms_norm_eps", default=1e-6),
-    config_key("tie_word_embeddings", "tie_word_embeddings", default=False),
-    config_key("initializer_range", "initializer_range", default=0.02),
-    constant_keys(attention_dropout=0.0, use_cache=True),
-)
+SHARED_KEYS = (*config_keys("llama"), activation_key("hidden_act", "silu"))
 _ATTENTION_BIAS = ConfigKeys(
     lambda config: dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias"))),
     lambda spec: {"attention_bias": spec.attention.qkv_bias},
 )
-_NAMES = {
-    "model.embed_tokens": "embedding",
-    "model.layers.*.input_layernorm": "blocks.*.attention_norm",
-    "model.layers.*.self_attn.{q,k,v,o}_proj": "blocks.*.attention.{q,k,v,output}",
-    "model.layers.*.self_attn.{q,k}_norm": "blocks.*.attention.{q,k}_norm",
-    "model.layers.*.post_attention_layernorm": "blocks.*.feed_forward_norm",
-    "model.layers.*.mlp.{gate,up,down}_proj": "blocks.*.feed_forward.{gate,up,down}",
-    "model.norm": "norm",
-    "lm_head": "head",
-}
-_TEMPLATE = ModelSpec(
-    family="llama",
-    vocab_size=32000,
-    hidden_size=384,
-    num_layers=6,
-    max_position_embeddings=2048,
-    norm=RmsNorm(eps=1e-5),
-    position=RotaryPositions(theta=10000.0),
-    attention=AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=64),
-    feed_forward=GatedFeedForward(intermediate_size=1024),
-)
-
+_TEMPLATE = load_template("llama")
 
 LLAMA = Family(
     architectures=("LlamaForCausalLM",),
@@ -111,7 +68,7 @@ LLAMA = Family(
         config_key("feed_forward.bias", "mlp_bias", default=False),
         ConfigKeys(write=_check_heads),
     ),
-    rules=name_rules(_NAMES),
+    rules=name_rules("llama"),
     ignored=(".rotary_emb.inv_freq",),
 )
 
@@ -182,24 +139,9 @@ QWEN3 = replace(
 _MOE_KEYS = (
     *SHARED_KEYS,
     ROPE,
-    # Release 5 of transformers uses this name in both families, earlier ones only in Mixtral.
-    config_key("feed_forward.num_experts", "num_local_experts", "num_experts"),
-    config_key("feed_forward.num_experts_per_token", "num_experts_per_tok"),
-    config_key("feed_forward.aux_loss_coef", "router_aux_loss_coef", default=0.001),
-    # transformers has no keys for these settings of training, and ignores ours.
-    config_key("feed_forward.aux_loss_scope", "router_aux_loss_over", default="model"),
-    config_key("feed_forward.z_loss_coef", "router_z_loss_coef", default=0.0),
+    *config_keys("mixtral"),
     config_key("feed_forward.capacity_factor", "expert_capacity_factor", default=None),
-    constant_keys(output_router_logits=False),
 )
-_MIXTRAL_NAMES = {
-    "model.layers.*.block_sparse_moe.gate": "blocks.*.feed_forward.router",
-    "model.layers.*.block_sparse_moe.experts.*.{w1,w3,w2}": "blocks.*.feed_forward.{gate,up,down}",
-}
-_QWEN3_MOE_NAMES = {
-    "model.layers.*.mlp.gate": "blocks.*.feed_forward.router",
-    "model.layers.*.mlp.experts.*.{gate,up,down}_proj": "blocks.*.feed_forward.{gate,up,down}",
-}
 _MIXTRAL = replace_fields(
     _TEMPLATE,
     family="mixtral",
@@ -217,7 +159,7 @@ MIXTRAL = replace(
         supported_options(router_jitter_noise=(0.0,)),
         config_key("attention.sliding_window", "sliding_window", default=None),
     ),
-    rules=name_rules({**_NAMES, **_MIXTRAL_NAMES}),
+    rules=name_rules("llama", "mixtral"),
 )
 
 QWEN3_MOE = replace(
@@ -234,11 +176,9 @@ QWEN3_MOE = replace(
             },
             _write_window,
         ),
-        config_key("feed_forward.intermediate_size", "moe_intermediate_size"),
-        config_key("feed_forward.router.norm_topk_prob", "norm_topk_prob", default=False),
-        config_key("feed_forward.num_experts", "num_experts", "num_local_experts"),
+        *config_keys("qwen3_moe"),
     ),
-    rules=name_rules({**_NAMES, **_QWEN3_MOE_NAMES}),
+    rules=name_rules("llama", "qwen3_moe"),
 )
 
 
@@ -259,18 +199,12 @@ def _write_positions(spec: ModelSpec) -> dict[str, Any]:
     return dict.fromkeys(names, spec.max_position_embeddings)
 
 
-_BAICHUAN2_NAMES = {
-    **{hf_name: jingu_name for hf_name, jingu_name in _NAMES.items() if "{q,k,v" not in jingu_name},
-    "model.layers.*.self_attn.W_pack": "blocks.*.attention.{q,k,v}",
-    "model.layers.*.self_attn.o_proj": "blocks.*.attention.output",
-}
-
 BAICHUAN2 = replace(
     LLAMA,
     architectures=("BaichuanForCausalLM",),
     model_type="baichuan",
     template=replace_fields(_TEMPLATE, family="baichuan2", norm=RmsNorm(eps=1e-6), normalize_lm_head=True),
     keys=(*SHARED_KEYS, ConfigKeys(_read_positions, _write_positions)),
-    rules=name_rules(_BAICHUAN2_NAMES),
+    rules=name_rules("baichuan2"),
     equivalent="llama",
 )

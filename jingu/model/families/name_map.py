@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from jingu.model.spec import ModelSpec
+from jingu.tables import read_table
+
+# The tables of families.toml, by family.
+TABLES = read_table(__file__, "families.toml")
 
 Rearrange = Callable[[Tensor, ModelSpec], Tensor]
 
@@ -84,10 +88,14 @@ class TensorMapping:
 
 
 def name_rules(
-    names: Mapping[str, str], transform: Transform = IDENTITY, when: Callable[[ModelSpec], bool] = lambda spec: True
+    *families: str,
+    table: str = "names",
+    transform: Transform = IDENTITY,
+    when: Callable[[ModelSpec], bool] = lambda spec: True,
 ) -> tuple[NameRule, ...]:
-    """Return the rules of a map from Hugging Face's modules to jingu's, for weights and biases."""
+    """Return the rules of the tables of families in families.toml, for weights and biases."""
     rules: list[NameRule] = []
+    names = {hf_name: name for family in families for hf_name, name in TABLES[family][table].items()}
     for hf_name, jingu_name in names.items():
         one, several = _spelled(hf_name), _spelled(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
@@ -105,8 +113,7 @@ def _spelled(names: str) -> list[str]:
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
 
 
-# transformers' classes for classification have the same head in all families.
-_SCORE_RULES = name_rules({"score": "score"})
+_CLASSIFIER_RULES = name_rules("classifier")
 
 
 def expand_rules(
@@ -121,7 +128,7 @@ def expand_rules(
         LookupError: not every parameter belongs to exactly one rule (a bug in the family).
     """
     mappings: list[TensorMapping] = []
-    rules = (*rules, *_SCORE_RULES)
+    rules = (*rules, *_CLASSIFIER_RULES)
     layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
     for rule in (rule for rule in rules if rule.when(spec)):
         for layer in map(str, layers if "*" in rule.hf_name else (0,)):

@@ -17,38 +17,17 @@ from jingu.model.families.family import (
     HFConfig,
     SpecValues,
     config_key,
-    constant_keys,
+    config_keys,
+    load_template,
     parse_activation,
 )
 from jingu.model.families.name_map import name_rules
-from jingu.model.spec import (
-    AttentionSpec,
-    GatedFeedForward,
-    ModelSpec,
-    PlainFeedForward,
-    RelativeBias,
-    RmsNorm,
-    replace_fields,
-)
-
-# Tokens of a source or a target when the published models were trained; relative positions have no limit.
-CONTEXT = 512
+from jingu.model.spec import GatedFeedForward, ModelSpec, replace_fields
 
 # Keys of T5 and of the models derived from it.
 SHARED_KEYS = (
-    config_key("vocab_size", "vocab_size"),
-    config_key("hidden_size", "d_model"),
-    config_key("num_encoder_layers", "num_layers"),
-    config_key("num_layers", "num_decoder_layers", "num_layers"),
-    config_key("norm.eps", "layer_norm_epsilon", default=1e-6),
-    config_key("position.num_buckets", "relative_attention_num_buckets", default=32),
-    config_key("position.max_distance", "relative_attention_max_distance", default=128),
-    config_key("attention.num_heads", "num_heads"),
-    config_key("attention.head_dim", "d_kv"),
-    config_key("feed_forward.intermediate_size", "d_ff"),
-    config_key("initializer_range", "initial_std", default=0.02),
+    *config_keys("t5"),
     ConfigKeys(write=lambda spec: {"tie_word_embeddings": spec.tie_word_embeddings}),
-    constant_keys(is_encoder_decoder=True, dropout_rate=0.0, use_cache=True),
 )
 
 
@@ -81,41 +60,7 @@ def _gated(spec: ModelSpec) -> bool:
     return isinstance(spec.feed_forward, GatedFeedForward)
 
 
-_NAMES = {
-    "shared": "embedding",
-    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "encoder.relative_bias",
-    "encoder.block.*.layer.{0,1}.layer_norm": "encoder.blocks.*.{attention,feed_forward}_norm",
-    "encoder.block.*.layer.0.SelfAttention.{q,k,v,o}": "encoder.blocks.*.attention.{q,k,v,output}",
-    "encoder.block.*.layer.1.DenseReluDense.{wi_0,wo}": "encoder.blocks.*.feed_forward.{gate,down}",
-    "encoder.final_layer_norm": "encoder.norm",
-    "decoder.block.0.layer.0.SelfAttention.relative_attention_bias": "relative_bias",
-    "decoder.block.*.layer.{0,1,2}.layer_norm": "blocks.*.{attention,cross_attention,feed_forward}_norm",
-    "decoder.block.*.layer.0.SelfAttention.{q,k,v,o}": "blocks.*.attention.{q,k,v,output}",
-    "decoder.block.*.layer.1.EncDecAttention.{q,k,v,o}": "blocks.*.cross_attention.{q,k,v,output}",
-    "decoder.block.*.layer.2.DenseReluDense.{wi_0,wo}": "blocks.*.feed_forward.{gate,down}",
-    "decoder.final_layer_norm": "norm",
-    "lm_head": "head",
-}
-_PLAIN_NAMES = {
-    "encoder.block.*.layer.1.DenseReluDense.wi": "encoder.blocks.*.feed_forward.up",
-    "decoder.block.*.layer.2.DenseReluDense.wi": "blocks.*.feed_forward.up",
-}
-_GATED_NAMES = {f"{hf_name}_1": jingu_name for hf_name, jingu_name in _PLAIN_NAMES.items()}
-
-V1_0 = ModelSpec(
-    family="t5",
-    vocab_size=32128,
-    hidden_size=512,
-    num_layers=6,
-    num_encoder_layers=6,
-    max_position_embeddings=CONTEXT,
-    norm=RmsNorm(eps=1e-6),
-    position=RelativeBias(),
-    attention=AttentionSpec(num_heads=8, num_kv_heads=8, head_dim=64, scale_scores=False),
-    feed_forward=PlainFeedForward(intermediate_size=2048, activation="relu"),
-    tie_word_embeddings=True,
-    scale_lm_head=True,
-)
+V1_0 = load_template("t5")
 V1_1 = replace_fields(
     V1_0,
     feed_forward=GatedFeedForward(intermediate_size=1024, activation="gelu_tanh"),
@@ -130,13 +75,13 @@ T5 = Family(
     keys=(
         *SHARED_KEYS,
         _feed_forward_key("relu"),
-        config_key("max_position_embeddings", "n_positions", default=CONTEXT),
+        config_key("max_position_embeddings", "n_positions", default=V1_0.max_position_embeddings),
         ConfigKeys(_tied),
     ),
     rules=(
-        *name_rules(_NAMES),
-        *name_rules(_PLAIN_NAMES, when=lambda spec: not _gated(spec)),
-        *name_rules(_GATED_NAMES, when=_gated),
+        *name_rules("t5"),
+        *name_rules("t5", table="plain_names", when=lambda spec: not _gated(spec)),
+        *name_rules("t5", table="gated_names", when=_gated),
     ),
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
 )
