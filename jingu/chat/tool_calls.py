@@ -10,24 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jingu.chat.messages import JsonObject, Message
 
 # How tools are described where the chat template has no place for them, in Hermes's and Qwen's words.
-_TOOL_PROMPT = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+_TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
 _DECODER = json.JSONDecoder()

@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import Shapes, StoredModel
 from jingu.runtime.files import temporary_folder
+from jingu.tables import read_table
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_tokenizer import write_gguf_tokenizer
 
@@ -44,30 +45,7 @@ _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 Metadata = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """How llama.cpp's converter changes the tensors of a Hugging Face architecture.
-
-    Attributes:
-        hugging_face: the architecture's name there.
-        permuted: suffixes of names of matrices whose rows are reordered, from halves of a head to rotary pairs.
-        transposed: suffixes of names of matrices that Hugging Face stores as [inputs, outputs].
-    """
-
-    hugging_face: str
-    permuted: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture(
-        "LlamaForCausalLM", permuted=("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
-    ),
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
-    "gpt2": _Architecture("GPT2LMHeadModel", transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
-}
+_ARCHITECTURES = read_table(__file__, "gguf.toml")
 
 
 def open_gguf(path: Path) -> StoredModel:
@@ -112,7 +90,7 @@ def _open_weights(
         name: of the architecture.
         config: Hugging Face's.
     """
-    architecture = _ARCHITECTURES[name]
+    permuted, transposed = (tuple(_ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
@@ -127,16 +105,16 @@ def _open_weights(
             tensors[hf_name] = info if expert is None else _expert_location(info, int(expert[1]))
     tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used}
     shapes = {
-        name: torch.Size(reversed(info.shape)) if name.endswith(architecture.transposed) else info.shape
+        name: torch.Size(reversed(info.shape)) if name.endswith(transposed) else info.shape
         for name, info in tensors.items()
     }
 
     # Undo, tensor by tensor, what the converter did.
     def read(name: str) -> Tensor:
         tensor = _read_tensor(path, library, tensors[name])
-        if name.endswith(architecture.transposed):
+        if name.endswith(transposed):
             return tensor.t()
-        if name.endswith(architecture.permuted):
+        if name.endswith(permuted):
             heads = config["num_attention_heads"]
             if "q_proj" not in name:
                 heads = config.get("num_key_value_heads") or heads
@@ -303,39 +281,24 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     def get(key: str) -> Any:
         return metadata.get(f"{name}.{key}")
 
+    architecture = _ARCHITECTURES[name]
+    keys = architecture.get("keys", _ARCHITECTURES["llama"]["keys"])
+    is_mixtral = experts and name == "llama"
     config = {
-        "architectures": ["MixtralForCausalLM" if experts and name == "llama" else _ARCHITECTURES[name].hugging_face],
+        "architectures": ["MixtralForCausalLM" if is_mixtral else architecture["hugging_face"]],
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
+        **{key: get(gguf_key) for key, gguf_key in keys.items()},
     }
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
-    if name == "gpt2":
+    if name != "gpt2":
         config |= {
-            "n_positions": get("context_length"),
-            "n_embd": get("embedding_length"),
-            "n_layer": get("block_count"),
-            "n_head": get("attention.head_count"),
-            "n_inner": get("feed_forward_length"),
-            "layer_norm_epsilon": get("attention.layer_norm_epsilon"),
-        }
-    else:
-        config |= {
-            "max_position_embeddings": get("context_length"),
-            "hidden_size": get("embedding_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": get("attention.head_count"),
-            "num_key_value_heads": get("attention.head_count_kv"),
             "head_dim": get("attention.key_length") or get("rope.dimension_count"),
-            "intermediate_size": get("feed_forward_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-            "rope_theta": get("rope.freq_base"),
             "rope_scaling": _rope_scaling(metadata, name, infos, path),
             "attention_bias": "blk.0.attn_q.bias" in infos,
             "mlp_bias": "blk.0.ffn_up.bias" in infos,
             "num_local_experts": experts or None,
-            "num_experts_per_tok": get("expert_used_count"),
-            "moe_intermediate_size": get("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
     config = {key: value for key, value in config.items() if value is not None}

@@ -12,26 +12,24 @@ from jingu.report.bars import draw_bars
 from jingu.report.record import Row, get_number, parse_line
 from jingu.report.template import spread
 
-# Kinds of operators by patterns of their names; the first that matches counts.
+# Kinds of operators: the number of their colour, and a pattern of their names. The first that matches counts.
 _KINDS = {
-    "optimizer": r"adam|optimizer|_foreach|muon|lion",
-    "attention": r"attention|sdpa|flash|fmha",
-    "products": r"(^|::|_)(add|b|baddb|grouped_)?mm$|gemm|matmul|linear|cutlass|mkldnn|onednn",
-    "communication": r"gloo|nccl|c10d|fsdp|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv",
-    "copies": r"copy|memcpy|memset|clone|::cat|_to_copy|contiguous|index|gather|scatter|fill|zero",
-    "elementwise": r"(add|sub|mul|div|neg|exp|log|silu|gelu|relu|sigmoid|softmax|pow|r?sqrt|sum|mean|norm|where)_?$",
-    "other": "",
+    "optimizer": (5, r"adam|optimizer|_foreach|muon|lion"),
+    "attention": (1, r"attention|sdpa|flash|fmha"),
+    "products": (0, r"(^|::|_)(add|b|baddb|grouped_)?mm$|gemm|matmul|linear|cutlass|mkldnn|onednn"),
+    "communication": (
+        3,
+        r"gloo|nccl|c10d|fsdp|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv",
+    ),
+    "copies": (4, r"copy|memcpy|memset|clone|::cat|_to_copy|contiguous|index|gather|scatter|fill|zero"),
+    "elementwise": (
+        2,
+        r"(add|sub|mul|div|neg|exp|log|silu|gelu|relu|sigmoid|softmax|pow|r?sqrt|sum|mean|norm|where)_?$",
+    ),
+    "other": (9, ""),
 }
-# The order of their bars, and the numbers of their colours.
-_COLOURS = {
-    "products": 0,
-    "attention": 1,
-    "elementwise": 2,
-    "communication": 3,
-    "copies": 4,
-    "optimizer": 5,
-    "other": 9,
-}
+# In the order of their bars.
+_COLOURS = {kind: colour for colour, kind in sorted((colour, kind) for kind, (colour, _) in _KINDS.items())}
 _NUM_OPERATORS = 10
 _MAX_RANKS = 16
 
@@ -89,6 +87,6 @@ def _operators(summary: Row) -> list[tuple[str, float, float]]:
 def _sum_by_kind(operators: list[tuple[str, float, float]]) -> dict[str, float]:
     sums = dict.fromkeys(_COLOURS, 0.0)
     for name, milliseconds, _ in operators:
-        kind = next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name.lower()))
+        kind = next(kind for kind, (_, pattern) in _KINDS.items() if re.search(pattern, name.lower()))
         sums[kind] += milliseconds
     return {kind: milliseconds for kind, milliseconds in sums.items() if milliseconds > 0}

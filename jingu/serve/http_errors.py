@@ -7,20 +7,9 @@ from http import HTTPStatus
 from typing import Any
 
 from jingu.errors import JinguError
+from jingu.tables import read_table
 
-# What clients call the fields of `jingu.infer.request.Request`, by path; otherwise as text-generation-inference does.
-_FIELD_NAMES = {
-    "/v1/chat/completions": {"prompt": "messages", "constraint": "response_format"},
-    "/v1/completions": {"prompt_logprobs": "echo"},
-    "/v1/embeddings": {"prompt": "input"},
-    "/v1/score": {"prompt": "text_1"},
-    "/v1/rerank": {"prompt": "query"},
-    "/v1/responses": {"prompt": "input", "constraint": "text"},
-    "/v1/messages": {"prompt": "messages", "constraint": "tools"},
-    "/api/chat": {"prompt": "messages", "constraint": "format"},
-    "/api/generate": {"constraint": "format"},
-}
-_TGI_FIELD_NAMES = {"prompt": "inputs", "constraint": "grammar", "prompt_logprobs": "decoder_input_details"}
+_FIELD_NAMES = read_table(__file__, "field_names.toml")
 _VLLM_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _VLLM_TYPES = {400: "InvalidUserInput", 404: "NotFoundError"}
 _OPENAI_CODES = {401: "invalid_api_key", 404: "not_found"}
@@ -66,7 +55,7 @@ def to_api_error(error: Exception, path: str) -> ApiError:
         return error
     if isinstance(error, JinguError):
         # The engine names its own fields; clients know them by the protocol's names.
-        names = _FIELD_NAMES.get(path, _TGI_FIELD_NAMES)
+        names = _FIELD_NAMES.get(path, _FIELD_NAMES["text-generation-inference"])
         field = None if error.where is None else names.get(str(error.where), str(error.where))
         return ApiError(400, str(JinguError(error.what, where=field, fix=error.fix)), field=field)
     return ApiError(500, "internal server error; the server's log has the details", kind="generation")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -69,23 +69,13 @@ class OllamaOptions(protocol.RequestBody):
         return fields
 
 
-class OllamaCall(protocol.RequestBody):
-    """A tool call of the assistant in an earlier turn."""
+class OllamaMessage(protocol.ChatMessage):
+    """A message of a conversation, in which some fields have other names than in a chat completion."""
 
-    id: str | None = None
-    function: protocol.FunctionCall
-
-
-class OllamaMessage(protocol.RequestBody):
-    """A message of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     images: None = None
-    thinking: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[OllamaCall] | None = None
-    tool_name: str | None = None
+    name: Annotated[str | None, Field(alias="tool_name")] = None
+    reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
 
 
 class OllamaRequest(protocol.RequestBody):
@@ -100,7 +90,7 @@ class OllamaRequest(protocol.RequestBody):
     think: Literal[False] | None = None
 
     def to_chat_request(
-        self, messages: list[protocol.ChatMessage], tools: list[protocol.ToolDefinition] | None = None
+        self, messages: Sequence[protocol.ChatMessage], tools: list[protocol.ToolDefinition] | None = None
     ) -> protocol.ChatRequest:
         """Return a chat completion with the format and the options of this request."""
         response_format = None
@@ -111,7 +101,7 @@ class OllamaRequest(protocol.RequestBody):
             response_format = protocol.ResponseFormat(type="json_schema", json_schema=schema)
         fields = (self.options or OllamaOptions()).chat_fields()
         return protocol.ChatRequest(
-            model=self.model, messages=messages, tools=tools, response_format=response_format, **fields
+            model=self.model, messages=list(messages), tools=tools, response_format=response_format, **fields
         )
 
 
@@ -153,20 +143,7 @@ async def tags(service: ServiceDependency) -> Response:
 @router.post("/chat", responses=_STREAMING_RESPONSES)
 async def chat(body: OllamaChatRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Answer a conversation."""
-    messages = []
-    for message in body.messages:
-        calls = [protocol.MessageToolCall(id=call.id, function=call.function) for call in message.tool_calls or []]
-        messages.append(
-            protocol.ChatMessage(
-                role=message.role,
-                content=message.content,
-                name=message.tool_name,
-                reasoning_content=message.thinking,
-                tool_call_id=message.tool_call_id,
-                tool_calls=calls or None,
-            )
-        )
-    run = await start_chat(body.to_chat_request(messages, body.tools), request, service)
+    run = await start_chat(body.to_chat_request(body.messages, body.tools), request, service)
 
     def format_part(part: ChatDelta | ChatAnswer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.text}

@@ -11,26 +11,14 @@ from prometheus_client.registry import Collector
 
 from jingu.infer.engine_interface import EngineStats
 from jingu.serve.async_engine import RequestHandle
+from jingu.tables import read_table
 
-# Histograms: their help text, and the names under which each is exported.
-_SECONDS = {
-    "e2e": ("Seconds from arrival to the end.", "tgi_request_duration vllm:e2e_request_latency_seconds"),
-    "validation": ("Seconds from arrival to acceptance by the engine.", "tgi_request_validation_duration"),
-    "queue": ("Seconds from acceptance to the start.", "tgi_request_queue_duration vllm:request_queue_time_seconds"),
-    "inference": ("Seconds after it.", "tgi_request_inference_duration vllm:request_inference_time_seconds"),
-    "first_token": ("Seconds from arrival to the first token.", "vllm:time_to_first_token_seconds"),
-    "per_token": (
-        "Mean seconds between two tokens.",
-        "tgi_request_mean_time_per_token_duration vllm:request_time_per_output_token_seconds",
-    ),
+# Names and help texts of all metrics.
+_TABLES = read_table(__file__, "metrics.toml")
+_BUCKETS = {
+    "seconds": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
+    "tokens": (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
 }
-_TOKENS = {
-    "prompt": ("Tokens of the prompt.", "tgi_request_input_length vllm:request_prompt_tokens"),
-    "generated": ("Tokens generated.", "tgi_request_generated_tokens vllm:request_generation_tokens"),
-    "max_tokens": ("Tokens allowed.", "tgi_request_max_new_tokens vllm:request_params_max_tokens"),
-}
-_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKENS_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 # Finish reasons of successful requests, by the engine's names.
 _SUCCESS_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
@@ -50,11 +38,10 @@ class ServerMetrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._histograms: dict[str, list[Histogram]] = {}
-        for table, buckets in ((_SECONDS, _SECONDS_BUCKETS), (_TOKENS, _TOKENS_BUCKETS)):
-            for key, (text, names) in table.items():
+        for unit, buckets in _BUCKETS.items():
+            for key, (text, *names) in _TABLES[unit].items():
                 self._histograms[key] = [
-                    Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
-                    for name in names.split()
+                    Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry) for name in names
                 ]
 
     def record(self, handle: RequestHandle) -> None:
@@ -83,34 +70,17 @@ class ServerMetrics(Collector):
                 failures[reason] = count
         yield self._labeled("tgi_request_failure", "Requests that have failed.", "err", failures)
         yield self._labeled("vllm:request_success_total", "Requests that have succeeded.", "finished_reason", successes)
-        cache_usage = stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0
-        gauges: list[tuple[str, str, float]] = [
-            ("tgi_request_count", "Requests that have ended.", self._finish_reasons.total()),
-            ("tgi_request_success", "Requests that have succeeded.", sum(successes.values())),
-            ("tgi_batch_current_size", "Running sequences.", stats.running),
-            ("tgi_queue_size", "Waiting sequences.", stats.waiting),
-            ("vllm:num_requests_running", "Running sequences.", stats.running),
-            ("vllm:num_requests_waiting", "Waiting sequences.", stats.waiting),
-            ("vllm:kv_cache_usage_perc", "Fraction of the KV cache's blocks in use.", cache_usage),
-            ("vllm:prompt_tokens_total", "Prompt tokens.", stats.prompt_tokens),
-            ("vllm:generation_tokens_total", "Generated tokens.", stats.generated_tokens),
-            ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
-            ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("vllm:spec_decode_num_draft_tokens_total", "Draft tokens.", stats.draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens_total", "Accepted draft tokens.", stats.accepted_tokens),
-            ("tgi_batch_inference_count", "Steps of the engine.", stats.steps),
-        ]
-        if (experts := stats.experts) is not None:
-            gauges += [
-                ("jingu_experts_resident_bytes", "Bytes of experts in memory.", experts.resident_bytes),
-                ("jingu_experts_hits_total", "Experts needed that were in memory or being prefetched.", experts.hits),
-                ("jingu_experts_misses_total", "Experts needed that were not.", experts.misses),
-                ("jingu_experts_prefetched_total", "Experts that were prefetched.", experts.prefetched),
-                ("jingu_experts_bytes_read_total", "Bytes of experts read into memory.", experts.bytes_read),
-                ("jingu_experts_wait_seconds_total", "Seconds spent waiting for experts.", experts.wait_seconds),
-            ]
-        for name, text, value in gauges:
-            yield self._metric(name, text, "unknown", (name, {}, value))
+        values = {
+            **vars(stats),
+            "ended": self._finish_reasons.total(),
+            "succeeded": sum(successes.values()),
+            "cache_usage": stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0,
+        }
+        if stats.experts is not None:
+            values |= {f"experts.{name}": value for name, value in vars(stats.experts).items()}
+        for name, (text, value) in _TABLES["gauges"].items():
+            if value in values:
+                yield self._metric(name, text, "unknown", (name, {}, values[value]))
         for name, text, seconds in (
             ("tgi_batch_inference_duration", "Seconds of the engine's steps.", stats.step_seconds),
             ("tgi_batch_forward_duration", "Seconds of the model's forward passes.", stats.forward_seconds),

@@ -41,18 +41,6 @@ MAX_BAD_ROWS = 5
 # Shows the texts of consecutive tokens that have the same weight.
 Highlight = Callable[[list[str], int], str]
 
-_PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Trained tokens</title>
-<style>:root{{color-scheme:light dark}}
-body{{font:15px/1.7 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
-h2{{font-size:1em;margin:2em 0 .5em}}pre{{font:inherit;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}}
-i{{font-style:normal;outline:1px solid #8885;border-radius:2px}}b{{font-weight:normal}}
-b i{{background:light-dark(#a6e3a6,#1d5c2c)}}b.other i{{background:light-dark(#eee08a,#5c5214)}}
-s{{text-decoration:none;opacity:.4}}</style>
-<p>Each frame is a token, or several tokens that make up one character. <b><i>Green</i></b> tokens are trained,
-<b class="other"><i>yellow</i></b> ones with a weight other than 1.</p>{body}
-"""
-
 
 def preview(
     config: RunConfig, rows: int = 3, to: Path | None = None, as_json: bool = False, kind: RowKind = SUPERVISED
@@ -96,7 +84,8 @@ def preview(
         page.append(f"<h2>{html.escape(title)}</h2><pre>{html.escape(totals)}</pre>")
     if to is not None:
         try:
-            write_text_atomically(to, _PAGE.format(body="\n".join(page)))
+            template = Path(__file__).with_name("preview.html").read_text(encoding="utf-8")
+            write_text_atomically(to, template.replace("{body}", "\n".join(page)))
         except OSError as error:
             raise write_error(error, to) from error
         if not as_json:
