@@ -6,6 +6,7 @@ Shapes: K beams, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections import abc
 
 import torch
@@ -13,28 +14,42 @@ from torch import Tensor
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Event, Token
-from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingRow, apply_penalties
+from jingu.infer.sampling import NON_FINITE_LOGITS, SamplingRow, apply_penalties, widest_dtype
 from jingu.infer.sequence import Sequence, SequenceGroup
+from jingu.runtime.device import copy_to_device
 
 
-def advance_beams(group: SequenceGroup, beams: abc.Sequence[Sequence], logits_KV: Tensor) -> list[Sequence] | None:
+def best_continuations(group: SequenceGroup, beams: abc.Sequence[Sequence], logits_KV: Tensor) -> Tensor:
+    """Return [M, 3]: scores of the best continuations of all beams, best first, with their beams and tokens."""
+    logprobs_KV = logits_KV.log_softmax(-1)
+    rows = [SamplingRow(group.request.sampling, beam.text_prompt_ids, beam.output_ids) for beam in beams]
+    past_K1 = copy_to_device([[beam.cumulative_logprob] for beam in beams], logits_KV.device, logprobs_KV.dtype)
+    scores_KV = apply_penalties(logprobs_KV, rows) + past_K1
+    # Even if every beam's end tokens are among the best, enough other candidates are left.
+    best = scores_KV.flatten().topk(group.request.num_beams * (1 + len(beams[0].eos_token_ids)))
+    size = logits_KV.shape[1]
+    columns = (best.values, best.indices // size, best.indices % size)
+    return torch.stack([column.to(widest_dtype(logits_KV)) for column in columns], 1)
+
+
+def advance_beams(
+    group: SequenceGroup, beams: abc.Sequence[Sequence], best: abc.Sequence[tuple[float, float, float]]
+) -> list[Sequence] | None:
     """Return the beams that survive, best first; an empty list ends the search. Put hypotheses that end into
-    `group.hypotheses`. Return None where no score is finite."""
+    `group.hypotheses`. Return None where no score is finite.
+
+    Args:
+        best: rows of `best_continuations`.
+    """
     request = group.request
     num_beams = request.num_beams
     eos_token_ids = beams[0].eos_token_ids
     length = len(beams[0].output_ids) + 1
-    logprobs_KV = logits_KV.log_softmax(-1)
-    rows = [SamplingRow(request.sampling, beam.text_prompt_ids, beam.output_ids) for beam in beams]
-    past_K1 = torch.tensor([[beam.cumulative_logprob] for beam in beams], dtype=logprobs_KV.dtype)
-    scores_KV = apply_penalties(logprobs_KV, rows) + past_K1
-    # Even if every beam's end tokens are among the best, enough other candidates are left.
-    best = scores_KV.flatten().topk(num_beams * (1 + len(eos_token_ids)))
-    if not best.values[0].isfinite():
+    if not math.isfinite(best[0][0]):
         return None
     survivors: list[Sequence] = []
-    for rank, (score, position) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-        beam, token_id = divmod(position, scores_KV.shape[1])
+    for rank, (score, *places) in enumerate(best):
+        beam, token_id = map(int, places)
         if token_id in eos_token_ids or length == request.max_tokens:
             # Ends count only where they rank among the best beams.
             if rank < num_beams:

@@ -18,14 +18,14 @@ from collections import abc
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import cast
+from itertools import chain, islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from jingu.errors import JinguError, refuse
-from jingu.infer.beam_search import advance_beams, hypothesis_events
+from jingu.infer.beam_search import advance_beams, best_continuations, hypothesis_events
 from jingu.infer.block_manager import BlockManager
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine_interface import EngineSettings, EngineStats
@@ -42,7 +42,7 @@ from jingu.infer.sampling import (
     top_logprobs,
 )
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
-from jingu.infer.sequence import Sequence, SequenceGroup
+from jingu.infer.sequence import Sequence, SequenceGroup, score_targets
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.decoder import Decoder
@@ -382,6 +382,7 @@ class Engine:
         """Advance every sequence by what was computed."""
         beams: dict[SequenceGroup, list[Tensor]] = {}
         sampled = self._sample(scheduled, outputs)
+        scores = self._score(scheduled, outputs)
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
             group = sequence.group
@@ -390,7 +391,7 @@ class Engine:
                 self._add_prompt_logprobs(group, first, logits_NV)
             sequence.num_computed += item.num_tokens
             if sequence.score_targets is not None:
-                sequence.add_scores(logits_NV)
+                sequence.add_scores(scores.get(sequence, []))
             elif group.request.pooling is not None:
                 event = sequence.pool(logits_NV, self._score_weight_1D if group.request.pooling == "score" else None)
                 self._events += [event] if event else []
@@ -407,9 +408,8 @@ class Engine:
             elif group.request.num_beams > 1 and not sequence.num_uncomputed:
                 beams.setdefault(group, []).append(logits_NV[0])
             elif group.request.continuations and not sequence.num_uncomputed:
-                self._advance_scores(sequence, logits_NV)
-        for group, beam_logits in beams.items():
-            self._advance_beams(group, torch.stack(beam_logits))
+                self._advance_scores(sequence, scores.get(sequence, []))
+        self._advance_beams(beams)
 
     def _sample(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> dict[Sequence, list[NextEvent]]:
         """Sample all tokens of the step, where their logits are.
@@ -454,28 +454,48 @@ class Engine:
             sequence.num_computed += 1
             self._stats.accepted_tokens += 1
 
-    def _advance_beams(self, group: SequenceGroup, logits_KV: Tensor) -> None:
-        """Replace a group's beams by the best continuations of all of them, or end its search."""
-        parents = self._scheduler.running_of(group)
-        survivors = advance_beams(group, parents, logits_KV.cpu())
-        if survivors is None:
-            for beam in parents:
-                self._scheduler.discard_content(beam)
-        self._scheduler.fork(parents, survivors or [])
-        if not survivors:
-            del self._groups[group.request_id]
-            events = hypothesis_events(group, self.model, failed=survivors is None)
-            self._stats.generated_tokens += sum(event.token is not None for event in events)
-            self._events += events
+    def _score(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> dict[Sequence, list[Any]]:
+        """Return pairs of log-probability and whether it is the largest, for the next targets of each sequence that is
+        scored; for a context that is complete, for the first target of each continuation."""
+        tables: dict[Sequence, Tensor] = {}
+        for item, logits_NV in zip(scheduled, outputs, strict=True):
+            sequence = item.sequence
+            # The last token of a chunk may be followed by no target.
+            targets = sequence.next_targets
+            if sequence.score_targets is not None:
+                targets = targets[: len(logits_NV)]
+            elif item.num_tokens != sequence.num_uncomputed:
+                targets = []
+            if targets:
+                rows_NV = logits_NV if sequence.score_targets is not None else logits_NV[-1:].expand(len(targets), -1)
+                tables[sequence] = score_targets(rows_NV[: len(targets)], targets)
+        # The host waits for a card once.
+        return dict(zip(tables, _read_tables(list(tables.values())), strict=True))
 
-    def _advance_scores(self, sequence: Sequence, logits_NV: Tensor) -> None:
+    def _advance_beams(self, logits: dict[SequenceGroup, list[Tensor]]) -> None:
+        """Replace each group's beams by the best continuations of all of them, or end its search."""
+        parents = {group: self._scheduler.running_of(group) for group in logits}
+        best = [best_continuations(group, parents[group], torch.stack(rows)) for group, rows in logits.items()]
+        for group, continuations in zip(logits, _read_tables(best), strict=True):
+            survivors = advance_beams(group, parents[group], continuations)
+            if survivors is None:
+                for beam in parents[group]:
+                    self._scheduler.discard_content(beam)
+            self._scheduler.fork(parents[group], survivors or [])
+            if not survivors:
+                del self._groups[group.request_id]
+                events = hypothesis_events(group, self.model, failed=survivors is None)
+                self._stats.generated_tokens += sum(event.token is not None for event in events)
+                self._events += events
+
+    def _advance_scores(self, sequence: Sequence, scores: list[Any]) -> None:
         """Fork the context of continuations where it is complete; or take the score of a continuation that is."""
         group = sequence.group
         if sequence.score_targets is None:
             forks = [sequence.fork_to_score(index) for index in group.unfinished]
-            for fork in forks:
+            for fork, score in zip(forks, scores, strict=True):
                 # The context's last row predicts the first token of each.
-                fork.add_scores(logits_NV[-1:])
+                fork.add_scores([score])
             self._scheduler.fork([sequence], forks)
             complete = [fork for fork in forks if not fork.num_uncomputed]
         else:
@@ -516,3 +536,11 @@ class Engine:
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),
         )
+
+
+def _read_tables(tables: list[Tensor]) -> list[list[Any]]:
+    """Return the rows of tables with equal columns, in one copy to the host."""
+    if not tables:
+        return []
+    rows = iter(torch.cat(tables).tolist())
+    return [list(islice(rows, len(table))) for table in tables]

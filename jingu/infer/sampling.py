@@ -144,7 +144,7 @@ def sample_rows(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledT
     if any(row.params.temperature for row in rows):
         token_N = _draw(changed_NV, token_N, rows)
     # All that the host needs travels in one table.
-    wide = _widest(logits_NV)
+    wide = widest_dtype(logits_NV)
     columns = [token_N.unsqueeze(1).to(wide), is_finite_N.unsqueeze(1).to(wide)]
     most = max((row.num_logprobs for row in rows if row.num_logprobs is not None), default=None)
     if most is not None:
@@ -166,7 +166,8 @@ def _read(row: SamplingRow, values: list[float]) -> SampledToken:
     return SampledToken(int(token_id), bool(is_finite), logprob, tuple(top[: row.num_logprobs]))
 
 
-def _widest(like: Tensor) -> torch.dtype:
+def widest_dtype(like: Tensor) -> torch.dtype:
+    """Return the dtype of the most precise numbers on a tensor's device."""
     return torch.float32 if like.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
 
 
@@ -235,7 +236,7 @@ def _argmax(logits_NV: Tensor) -> Tensor:
 
 def _draw(logits_NV: Tensor, greedy_N: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Return the sampled token of each row; the most likely one where the temperature is 0."""
-    wide = _widest(logits_NV)
+    wide = widest_dtype(logits_NV)
     choices = [(row.params.temperature, row.uniform) for row in rows]
     temperature_N1, uniform_N1 = copy_to_device(choices, logits_NV.device, wide).split(1, 1)
     # The first token whose cumulative probability is above the random number.
@@ -264,7 +265,7 @@ def token_probs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         # In ascending order, mask the tail whose probabilities sum to at most 1 - top_p; one token always stays.
         rows_M = copy_to_device(list(top_p), device)
         ascending_MV, order_MV = logits_NV.index_select(0, rows_M).sort(1)
-        tail_M1 = 1.0 - copy_to_device([[value] for value in top_p.values()], device, _widest(logits_NV))
+        tail_M1 = 1.0 - copy_to_device([[value] for value in top_p.values()], device, widest_dtype(logits_NV))
         is_tail_MV = ascending_MV.softmax(1).cumsum(1) <= tail_M1
         is_tail_MV[:, -1] = False
         masked_MV = ascending_MV.masked_fill(is_tail_MV, -torch.inf)

@@ -289,17 +289,23 @@ class Sequence:
         sequence.token_logprobs = []
         return sequence
 
-    def add_scores(self, logits_NV: Tensor) -> None:
-        """Add the log-probabilities of the next N targets."""
-        assert self.score_targets is not None
-        first = len(self.token_logprobs)
-        targets = self.score_targets[first : first + len(logits_NV)]
-        targets_N = copy_to_device(targets, logits_NV.device, torch.int64)
-        # The last token of a chunk may be followed by no target.
-        logits_NV = logits_NV[: len(targets_N)]
-        logprobs_N = logits_NV.log_softmax(1).gather(1, targets_N[:, None])[:, 0]
-        is_best_N = logits_NV.argmax(1) == targets_N
-        # Both in one table, so that the host waits for a card once.
-        logprobs, is_best = torch.stack([logprobs_N, is_best_N.to(logprobs_N.dtype)]).tolist()
-        self.token_logprobs += logprobs
-        self.is_greedy = self.is_greedy and all(is_best)
+    @property
+    def next_targets(self) -> abc.Sequence[int]:
+        """What the next rows of logits are to predict: of a context, the first target of each continuation."""
+        if self.score_targets is not None:
+            return self.score_targets[len(self.token_logprobs) :]
+        continuations = self.group.request.continuations
+        return [continuations[index][0] for index in self.group.unfinished] if continuations else []
+
+    def add_scores(self, scores: abc.Sequence[tuple[float, float]]) -> None:
+        """Add the log-probabilities of the next targets, and whether each is the most likely token."""
+        self.token_logprobs += [logprob for logprob, _ in scores]
+        self.is_greedy = self.is_greedy and all(is_best for _, is_best in scores)
+
+
+def score_targets(logits_NV: Tensor, targets: abc.Sequence[int]) -> Tensor:
+    """Return [N, 2]: the log-probability of each row's target, and 1 if it is the most likely token."""
+    targets_N = copy_to_device(targets, logits_NV.device, torch.int64)
+    logprobs_N = logits_NV.log_softmax(1).gather(1, targets_N[:, None])[:, 0]
+    is_best_N = logits_NV.argmax(1) == targets_N
+    return torch.stack([logprobs_N, is_best_N.to(logprobs_N.dtype)], 1)
