@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "card"
@@ -118,7 +117,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if name == "_fused_sdp_choice":
         return 0  # products and a softmax: the fused kernels are those of real devices
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
     cards = [tensor for tensor in tensors if isinstance(tensor, CardTensor)]
     device = kwargs.get("device")
     to_card = bool(cards) if device is None else torch.device(device).type == NAME
@@ -135,7 +134,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         WAITS.add(f"{name} by booleans")
     if device is not None:
         kwargs = {**kwargs, "device": "cpu"}
-    result = operation(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    result = operation(*_map(_unwrap, args), **{key: _map(_unwrap, value) for key, value in kwargs.items()})
     resized = [tensor for tensor in cards if tensor.shape != tensor.raw.shape]
     assert not resized, f"{name} has resized a tensor, which the pretended card cannot"
     # What an operation returns of its arguments, it returns as it got it.
@@ -146,7 +145,22 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         return wrappers[id(value)] if id(value) in wrappers else CardTensor(value)
 
-    return tree_map(wrap, result)
+    return _map(wrap, result)
+
+
+# PyTorch's own functions for trees take a large part of the time of a small step.
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_map(function, item) for item in value])
+    return function(value)
 
 
 def _unwrap(value: Any) -> Any:

@@ -73,13 +73,18 @@ def plant(task: Any, fault: str) -> None:
     task.loss = loss
 
 
+def unexpected(waits: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the waits that a step must not have."""
+    return [wait for wait in waits if not all(part in wait[1] for part in ALLOWED)]
+
+
 def compare(cards: RankPool, ranks: RankPool, spec: ModelSpec, world: int, *layouts: dict[str, Any]) -> None:
     """Compare layouts on cards with one process on the CPU."""
     [expected] = ranks.run(few_steps, 1, spec, [{}], False)[0]
     for layout in layouts:
         for losses, waits in cards.run(train, world, spec, layout):
             assert losses == pytest.approx([float(row[0]) for row in expected.losses], rel=1e-9), layout
-            assert [wait for wait in waits if not all(part in wait[1] for part in ALLOWED)] == [], layout
+            assert unexpected(waits) == [], layout
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,85 @@
+"""Every family in every kind of layout takes steps on the pretended card, and the host never waits for it.
+
+All ranks but one are pretended, too: collectives return at once. Values mean nothing then; that they are right, real
+ranks show in `test_training.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
+from jingu.model.families import FAMILIES
+from jingu.model.spec import Experts, ModelSpec
+from jingu.runtime.ranks import clear_mesh_caches
+from tests.dist.test_layouts import EXPERTS, tiny
+from tests.rank_pool import RankPool
+from tests.rehearsal.test_training import train, unexpected
+
+Waits = dict[str, list[tuple[str, str]]]
+# World size and layout. Of a pipeline the first and the last rank take steps, of others the first.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 1": (2, {"zero_stage": 1}),
+    "zero 3": (2, {"zero_stage": 3}),
+    "tensor": (2, {"tensor": 2}),
+    "context": (2, {"context": 2}),
+    "ring": (2, {"context": 2, "context_method": "ring"}),
+    "1f1b": (2, {"pipeline": 2}),
+    "interleaved": (2, {"pipeline": 2, "pipeline_schedule": "interleaved"}),
+    "all": (16, {"pipeline": 2, "tensor": 2, "context": 2, "zero_stage": 2}),
+    "expert": (2, {"expert": 2}),
+    "expert and others": (8, {"expert": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2}),
+}
+# What differs from those in little that concerns a card.
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero 0": (2, {"zero_stage": 0}),
+    "zero 2": (2, {"zero_stage": 2}),
+    "replicas": (4, {"zero_stage": 3, "replicate": 2, "shard": 2}),
+    "gpipe": (2, {"pipeline": 2, "pipeline_schedule": "gpipe"}),
+    "zero bubble": (2, {"pipeline": 2, "pipeline_schedule": "zero_bubble"}),
+    "zbv": (2, {"pipeline": 2, "pipeline_schedule": "zbv"}),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS]
+
+
+def spec_of(family: str, layers: int) -> ModelSpec:
+    """Return a tiny model of a family."""
+    template = FAMILIES[family].template
+    changes: dict[str, Any] = {}
+    if template.num_encoder_layers is not None:
+        changes["num_encoder_layers"] = layers
+    if isinstance(template.feed_forward, Experts):
+        changes["feed_forward"] = EXPERTS
+    return tiny(family, **changes).model_copy(update={"num_layers": layers})
+
+
+def walk(_rank: int, _world: int, name: str) -> Waits:
+    """Return what let the host wait, by family and rank, after the first step."""
+    world, layout = (LAYOUTS | MORE_LAYOUTS)[name]
+    has_chunks = layout.get("pipeline_schedule") in ("interleaved", "zero_bubble", "zbv")
+    waits: Waits = {}
+    dist.destroy_process_group()
+    for family in FAMILIES:
+        spec = spec_of(family, 4 if has_chunks else 2)
+        if "expert" in layout and not isinstance(spec.feed_forward, Experts):
+            continue
+        for rank in {0, world - 1} if "pipeline" in layout else {0}:
+            pretend_ranks(rank, world)
+            with static_pipeline_stages():
+                _, waits[f"{family} on rank {rank}"] = train(rank, world, spec, layout)
+            dist.destroy_process_group()
+            clear_mesh_caches()
+    # The pool ends the group of a call.
+    pretend_ranks(0, 1)
+    return waits
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
+def test_every_family(name: str, cards: RankPool) -> None:
+    [waits] = cards.run(walk, 1, name)
+    assert len(waits) >= (len(FAMILIES) if "expert" not in name else 2)
+    assert {place: unexpected(lines) for place, lines in waits.items() if unexpected(lines)} == {}
