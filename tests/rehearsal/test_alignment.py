@@ -17,6 +17,7 @@ from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import StopRequest
 from jingu.training import loop
 from jingu.training.commands import train_on_rank
+from tests.align.preferences import preference_run
 from tests.conftest import Done, MakeRun, peak_unmeasured
 from tests.rank_pool import RankPool
 from tests.rehearsal import card
@@ -103,3 +104,67 @@ def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: Ra
             expected_lines = ["torch.cat(values).cpu()"] * 2 + expected_lines
         assert len(lines) == len(expected_lines), lines
         assert all(part in line for part, line in zip(expected_lines, lines, strict=True)), lines
+
+
+def compare(make: MakeRun, changes: dict[str, Any], done: Any, cards: RankPool) -> tuple[list[Waits], list[Waits]]:
+    """Compare losses and gradients of a run on the card with those on the CPU; return what let the host wait."""
+    results: list[Done] = []
+    for device in ("cpu", card.NAME):
+        config = make(changes, name=device)
+        [waits] = cards.run(train, 1, config, device)
+        results.append(done(config))
+    expected, result = results
+    for name in ("loss", "grad_norm"):
+        assert result.column(name) == pytest.approx(expected.column(name), rel=1e-6, abs=1e-9), name
+    return waits
+
+
+PREFERENCES = {
+    "reward": {"type": "reward", "centering": 0.01},
+    "dpo": {"type": "dpo"},
+    "kto": {"type": "kto"},
+    "simpo": {"type": "simpo"},
+    "orpo": {"type": "orpo"},
+    "cpo": {"type": "cpo"},
+}
+
+
+@pytest.mark.parametrize("kind", PREFERENCES)
+def test_preferences(kind: str, tiny_run: MakeRun, tmp_path: Path, done: Any, cards: RankPool) -> None:
+    changes: dict[str, Any] = {"task": PREFERENCES[kind], "train.steps": 3, "evaluation.every": 3}
+    if kind == "kto":
+        changes["data.objective"] = {"type": "preference", "template": "plain", "rows": "labels"}
+        changes["batch.sequence_length"] = 32
+    if kind in ("dpo", "kto"):
+        base = tiny_run({"train.steps": 1}, name="base")
+        cards.run(train, 1, base, "cpu")
+        changes["initialize.from"] = str(done(base).folder)
+
+    def make(changes: dict[str, Any], name: str) -> RunConfig:
+        return preference_run(tiny_run, tmp_path, changes, name=name)
+
+    _, updates = compare(make, changes, done, cards)
+    # The first step creates what later ones use.
+    assert len(updates) == 3 and updates[1:] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared", "distill", "divergence"])
+def test_other_policies(kind: str, policy_run: MakeRun, done: Any, cards: RankPool) -> None:
+    """PPO with both critics, and distillation of tokens and of distributions."""
+    start = policy_run({"train.steps": 1}, name="start")
+    cards.run(train, 1, start, "cpu")
+    model = str(done(start).folder)
+    settings = start.model_dump()["task"]
+    names = ("prompts", "prompts_per_step", "answers_per_prompt", "max_new_tokens")
+    task = {**{name: settings[name] for name in names}, "temperature": 1e-6}
+    if kind in ("separate", "shared"):
+        task |= {"type": "ppo", "critic": {"type": kind}, "rewards": settings["rewards"]}
+    else:
+        task |= {"type": "distill", "teacher": model, "beta": 0.3 if kind == "divergence" else None}
+        # At so low a temperature, a divergence means nothing.
+        task["temperature"] = 1.0 if kind == "divergence" else 1e-6
+    changes = {"task": task, "initialize.from": model, "batch.global_batch_size": 16}
+    decoding, updates = compare(policy_run, changes, done, cards)
+    assert [waits for waits in decoding[1:] if len(waits) > 1] == []
+    lines = [line for _, line in updates[-1]]
+    assert all("torch.cat(values).cpu()" in line or "float(largest[0])" in line for line in lines), lines

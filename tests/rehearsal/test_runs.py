@@ -20,7 +20,6 @@ from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import StopRequest
 from jingu.training import commands
 from jingu.training.commands import train_on_rank
-from tests.align.preferences import preference_run
 from tests.conftest import Done, MakeRun, peak_unmeasured
 from tests.rank_pool import RankPool
 from tests.rehearsal import card
@@ -59,21 +58,6 @@ def test_runs(world: int, layout: dict[str, Any], tiny_run: MakeRun, done: Any, 
     expected_tensors = expected.tensors()
     for name, tensor in done(config).tensors().items():
         torch.testing.assert_close(tensor, expected_tensors[name], rtol=1e-7, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_preferences(kind: str, tiny_run: MakeRun, tmp_path: Path, done: Any, cards: RankPool) -> None:
-    base = tiny_run({"train.steps": 1}, name="base")
-    cards.run(train, 1, base, "cpu")
-    start = str(Path(base.runs_dir) / "base")
-    results: list[Done] = []
-    for device in ("cpu", card.NAME):
-        changes = {"task": {"type": kind}, "initialize.from": start, "train.steps": 2, "evaluation.every": 2}
-        config = preference_run(tiny_run, tmp_path, changes, name=device)
-        cards.run(train, 1, config, device)
-        results.append(done(config))
-    expected, result = results
-    assert result.column("loss") == pytest.approx(expected.column("loss"), rel=1e-9)
 
 
 def save_beside_training(_rank: int, _world: int, folder: Path) -> None:
