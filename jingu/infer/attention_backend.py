@@ -28,7 +28,7 @@ from jingu.model.attention import attention_bias
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.spec import AlibiPositions, ModelSpec, RelativeBias
 
-BackendName = Literal["gather", "flash"]
+BackendName = Literal["auto", "gather", "flash"]
 KV_SPAN = 128
 QUERY_ROW_MULTIPLE = 4
 
@@ -154,24 +154,36 @@ class FlashBackend(AttentionBackend):
 
 
 def select_backend(name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """Return an attention backend. Raise JinguError where this model, device or installation does not support it."""
-    if name == "gather":
-        return GatherBackend(spec)
-    from torch.nn.attention.varlen import varlen_attn
+    """Return an attention backend; auto: flash where it can be used.
 
-    biased = isinstance(spec.position, AlibiPositions | RelativeBias)
-    installed = find_spec("flash_attn_interface") is not None
-    for unsupported, what in (
-        (device.type != "cuda", "needs a CUDA device"),
-        (dtype not in (torch.bfloat16, torch.float16), "needs bf16 or fp16"),
-        (biased or spec.num_encoder_layers is not None, "supports only decoders without position biases"),
-        ("block_table" not in inspect.signature(varlen_attn).parameters, "needs PyTorch 2.13 or newer"),
-        (not installed, "needs FlashAttention-3 (the package flash_attn_interface)"),
-    ):
-        if unsupported:
-            raise JinguError(f"flash {what}.", where="attention_backend", fix="Use gather.")
+    Raises:
+        JinguError: flash is asked for, and cannot be used.
+    """
+    obstacle = None if name == "gather" else _flash_obstacle(spec, dtype, device)
+    if name == "gather" or (name == "auto" and obstacle is not None):
+        return GatherBackend(spec)
+    if obstacle is not None:
+        raise JinguError(f"flash {obstacle}.", where="attention_backend", fix="Use auto or gather.")
     torch.nn.attention.activate_flash_attention_impl("FA3")
     return FlashBackend(spec)
+
+
+def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return what flash lacks for a model, a device and an installation; None: nothing."""
+    # The cheap conditions come first: to import what the last ones need takes seconds.
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "needs bf16 or fp16"
+    if isinstance(spec.position, AlibiPositions | RelativeBias) or spec.num_encoder_layers is not None:
+        return "supports only decoders without position biases"
+    if find_spec("flash_attn_interface") is None:
+        return "needs FlashAttention-3 (the package flash_attn_interface)"
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "num_splits" not in inspect.signature(varlen_attn).parameters:
+        return f"needs PyTorch 2.12 or newer, and this is {torch.__version__}"
+    return None
 
 
 def attend_padded(

@@ -26,7 +26,7 @@ class EngineSettings:
         prefill_chunk_size: the most prompt tokens in a step.
         num_speculative_tokens: draft tokens in a step, proposed by a draft model, or else by prompt lookup. Outputs
             stay the same. 0: none; None: 4 with a draft model, else none.
-        attention_backend: gather on every device; flash with FlashAttention-3 on CUDA.
+        attention_backend: gather: on every device; flash: FlashAttention-3 on CUDA; auto: flash where it can be used.
     """
 
     max_num_seqs: int = 64
@@ -34,7 +34,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None
     prefill_chunk_size: int = 512
     num_speculative_tokens: int | None = None
-    attention_backend: BackendName = "gather"
+    attention_backend: BackendName = "auto"
 
     def __post_init__(self) -> None:
         refuse(self.max_num_seqs < 1, "max_num_seqs", self.max_num_seqs, "1 or more")
