@@ -72,6 +72,7 @@ def check_versions(_folder: Path) -> tuple[str, Figures]:
     import torch
 
     from jingu.launch.start import installed_versions
+    from jingu.runtime.device import device_name
 
     versions = {**installed_versions(), "torch": torch.__version__, "cores": str(os.cpu_count())}
     driver = Path("/proc/driver/nvidia/version")
@@ -80,7 +81,9 @@ def check_versions(_folder: Path) -> tuple[str, Figures]:
         versions["driver"] = match[1] if match else "unknown"
     if torch.cuda.is_available():
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        versions["cards"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        versions["cards"] = f"{torch.accelerator.device_count()} × {device_name(device)}"
     return ", ".join(f"{name} {version}" for name, version in versions.items()), {}
 
 

@@ -48,9 +48,11 @@ def find_device_type(choice: DeviceType) -> str:
     if choice == "auto":
         return available
     if choice not in ("cpu", available):
-        has = "no accelerator" if available == "cpu" else available
+        has = f"finds {'no accelerator' if available == 'cpu' else available}"
+        if choice in ("cuda", "mps") and not getattr(torch.backends, choice).is_built():
+            has = f"is built without {choice.upper()}"
         raise JinguError(
-            f"no {choice.upper()} device is to be found; PyTorch {torch.__version__} finds {has}.",
+            f"no {choice.upper()} device is to be found; PyTorch {torch.__version__} {has}.",
             where="device.type",
             fix=f"It needs {_REQUIREMENTS[choice]}. Use auto or cpu otherwise.",
         )
@@ -58,9 +60,12 @@ def find_device_type(choice: DeviceType) -> str:
 
 
 def check_number_format(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype. Raises JinguError if the device does not compute in it."""
+    """Return the dtype. Raises JinguError if the device has no units for it; CPUs compute in any."""
     if dtype == torch.float64 and device.type == "mps":
         raise JinguError("Apple GPUs do not compute in fp64.", where="precision", fix="Choose fp32, or the CPU.")
+    if dtype == torch.bfloat16 and device.type != "cpu" and not has_fast_bf16(device):
+        problem = f"{device_name(device)} has no units for bf16; of NVIDIA's GPUs, Ampere and later ones have."
+        raise JinguError(problem, where="precision", fix="Choose auto, fp16 or fp32.")
     return dtype
 
 
@@ -117,12 +122,13 @@ def has_compiler(device: torch.device) -> bool:
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
     """Measure the FLOP/s of a large matrix product; return the best of several trials."""
-    size = 1024 if device.type == "cpu" else 4096
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    size = 1024 if device.type == "cpu" else 8192
+    # A card multiplies matrices of equal numbers faster than others: they take less power.
+    matrix = torch.arange(size * size, dtype=torch.float32, device=device).sin().to(dtype).view(size, size)
     best, end = 0.0, time.perf_counter() + seconds
     for trial in range(1000):
         start = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(matrix, matrix)
         if device.type != "cpu":
             device_module(device).synchronize()
         elapsed = time.perf_counter() - start

@@ -335,10 +335,11 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
 
 def _machine_precision(config: RunConfig, machine: Machine) -> Precision:
     """Return the precision of a run on a machine: cards compute bf16, and CPUs what this one computes."""
-    device = choose_device("cpu", 0) if machine.is_shared else torch.device("cuda")
-    if config.precision.type == "auto" and not machine.is_shared:
-        return choose_precision(PrecisionSettings(type="bf16", reduce=config.precision.reduce), torch.device("cpu"))
-    return choose_precision(config.precision, device)
+    settings = config.precision
+    if settings.type == "auto" and not machine.is_shared:
+        settings = PrecisionSettings(type="bf16", reduce=settings.reduce)
+    # A CPU takes every format. Which ones the cards of the other machine have is not known here.
+    return choose_precision(settings, torch.device("cpu"))
 
 
 def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanRequest:

@@ -165,10 +165,12 @@ def test_missing_tensorboard(error_of, monkeypatch):
 
 def test_missing_gpu(error_of, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert error_of({"device.type": "cuda"}) == (
-        f"jingu: device.type: no CUDA device is to be found; PyTorch {torch.__version__} finds no accelerator. It "
-        "needs a build of PyTorch for CUDA or ROCm, and their driver. Use auto or cpu otherwise."
-    )
+    for is_built, reason in ((True, "finds no accelerator"), (False, "is built without CUDA")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda is_built=is_built: is_built)
+        assert error_of({"device.type": "cuda"}) == (
+            f"jingu: device.type: no CUDA device is to be found; PyTorch {torch.__version__} {reason}. It needs a "
+            "build of PyTorch for CUDA or ROCm, and their driver. Use auto or cpu otherwise."
+        )
 
 
 # The run's folder

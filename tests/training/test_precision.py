@@ -197,3 +197,12 @@ def test_fp8_is_refused_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     with pytest.raises(JinguError, match="NVIDIA A100-SXM4-80GB has no units for FP8"):
         choose_precision(FP8Settings(), torch.device("cuda", 0))
+
+
+def test_bf16_is_refused_on_a_card_without_its_units(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    card = torch.device("cuda", 0)
+    with pytest.raises(JinguError, match=r"^precision: Tesla V100-SXM2-32GB has no units for bf16; .*auto, fp16 or"):
+        choose_precision(PrecisionSettings(type="bf16"), card)
+    assert choose_precision(PrecisionSettings(type="auto"), card).compute == torch.float32
