@@ -174,12 +174,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("zero3", "dense"),
         ("pipeline", "dense"),
         *(
             pytest.param(layout, model, marks=pytest.mark.slow)
             for model, layouts in (
-                ("dense", ("tensor", "context", *FOUR_RANKS)),
+                ("dense", ("zero3", "tensor", "context", *FOUR_RANKS)),
                 ("lora", ("zero3", "tensor", *FOUR_RANKS)),
                 ("mixture", ("expert", "4 of zero3")),
             )
@@ -264,7 +263,7 @@ def test_a_critic_starts_from_a_reward_model(
         train(make_ppo({"task.critic.model": str(done(other).folder)}, name="odd"))
 
 
-@pytest.mark.parametrize("critic", CRITICS)
+@pytest.mark.parametrize("critic", ["separate", pytest.param("shared", marks=pytest.mark.slow)])
 def test_ppo_resumes_with_its_critic(critic: str, make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
     whole = make_ppo({"train.steps": 3}, critic=critic, name="whole")
     assert train(whole) == 0
@@ -457,7 +456,7 @@ def test_models_of_another_vocabulary_are_refused(
             train(make(changes, name=where))
 
 
-@pytest.mark.parametrize("beta", [None, pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("beta", [*(pytest.param(beta, marks=pytest.mark.slow) for beta in (None, 0.0)), 0.5])
 def test_a_student_comes_closer_to_its_teacher(
     beta: float | None, make: MakeRun, tiny_run: MakeRun, done: Callable[[RunConfig], Done]
 ) -> None:
@@ -594,7 +593,8 @@ def make_game(make: MakeRun, tmp_path: Path, name: str, **changes: Any) -> RunCo
     return make({**task, "task.max_new_tokens": 20, "batch.sequence_length": 33, **changes}, name=name)
 
 
-@pytest.mark.parametrize("layout", ["zero3", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3", "tensor"])
 def test_layouts_agree_on_games(
     layout: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done], tmp_path: Path
 ) -> None:

@@ -153,7 +153,7 @@ def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[l
         return None if leader is None else [*answers(leader), *answers(leader)]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2", "mixtral"])
 def test_ranks_generate_what_one_process_generates(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
     engine = Engine(load(folders[family], "fp64", "cpu", adapters_of(folders[family])), SETTINGS)
     expected = [*answers(engine), *answers(engine)]

@@ -181,13 +181,13 @@ def test_tensor(model, ranks):
     check(ranks, MODELS[model], 4, [{"tensor": 4}, {"tensor": 2, "zero_stage": 3}])
 
 
-@models("bloom", "mixtral-shared")
+@models("bloom")
 def test_context(model, ranks):
     layouts = [{"context": 4}, {"context": 2, "tensor": 2}, {"context": 2, "zero_stage": 0}]
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
-@models("llama", "t5")
+@models("llama")
 def test_context_in_a_ring(model, ranks):
     """More context-parallel ranks than heads: a ring without documents, gathered keys with them."""
     spec = replace_fields(
@@ -271,8 +271,7 @@ EIGHT: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "layouts"), [EIGHT[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EIGHT[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layouts"), EIGHT)
 def test_eight_ranks(model, layouts, ranks):
     check(ranks, MODELS[model], 8, layouts, documents=model != "t5")

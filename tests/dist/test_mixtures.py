@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("top-2", marks=pytest.mark.slow), "balanced", "projection"])
 def test_every_layout_equals_one_process(model, tiny_run, train_on, done):
     settings = {**EXPERTS, **MODELS[model], "train.steps": 8, "evaluation.every": 8, "evaluation.num_sequences": 5}
     alone = tiny_run(settings, name="alone")

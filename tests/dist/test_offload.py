@@ -27,7 +27,7 @@ ZBV = {"model.num_layers": 4, "parallel.pipeline": 2, "parallel.pipeline_schedul
         (1, {}),
         (1, {"optimizer": {"type": "lion", "lr": 1e-3}}),
         (2, {"parallel.zero_stage": 3}),
-        (4, {"parallel.zero_stage": 2, "parallel.pipeline": 2, "model.tie_word_embeddings": True}),
+        slow(4, {"parallel.zero_stage": 2, "parallel.pipeline": 2, "model.tie_word_embeddings": True}),
         slow(2, {"parallel.zero_stage": 0}),
         slow(2, {"parallel.zero_stage": 1, "precision.type": "bf16"}),
         slow(4, {**ZBV, "parallel.zero_stage": 2, "precision.type": "bf16"}),

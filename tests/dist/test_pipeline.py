@@ -37,7 +37,7 @@ def plain(schedule: str, zero: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "world", "layouts"),
     [
-        ("gpt2", 2, [{"pipeline_schedule": schedule} for schedule in SCHEDULES]),
+        slow("gpt2", 2, [{"pipeline_schedule": schedule} for schedule in SCHEDULES]),
         ("mixtral", 4, [{"pipeline_schedule": "1f1b", "zero_stage": 3, "layers_per_stage": [3, 1]}, plain("zbv", 2)]),
         slow(
             "bloom", 4, [{**plain(name, 1), "pipeline": 4, "layers_per_stage": [1] * 4} for name in SCHEDULES[:2]]
@@ -118,7 +118,8 @@ def resaved(rank: int, world: int, config: Any, source: Path, target: Path) -> b
     return all(torch.equal(weight, whole) for weight in weights)
 
 
-@pytest.mark.parametrize("model", ["gpt2", slow("mixtral")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
 def test_pipeline_checkpoints_are_bitwise_equal(model, tiny_run, train_on, done, ranks, tmp_path):
     from jingu.checkpoint import save_folder, store
 

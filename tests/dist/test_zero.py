@@ -25,7 +25,10 @@ def slow(*values: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "world"),
-    [("llama", 2), ("llama", 4), slow("llama-tied", 2), slow("llama-tied", 4), ("gpt2", 2), slow("gpt2", 4)],
+    [
+        ("llama", 2),
+        *(slow(*other) for other in (("llama", 4), ("llama-tied", 2), ("llama-tied", 4), ("gpt2", 2), ("gpt2", 4))),
+    ],
 )
 def test_every_zero_stage_equals_one_process(model, world, tiny_run, train_on, done):
     """Losses, norms of the gradient (clipped at some steps), weights, held-out loss and samples of 8 steps.

@@ -126,7 +126,14 @@ def test_resumes_after_five_hundred_kills(warm, run_file, tiny_run, done, assert
         assert leftovers(folder) == []
 
 
-@pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stop_signal_saves_and_exits(kind, code, warm, run_file, tiny_run, done, assert_undisturbed):
     file = run_file(SHORT, name="stopped")
     folder = done(tiny_run(SHORT, name="stopped")).folder
@@ -151,6 +158,7 @@ def jingu_process(*words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, bufsize=1, **options)
 
 
+@pytest.mark.slow
 def test_two_ranks_save_on_sigint_and_resume(run_file, tiny_run, done, train_on):
     """SIGINT goes to the launcher as training begins. The run has so many steps that it cannot end before the signal
     arrives; it resumes with ten more steps."""

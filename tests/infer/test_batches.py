@@ -127,8 +127,14 @@ def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
     assert preempted or mixes < 9
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "threads"),
+    [
+        pytest.param(kind, threads, marks=() if threads == 1 or kind == "llama-bf16" else pytest.mark.slow)
+        for kind in KINDS
+        for threads in (1, 2)
+    ],
+)
 def test_answers_do_not_depend_on_other_requests(kind: str, threads: int, tokenizer: Tokenizer) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -80,7 +80,7 @@ def test_recorded_on_cuda(tokenizer: Tokenizer) -> None:
     assert generate_events(Engine(model, graphs=CudaGraphRunner())) == generate_events(Engine(model))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_compiled_steps_give_the_same_answers_and_compile_once(family: str, tokenizer: Tokenizer) -> None:
     settings = ModelSettings.model_validate({"family": family, "hidden_size": 24, "num_heads": 3, "num_layers": 2})
     plain, twin = (filled(settings, tokenizer, context=200) for _ in range(2))

@@ -28,12 +28,12 @@ def on_gloo(rank: int, world: int, model: dict[str, Any], parallel: dict[str, An
 
 SMALL = {**LLAMA, "num_layers": 2}
 CELLS = [
-    (2, SMALL, {"zero_stage": 3}, "full"),
     (2, SMALL, {"tensor": 2}, "selective"),
     (2, SMALL, {"pipeline": 2}, "none"),
     (2, {**LLAMA, "num_layers": 4}, {"pipeline": 2, "pipeline_schedule": "interleaved"}, "none"),
 ]
 MORE_CELLS = [
+    (2, SMALL, {"zero_stage": 3}, "full"),
     (1, LLAMA, {}, "none"),
     (2, LLAMA, {"zero_stage": 0}, "none"),
     (2, LLAMA, {"context": 2, "context_method": "ring"}, "none"),

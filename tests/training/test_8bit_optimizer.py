@@ -61,6 +61,7 @@ def run(tiny_run: MakeRun) -> Callable[..., RunConfig]:
     return make
 
 
+@pytest.mark.slow
 def test_8bit_moments_resume_in_another_layout(
     run: Callable[..., RunConfig], train_on: Callable[..., None], done: Callable[[RunConfig], Done]
 ) -> None:

@@ -87,7 +87,7 @@ PIPELINES = [
     ("model", "layouts"),
     [
         (T5, [LAYOUTS[1], PIPELINES[0]]),
-        (MIXTURE, [LAYOUTS[1], PIPELINES[2]]),
+        pytest.param(MIXTURE, [LAYOUTS[1], PIPELINES[2]], marks=pytest.mark.slow),
         pytest.param(T5, [*({"zero_stage": n} for n in range(4)), LAYOUTS[2], PIPELINES[1]], marks=pytest.mark.slow),
         pytest.param(MIXTURE, [*LAYOUTS[::2], *PIPELINES[:2]], marks=pytest.mark.slow),
     ],

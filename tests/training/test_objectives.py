@@ -21,7 +21,10 @@ CONTINUATION = {
 # Encoder-decoders are laid out in tests/training/test_encoder_decoder.py.
 @pytest.mark.parametrize(
     ("objective", "layouts"),
-    [(PREFIX, [{"context": 2}, {"pipeline": 2}, {"zero_stage": 3}]), (CONTINUATION, [{"pipeline": 2}])],
+    [
+        pytest.param(PREFIX, [{"context": 2}, {"pipeline": 2}, {"zero_stage": 3}], marks=pytest.mark.slow),
+        (CONTINUATION, [{"pipeline": 2}]),
+    ],
     ids=["prefix", "continuation"],
 )
 def test_every_layout_equals_one_process(objective: dict[str, Any], layouts, tiny_run, train_on, done) -> None:

@@ -65,7 +65,7 @@ def train_until(config: RunConfig, step: int) -> int:
         loop_module.train_step = original
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lion", marks=pytest.mark.slow)])
 def test_a_run_stopped_anywhere_equals_the_undisturbed_one(optimizer, tiny_run, done):
     """Weights and metrics to the last bit: stopped within a logging interval, at an evaluation, right at the start."""
     whole = tiny_run({**SETTINGS, "optimizer": {"type": optimizer, "lr": 1e-3}, "precision.type": "fp32"}, name="whole")
@@ -111,6 +111,7 @@ def test_a_complete_run_is_unchanged(tiny_run, done, capsys):
     assert_equal_tensors(done(config).tensors(), tensors)
 
 
+@pytest.mark.slow
 def test_saved_on_two_ranks_resumed_on_one_and_on_four(tiny_run, train_on, done, ranks):
     undisturbed = tiny_run(name="undisturbed")
     train_on(1, undisturbed)

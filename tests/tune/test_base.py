@@ -128,7 +128,9 @@ def test_products_and_gradients_equal_those_of_the_dequantized_matrix(
         torch.testing.assert_close(*gradients, rtol=exact, atol=exact)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("int8", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow), "nf4"]
+)
 def test_lora_on_quantized_matrices(
     kind: QuantizationFormat, runs: Path, adapted: Callable[..., RunConfig], train_on: Train, done: Read, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ OTHERS = {
     "mixtral": ("lora",),
     "t5": ("lora", "ia3", "prompt", "prefix", "p_tuning_v2"),
 }
-FAST = {("bloom", "dora"), ("gpt2", "ia3"), ("t5", "prompt")}
+FAST = {("gpt2", "ia3"), ("t5", "prompt")}
 PAIRS = [
     *(("llama", method) for method in METHODS),
     *(

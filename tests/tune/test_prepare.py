@@ -274,6 +274,7 @@ def test_every_source_is_evaluated(tuning: Callable[..., RunConfig], tmp_path: P
         assert int((rows.supervised.batch(0, len(rows)).documents >= 0).sum()) == tokens
 
 
+@pytest.mark.slow
 def test_several_processes_equal_one(tuning: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"instruction": f"q{n}", "output": "a" * 900} for n in range(5000)]
     row = []
