@@ -164,6 +164,24 @@ def int4_matmul(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros:
     return y_NO
 
 
+def pack_int4_on_card(pairs: Tensor) -> Tensor:
+    """Return a matrix in the order that `int4_matmul_on_card` reads. O is a multiple of 8, I of 32.
+
+    Args:
+        pairs: numbers from 0 to 15, two in a byte, the first in its high half [O, I / 2].
+    """
+    # The kernel reads so many tiles of 16 inputs at a time; more are faster.
+    tiles = next(number for number in (8, 4, 2) if pairs.shape[1] % (8 * number) == 0)
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+    return packed
+
+
+def int4_matmul_on_card(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
+    """Return `x @ weight.T` in bf16 for a matrix of `pack_int4_on_card`; else as `int4_matmul`."""
+    y_NO: Tensor = torch.ops.aten._weight_int4pack_mm(x_NI, packed, group_size, scales_and_zeros)
+    return y_NO
+
+
 def prepack_weight(weight_OI: Tensor, rows: int) -> Tensor:
     """Return a matrix in oneDNN's own order, the best one for products with `rows` rows."""
     prepacked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, rows)

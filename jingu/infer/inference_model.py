@@ -165,7 +165,8 @@ def load(
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
     # The CPU kernels for quantized matrices are fast with bf16 activations only, also on CPUs without units for bf16.
-    default_precision = "bf16" if kind is not None or has_fast_bf16(place) else "fp32"
+    is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu")
+    default_precision = "bf16" if is_bf16 else "fp32"
     dtype = check_number_format(DTYPES[precision if precision in DTYPES else default_precision], place)
     offloader: ExpertOffloader | None = None
     if resident_experts is not None:

@@ -21,6 +21,7 @@ from jingu.model.experts import MoELayer
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, RMSNorm
 from jingu.model.matmul_kernels import matmul_dtype
 from jingu.model.quantized_weight import (
+    CardQuantizedWeight,
     PrepackedQuantizedWeight,
     PrepackedWeight,
     PromptRows,
@@ -59,6 +60,9 @@ def prepack_weights(
         _prepack_quantized(model, dtype, prompt_rows)
         if use_onednn:
             _prepack_plain(model, dtype, huge_pages)
+    elif parameter.device.type != "cpu":
+        # Plain matrices stay as they are: the kernels of cards read them so.
+        _prepack_quantized(model, dtype, None)
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.weight.dtype in (torch.bfloat16, torch.float16):
             module.wide_weight = module.weight.detach().float()
@@ -117,7 +121,7 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRo
             _free_weight(module)
         elif weight.values.dim() == 2:
             _set_weight(module, _pack_quantized(weight, dtype, prompt_rows))
-        else:
+        elif weight.values.device.type == "cpu":
             pairs = zip(weight.values, weight.scales, strict=True)
             experts = (PrepackedQuantizedWeight.pack(weight.kind, *pair, dtype) for pair in pairs)
             _set_weight(module, tuple(experts))
@@ -126,7 +130,8 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRo
 def _pack_quantized(
     weight: QuantizedWeight, dtype: torch.dtype, prompt_rows: PromptRows | None = None
 ) -> PrepackedQuantizedWeight:
-    return PrepackedQuantizedWeight.pack(weight.kind, weight.values, weight.scales, dtype, prompt_rows)
+    prepacked = PrepackedQuantizedWeight if weight.values.device.type == "cpu" else CardQuantizedWeight
+    return prepacked.pack(weight.kind, weight.values, weight.scales, dtype, prompt_rows)
 
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:

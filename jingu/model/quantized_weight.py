@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,8 +26,10 @@ from torch.nn.functional import normalize
 
 from jingu.compat.torch import (
     int4_matmul,
+    int4_matmul_on_card,
     int8_matmul,
     pack_int4,
+    pack_int4_on_card,
     prepack_weight,
     prepacked_linear,
     prepacked_memory,
@@ -192,6 +195,67 @@ class PrepackedQuantizedWeight:
             y_NO = int4_matmul(x_NI, self.values, GROUP_SIZES["int4"], self.scales)
         y = y_NO.view(*x.shape[:-1], -1).to(x.dtype)
         return y if bias is None else y + bias.to(x.dtype)
+
+
+class CardQuantizedWeight(PrepackedQuantizedWeight):
+    """A quantized matrix [O, I] for inference on an accelerator, which reads the integers themselves.
+
+    Attributes:
+        values: int8; for 4 bits in the layout of the kernel (int32), or, where the device has none, as they are stored.
+        scales: int8 [O] in the dtype of the activations; with the kernel for 4 bits [G, O, 2] in bf16.
+    """
+
+    @staticmethod
+    def pack(
+        kind: QuantizationFormat,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        prompt_rows: PromptRows | None = None,
+    ) -> CardQuantizedWeight:
+        """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
+        if kind == "int8":
+            return CardQuantizedWeight(
+                kind, values.detach(), scales.detach().view(torch.bfloat16).to(dtype).squeeze(-1)
+            )
+        if kind == "int4" and dtype == torch.bfloat16 and has_int4_kernel(values.device):
+            # The kernel wants the first of two numbers in the high half of a byte.
+            pairs = (values.detach() & 15) << 4 | values.detach() >> 4
+            pairs_of_scales = scales.detach().view(torch.bfloat16).unflatten(-1, (-1, 2))
+            return CardQuantizedWeight(kind, pack_int4_on_card(pairs), pairs_of_scales.transpose(0, 1).contiguous())
+        return CardQuantizedWeight(kind, values.detach(), scales.detach())
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ self.T + bias`."""
+        if self.kind == "int8":
+            # Whole numbers up to 127 are exact in every dtype.
+            y = F.linear(x, self.values.to(x.dtype)) * self.scales
+        elif self.values.dtype == torch.int32:
+            x_NI = x.reshape(-1, x.shape[-1]).contiguous()
+            y_NO = int4_matmul_on_card(x_NI, self.values, GROUP_SIZES["int4"], self.scales)
+            y = y_NO.view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x, dequantize(self.values, self.scales, self.kind).to(x.dtype))
+        return y if bias is None else y + bias.to(x.dtype)
+
+
+@cache
+def has_int4_kernel(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices of 4 bits, and as `dequantize` says: it is asked once."""
+    if device.type != "cuda":
+        return False
+    weight_OI = torch.arange(16 * 64, device=device, dtype=torch.float32).sin().view(16, 64)
+    values, scales = quantize(weight_OI, "int4")
+    pairs_of_scales = scales.view(torch.bfloat16).unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
+    expected_OI = dequantize(values, scales, "int4").to(torch.bfloat16)
+    one_II = torch.eye(64, device=device, dtype=torch.bfloat16)
+    try:
+        packed = pack_int4_on_card((values & 15) << 4 | values >> 4)
+        product_IO = int4_matmul_on_card(one_II, packed, GROUP_SIZES["int4"], pairs_of_scales)
+    except RuntimeError:
+        # The card is too old, or PyTorch was built without the kernel.
+        return False
+    return torch.allclose(product_IO.t().float(), expected_OI.float(), rtol=2e-2, atol=2e-2)
 
 
 @dataclass(frozen=True, eq=False)

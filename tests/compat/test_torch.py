@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from jingu.compat.torch import TorchDispatchMode, tree_leaves
@@ -178,6 +179,17 @@ for shape in ((16, 32), (48, 96), (64, 32), (176, 64)):
     values_OI = torch.randint(0, 16, shape, dtype=torch.int32)
     assert torch.equal(torch_compat.unpack_int4(torch_compat.pack_int4(values_OI)).int(), values_OI), shape
 """
+
+
+def test_int4_matmul_on_card(torch_compat: Any) -> None:
+    """Only a card has the kernels; their shapes are known without one."""
+    with FakeTensorMode():
+        for inputs, tiles in ((32, 2), (64, 4), (384, 8)):
+            packed = torch_compat.pack_int4_on_card(torch.empty(16, inputs // 2, dtype=torch.uint8, device="cuda"))
+            assert packed.dtype == torch.int32 and packed.shape == (2, inputs // (16 * tiles), 32, tiles // 2)
+            x = torch.empty(3, inputs, dtype=torch.bfloat16, device="cuda")
+            scales = torch.empty(inputs // 32, 16, 2, dtype=torch.bfloat16, device="cuda")
+            assert torch_compat.int4_matmul_on_card(x, packed, 32, scales).shape == (3, 16)
 
 
 @pytest.mark.parametrize("capability", ["", "avx2", "default"])

@@ -19,8 +19,11 @@ from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import load
 from jingu.infer.request import Constraint, Request
 from jingu.infer.sampling import SamplingParams
+from jingu.model import quantized_weight
 from jingu.model.decoder import Decoder
+from jingu.model.layers import Linear
 from jingu.model.resolve import spec_from_settings
+from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.infer.test_cuda_graphs import Again
@@ -54,11 +57,13 @@ OTHERS: dict[str, Request] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     train_tokenizer(iter(["some text"]), 270, ["<|endoftext|>"]).save(place / "tokenizer")
-    sizes = {"hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "intermediate_size": 42}
-    spec = spec_from_settings(ModelSettings(**sizes, initializer_range=0.3), 270, 64)
-    model = Decoder(spec)
-    init_weights(model, spec, 3)
-    export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / "base")
+    # Kernels for integers take the second one.
+    for name, hidden, intermediate in (("base", 24, 42), ("wide", 64, 96)):
+        sizes = {"hidden_size": hidden, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": intermediate}
+        spec = spec_from_settings(ModelSettings(**sizes, num_layers=2, initializer_range=0.3), 270, 64)
+        model = Decoder(spec)
+        init_weights(model, spec, 3)
+        export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
     return place / "base"
 
 
@@ -219,3 +224,65 @@ def test_seeds(folder: Path, cards: RankPool) -> None:
     ]
     ids = [[[event[1][0] for event in answer] for answer in result] for result in results]
     assert ids[0][0] == ids[0][2] == ids[1][0] == ids[2][0] != ids[0][1]
+
+
+def use_int4_kernel(patch: pytest.MonkeyPatch) -> None:
+    """Let the pretended card have the kernel for 4 bits: the first number of a byte is in its high half."""
+
+    def pack(pairs: Tensor) -> Tensor:
+        return torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).to(torch.int32)
+
+    def multiply(x_NI: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:
+        scale_OG1, zero_OG1 = scales.float().transpose(0, 1).unsqueeze(-2).unbind(-1)
+        groups = packed.unflatten(1, (-1, group_size)).float() - 8
+        return (x_NI.float() @ (groups * scale_OG1 + zero_OG1).flatten(1).t()).to(x_NI.dtype)
+
+    patch.setattr(quantized_weight, "pack_int4_on_card", pack)
+    patch.setattr(quantized_weight, "int4_matmul_on_card", multiply)
+    patch.setattr(quantized_weight, "has_int4_kernel", lambda _device: True)
+
+
+def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: bool) -> Any:
+    """Return the scores on the CPU and on the card, and the waits there."""
+    card.install()
+    requests = [Request((7, 8, first), GREEDY, 3, continuations=((4, 5), (6, 7, 8))) for first in (9, 10)]
+    expected, _ = answer(Engine(load(folder, kind, "cpu")), requests)
+    with pytest.MonkeyPatch.context() as patch:
+        # A card computes in bf16, as CPUs do with quantized matrices.
+        patch.setattr("jingu.infer.inference_model.has_fast_bf16", lambda _device: True)
+        patch.setattr("jingu.runtime.device.has_fast_bf16", lambda _device: True)
+        if has_kernel:
+            use_int4_kernel(patch)
+        model = load(folder, kind, "card")  # type: ignore[arg-type]
+        blocks: Any = model.module.blocks
+        weights = [module.weight for module in blocks.modules() if isinstance(module, Linear)]
+        assert all(isinstance(weight, quantized_weight.CardQuantizedWeight) for weight in weights)
+        result, waits = answer(Engine(model), requests)
+    return [[event[6] for event in each] for each in expected], [[event[6] for event in each] for each in result], waits
+
+
+@pytest.mark.parametrize(("kind", "has_kernel"), [("int8", False), ("int4", False), ("int4", True)])
+def test_quantized_matrices(kind: str, has_kernel: bool, folder: Path, cards: RankPool) -> None:
+    expected, result, waits = cards.run(run_quantized, 1, folder.parent / "wide", kind, has_kernel)[0]
+    # In bf16, whose rounding differs in every product.
+    differences = torch.tensor(flatten(result)) - torch.tensor(flatten(expected))
+    assert differences.abs().mean() < 0.1
+    assert waits == 1
+
+
+def multiply(_rank: int, _world: int) -> None:
+    """Compare products on the card with those of the dequantized matrix."""
+    card.install()
+    generator = torch.Generator().manual_seed(1)
+    x_NI, weight_OI = torch.randn(5, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    kinds: tuple[QuantizationFormat, ...] = ("int8", "int4")
+    for kind in kinds:
+        values, scales = quantized_weight.quantize(weight_OI, kind)
+        expected = x_NI @ quantized_weight.dequantize(values, scales, kind).t()
+        parts = (values.to(card.NAME), scales.to(card.NAME), torch.float32)
+        result = quantized_weight.CardQuantizedWeight.pack(kind, *parts).times(x_NI.to(card.NAME))
+        torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_quantized_products(cards: RankPool) -> None:
+    cards.run(multiply, 1)
