@@ -58,6 +58,11 @@ def read_record(out: Path, name: str) -> dict[str, Any] | None:
     return record
 
 
+def has_results(record: dict[str, Any] | None) -> bool:
+    """Return whether a part has come to its end, with a figure at least."""
+    return record is not None and record["complete"] and not all("problem" in row for row in record["rows"])
+
+
 def write_report(out: Path) -> None:
     """Write the results of all parts so far as JSON and as Markdown."""
     from bench.__main__ import describe_machine
@@ -131,8 +136,7 @@ def main(words: list[str]) -> None:
     except JinguError as error:
         sys.exit(str(error))
     for name in options.parts or PARTS:
-        record = read_record(options.out, name)
-        if record is not None and record["complete"] and not options.again:
+        if has_results(read_record(options.out, name)) and not options.again:
             continue
         print(f"{name} ...", flush=True)
         command = [sys.executable, "-m", "bench", "cuda", "--in-process", name, "--out", str(options.out)]

@@ -53,6 +53,10 @@ def test_parts_with_results_are_not_run_again(tmp_path: Path, monkeypatch: pytes
     assert parts["checks"]["problem"].endswith("no kernel") and len(parts["checks"]["rows"]) == 1
     cuda.main(["--out", str(tmp_path), "--device", "cpu", "probe", "checks", "profile"])
     assert names == ["checks", "profile", "checks"]
+    # Nor does a part count of which every figure failed.
+    (tmp_path / "profile.json").write_text(json.dumps({**done, "part": "profile", "rows": [{"problem": "no card"}]}))
+    cuda.main(["--out", str(tmp_path), "--device", "cpu", "profile"])
+    assert names[-1] == "profile"
 
 
 def test_a_part_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

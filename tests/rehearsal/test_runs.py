@@ -36,7 +36,8 @@ def train(rank: int, world: int, config: RunConfig, device: str) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        pytest.param(1, {"parallel.offload": {"type": "host"}}, id="offload"),
+        pytest.param(1, {"parallel.offload": {"type": "host"}}, id="host"),
+        pytest.param(1, {"parallel.offload": {"type": "disk"}}, id="disk"),
         pytest.param(1, {}, id="one", marks=pytest.mark.slow),
         pytest.param(2, {"parallel.zero_stage": 3}, id="zero", marks=pytest.mark.slow),
     ],
