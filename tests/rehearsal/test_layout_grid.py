@@ -22,15 +22,10 @@ from tests.rehearsal.test_training import train, unexpected
 Waits = dict[str, list[tuple[str, str]]]
 # World size and layout. Of a pipeline the first and the last rank take steps, of others the first.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero 1": (2, {"zero_stage": 1}),
     "zero 3": (2, {"zero_stage": 3}),
     "tensor": (2, {"tensor": 2}),
-    "context": (2, {"context": 2}),
     "ring": (2, {"context": 2, "context_method": "ring"}),
-    "1f1b": (2, {"pipeline": 2}),
     "interleaved": (2, {"pipeline": 2, "pipeline_schedule": "interleaved"}),
-    "all": (16, {"pipeline": 2, "tensor": 2, "context": 2, "zero_stage": 2}),
-    "expert": (2, {"expert": 2}),
     "expert and others": (8, {"expert": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2}),
 }
 # What differs from those in little that concerns a card.
@@ -39,6 +34,11 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, {"zero_stage": 0}),
     "zero 2": (2, {"zero_stage": 2}),
     "replicas": (4, {"zero_stage": 3, "replicate": 2, "shard": 2}),
+    "zero 1": (2, {"zero_stage": 1}),
+    "context": (2, {"context": 2}),
+    "1f1b": (2, {"pipeline": 2}),
+    "all": (16, {"pipeline": 2, "tensor": 2, "context": 2, "zero_stage": 2}),
+    "expert": (2, {"expert": 2}),
     "gpipe": (2, {"pipeline": 2, "pipeline_schedule": "gpipe"}),
     "zero bubble": (2, {"pipeline": 2, "pipeline_schedule": "zero_bubble"}),
     "zbv": (2, {"pipeline": 2, "pipeline_schedule": "zbv"}),
