@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,20 +24,24 @@ from uuid import uuid4
 
 import yaml
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, join_words, pluralize
 from jingu.runtime.files import write_text_atomically
 
 # A check that takes longer has failed.
 CHECK_SECONDS = 60.0
 _DISK_BYTES = 2**26
 MESSAGE_BYTES = 2**24
-# A pair of nodes below this share of the usual rate fails.
-_SLOW_SHARE = 0.5
+# What is below this share of the usual rate fails.
+SLOW_SHARE = 0.5
 CLOCK_SECONDS = 1.0
 RDMA_DEVICES = Path("/sys/class/infiniband")
 # RDMA locks the buffers of all connections; below this limit it fails sooner or later.
 _LOCKED_BYTES = 2**30
 FAILING_NODES = Path("failing_nodes.txt")
+# Checks that would measure each other's work.
+_MEASUREMENTS = ("devices", "disk")
+# The check of a node that needs the names of all of them.
+NAMES = "names of nodes"
 Figures = dict[str, Any]
 
 
@@ -62,28 +67,24 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     name = device_name(device)
     text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
     card = find_card(name)
-    if card is not None and machine.matmul_tflops < _SLOW_SHARE * card.matmul_tflops:
+    if card is not None and machine.matmul_tflops < SLOW_SHARE * card.matmul_tflops:
         raise CheckError(f"{text}, and {card.matmul_tflops:,.0f} TFLOP/s are usual: another process, or its clock?")
     return text, machine.model_dump(mode="json")
 
 
 def check_versions(_folder: Path) -> tuple[str, Figures]:
-    """Read what must be the same on all nodes: versions, the driver, the number of cores and cards."""
-    import torch
-
+    """Read what must be the same on all nodes: versions, the driver, the number of cores."""
     from jingu.launch.start import installed_versions
-    from jingu.runtime.device import device_name
 
-    versions = {**installed_versions(), "torch": torch.__version__, "cores": str(os.cpu_count())}
+    versions = {**installed_versions(), "cores": str(os.cpu_count())}
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists():
+        import torch  # takes seconds
+
         match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", driver.read_text(encoding="utf-8"))
         versions["driver"] = match[1] if match else "unknown"
-    if torch.cuda.is_available():
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        versions["cards"] = f"{torch.accelerator.device_count()} × {device_name(device)}"
+        if torch.cuda.is_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return ", ".join(f"{name} {version}" for name, version in versions.items()), {}
 
 
@@ -146,11 +147,33 @@ def check_shared_memory(_folder: Path) -> tuple[str, Figures]:
 def check_name(_folder: Path) -> tuple[str, Figures]:
     """Look up this machine's name."""
     name = socket.gethostname()
+    return f"{name} is {_find_address(name)}", {}
+
+
+def check_names(*names: str) -> tuple[str, Figures]:
+    """Look up the names of all nodes, and the names of their addresses."""
+    addresses = {name: _find_address(name) for name in names}
+    nameless = []
+    for name, address in addresses.items():
+        try:
+            official, aliases, _ = socket.gethostbyaddr(address)
+        except OSError:
+            nameless.append(address)
+            continue
+        labels = {own.split(".")[0] for own in (official, *aliases)}
+        # A name that no node has may be another one of the same machine.
+        if name.split(".")[0] not in labels and labels & {other.split(".")[0] for other in names}:
+            raise CheckError(f"{name} is {address}, and {address} is {official}; change DNS or /etc/hosts")
+    # The ranks meet without them, but servers that look up their clients wait for an answer.
+    text = f"; no name is known for {join_words(nameless, 'and')}" if nameless else ""
+    return f"{pluralize(len(names), 'name')} and addresses{text}", {}
+
+
+def _find_address(name: str) -> str:
     try:
-        address = socket.gethostbyname(name)
+        return socket.gethostbyname(name)
     except OSError as error:
-        raise CheckError(f"the name {name} has no address; add it to /etc/hosts") from error
-    return f"{name} is {address}", {}
+        raise CheckError(f"no address is known for {name}; add it to /etc/hosts") from error
 
 
 def check_load(_folder: Path) -> tuple[str, Figures]:
@@ -177,13 +200,13 @@ CHECKS: dict[str, Callable[[Path], tuple[str, Figures]]] = {
 }
 
 
-def run_check(name: str, folder: Path, seconds: float = CHECK_SECONDS) -> Figures:
+def run_check(name: str, *words: str, seconds: float = CHECK_SECONDS) -> Figures:
     """Run a check in a process of its own; return its name, whether it passed, its text and its figures."""
-    words = [sys.executable, "-m", "jingu.launch.doctor", name, str(folder)]
     # Only torchrun's ranks have these, and a check is none.
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "jingu.launch.doctor", name, *words]
     try:
-        result = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
     except subprocess.TimeoutExpired:
         return {"check": name, "passed": False, "text": f"no answer in {seconds:.0f} s", "figures": {}}
     if result.returncode:
@@ -193,29 +216,50 @@ def run_check(name: str, folder: Path, seconds: float = CHECK_SECONDS) -> Figure
     return {"check": name, **answer}
 
 
-def doctor(folder: Path | None = None, machine: Path | None = None) -> int:
+def run_checks(folder: Path) -> list[Figures]:
+    """Run all checks of a node: first those that measure nothing, at the same time."""
+    quick = [name for name in CHECKS if name not in _MEASUREMENTS]
+    with ThreadPoolExecutor(len(quick)) as pool:
+        results = dict(zip(quick, pool.map(lambda name: run_check(name, str(folder)), quick), strict=True))
+    return [results[name] if name in results else run_check(name, str(folder)) for name in CHECKS]
+
+
+def doctor(folder: Path | None = None, machine: Path | None = None, file: Path | None = None) -> int:
     """Check this machine, or as a rank of a launched command all nodes, and print a table.
 
     Args:
         folder: in which runs are written; on several nodes one that they share.
         machine: file to write, with the figures of this machine for `jingu plan --on`.
+        file: of a run, the axes of whose mesh are measured.
 
     Returns:
         0 if all checks pass, else 2; `failing_nodes.txt` then has the names of the nodes.
+
+    Raises:
+        JinguError: the nodes cannot exchange data, or a node could not be measured.
     """
-    from jingu.launch.network import check_network
-    from jingu.launch.rank_speed import measure_rank_speed
-    from jingu.runtime.ranks import gather_from_all, is_launched, join_process_group
+    from jingu.config.load import load_config
+    from jingu.runtime.ranks import gather_from_all, is_first_on_node, is_launched, join_process_group
 
     folder = folder or Path("runs")
+    config = load_config(file, []) if file is not None else None
     host = socket.gethostname()
+    # 1. Each node checks itself, before the ranks need each other.
+    results = run_checks(folder) if is_first_on_node() else []
     if not is_launched():
-        return _conclude({host: [run_check(name, folder) for name in CHECKS]}, {}, machine)
+        return _conclude({host: results}, {}, machine)
+    # 2. What lies between the nodes.
+    from jingu.launch.network import check_network
+    from jingu.launch.rank_speed import measure_rank_speed
+
     with join_process_group("auto", None) as ranks:
-        is_leader = gather_from_all(host).index(host) == ranks.rank
-        results = [run_check(name, folder) for name in CHECKS] if is_leader else []
         everywhere = gather_from_all([host, results])
-        network, figures = check_network(ranks, folder)
+        try:
+            network, figures = check_network(ranks, folder, config)
+        except RuntimeError as error:
+            _print_table({host: results})
+            what = f"the nodes cannot exchange data ({str(error).splitlines()[0].rstrip('.')})."
+            raise JinguError(what, where=host, fix="Check the network between them, and its firewalls.") from error
         if machine is not None and ranks.device.type == "cpu":
             figures |= measure_rank_speed(ranks)
         by_host = {name: [*results, *network[name]] for name, results in everywhere if results}
@@ -231,10 +275,7 @@ def any_failed(by_host: dict[str, list[Figures]]) -> bool:
 def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path | None) -> int:
     """Print the table, and write the files."""
     failing = [host for host, results in by_host.items() if any_failed({host: results})]
-    width = max(len(host) for host in by_host)
-    for host, results in by_host.items():
-        for result in results:
-            print(f"{host:<{width}}  {'ok' if result['passed'] else 'FAILS':<6} {result['check']:<14} {result['text']}")
+    _print_table(by_host)
     FAILING_NODES.unlink(missing_ok=True)
     if failing:
         write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in failing))
@@ -251,13 +292,25 @@ def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path
     return 2 if failing else 0
 
 
+def _print_table(by_host: dict[str, list[Figures]]) -> None:
+    width = max(len(host) for host in by_host)
+    checks = max(len(result["check"]) for results in by_host.values() for result in results)
+    for host, results in by_host.items():
+        for result in results:
+            state = "ok" if result["passed"] else "FAILS"
+            print(f"{host:<{width}}  {state:<6} {result['check']:<{checks}} {result['text']}")
+
+
 def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
-    """Add a failing result to nodes whose versions differ from those of most nodes, or which compute slowly."""
+    """Add a failing result to nodes whose versions or devices differ from those of most nodes, or are slow."""
     versions = {host: _text_of(results, "versions") for host, results in by_host.items()}
-    usual, _ = Counter(versions.values()).most_common(1)[0]
-    for host, text in versions.items():
-        if text != usual:
-            _add_failure(by_host[host], "same versions", f"most nodes have {usual}")
+    # Their number and name come first.
+    devices = {host: _text_of(results, "devices").partition(",")[0] for host, results in by_host.items()}
+    for check, texts in (("same versions", versions), ("same devices", devices)):
+        usual, _ = Counter(texts.values()).most_common(1)[0]
+        for host, text in texts.items():
+            if text != usual:
+                _add_failure(by_host[host], check, f"most nodes have {usual}")
     for key in ("matmul_tflops", "memory_gbs"):
         rates = {
             host: result["figures"][key]
@@ -266,13 +319,13 @@ def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
             if key in result["figures"]
         }
         for host, rate in rates.items():
-            if rate < _SLOW_SHARE * median(rates.values()):
+            if rate < SLOW_SHARE * median(rates.values()):
                 text = f"{key} is {rate:,.2f}, and {median(rates.values()):,.2f} on other nodes"
                 _add_failure(by_host[host], "speed", text)
 
 
 def _text_of(results: list[Figures], check: str) -> str:
-    return next((result["text"] for result in results if result["check"] == check), "")
+    return next((result["text"] for result in results if result["check"] == check and result["passed"]), "")
 
 
 def _add_failure(results: list[Figures], check: str, text: str) -> None:
@@ -289,13 +342,14 @@ def find_slow(rates: dict[tuple[str, str], float]) -> list[str]:
     for pair, rate in rates.items():
         for host in pair:
             best[host] = max(rate, best.get(host, 0.0))
-    return sorted(host for host, rate in best.items() if rate < _SLOW_SHARE * median(best.values()))
+    return sorted(host for host, rate in best.items() if rate < SLOW_SHARE * median(best.values()))
 
 
 def main(words: Sequence[str]) -> int:
     """Run one check, and print its result as JSON."""
+    name, *arguments = words
     try:
-        text, figures = CHECKS[words[0]](Path(words[1]))
+        text, figures = check_names(*arguments) if name == NAMES else CHECKS[name](Path(*arguments))
         answer = {"passed": True, "text": text, "figures": figures}
     except CheckError as error:
         answer = {"passed": False, "text": str(error), "figures": {}}

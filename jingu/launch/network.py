@@ -1,29 +1,52 @@
-"""The checks of `jingu doctor` between nodes: clocks, the shared folder, pairs of nodes, and all of them together."""
+"""The checks of `jingu doctor` between nodes: clocks, names, the shared folder, pairs of nodes, and mesh axes."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
-from jingu.errors import join_words
-from jingu.launch.doctor import CLOCK_SECONDS, MESSAGE_BYTES, find_slow
+from jingu.compat.torch_distributed import set_group_timeouts
+from jingu.config.schema import RunConfig
+from jingu.errors import join_words, pluralize
+from jingu.launch.doctor import (
+    CHECK_SECONDS,
+    CLOCK_SECONDS,
+    MESSAGE_BYTES,
+    NAMES,
+    SLOW_SHARE,
+    Figures,
+    find_slow,
+    run_check,
+)
+from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
+from jingu.plan.machine import find_card
+from jingu.plan.step_time import Neighbors, ring_seconds
+from jingu.runtime.device import device_module, device_name
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, find_ranks_that_share, gather_from_all
 
 _TRIALS = 3
 # Rounds in which each node is paired with another one: two show which of a slow pair is at fault.
 _ROUNDS = 3
+# GB/s on the bus of the groups of an axis, by their ranks.
+GroupRates = Mapping[tuple[int, ...], float]
 
 
-def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+def check_network(
+    ranks: RankInfo, folder: Path, config: RunConfig | None = None
+) -> tuple[dict[str, list[Figures]], dict[str, float]]:
     """Check what lies between the nodes; every rank calls this.
+
+    Args:
+        config: of a run, the axes of whose mesh are measured; None: ranks within nodes, and across them.
 
     Returns:
         The results of each node, and the rate between nodes for a machine of `jingu plan`.
@@ -31,11 +54,14 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
     hosts = gather_from_all(ranks.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     names = [hosts[leader] for leader in leaders]
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    results: dict[str, list[Figures]] = {name: [] for name in names}
 
     def add(host: str, check: str, passed: bool, text: str) -> None:
         results[host].append({"check": check, "passed": passed, "text": text, "figures": {}})
 
+    # Groups of ranks are made by all of them together; who hangs in one has failed.
+    groups = _make_groups(ranks, hosts, config)
+    set_group_timeouts(timedelta(seconds=CHECK_SECONDS))
     # 1. All clocks are read right after a barrier.
     all_ranks_agree(True)
     clocks = gather_from_all(time.time())
@@ -43,50 +69,111 @@ def check_network(ranks: RankInfo, folder: Path) -> tuple[dict[str, list[dict[st
         skew = clocks[leader] - median(clocks)
         add(name, "clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from the other nodes")
     # 2. Every node must find the others by their names.
-    unknown = gather_from_all([name for name in names if not has_address(name)])
+    own_names = gather_from_all(run_check(NAMES, *names) if ranks.rank in leaders else None)
     for name, leader in zip(names, leaders, strict=True):
-        missing = join_words(unknown[leader], "and")
-        text = f"no address is known for {missing}; add it to /etc/hosts" if missing else "all nodes have addresses"
-        add(name, "names of nodes", not missing, text)
+        results[name].append(own_names[leader])
     # 3. A file that the first rank renames must be visible on every node.
     is_visible = find_ranks_that_share(folder)
     for name, leader in zip(names, leaders, strict=True):
         text = f"{folder} is shared" if is_visible[leader] else f"{folder} is not the folder of {names[0]}; share it"
         add(name, "shared folder", is_visible[leader], text)
-    # 4. Pairs of nodes, all at once, each node with another one in each round.
-    rates = _measure_pairs(ranks.rank, leaders, names)
+    # 4. All ranks together, and along each axis, as in training.
+    bus_rates = {axis: _measure_groups(ranks, group) for axis, group in groups.items()}
+    # 5. Pairs of nodes, all at once, each node with another one in each round.
+    rates = _measure_pairs(ranks, leaders, names)
     slow = find_slow(rates)
     for name in names:
         own = [rate for pair, rate in rates.items() if name in pair]
         if own:
             add(name, "pairs", name not in slow, f"{min(own):,.2f} GB/s to {max(own):,.2f} GB/s with other nodes")
-    # 5. All ranks together, as in training.
-    tensor = torch.ones(MESSAGE_BYTES // 4)
-    seconds = _best_seconds(lambda: dist.all_reduce(tensor))
-    bus = 2 * (ranks.world - 1) / ranks.world * MESSAGE_BYTES / seconds / 1e9
-    add(names[0], "all-reduce", True, f"{bus:,.2f} GB/s on the bus of {ranks.world} ranks")
+    # 6. A slow group of an axis has a node at fault, which the pairs may have found already.
+    for axis, group_rates in bus_rates.items():
+        expected = _expected_rate(ranks.device, hosts, next(iter(group_rates)))
+        failing = [name for name in find_slow_hosts(group_rates, hosts, expected) if not slow or name in slow]
+        for name in failing or names[:1]:
+            add(name, f"all-reduce: {axis}", not failing, describe_groups(group_rates, expected))
     return results, {"nic_gbs": median(rates.values())} if rates else {}
 
 
-def has_address(name: str) -> bool:
-    """Return whether this machine finds the address of a name."""
-    try:
-        socket.gethostbyname(name)
-    except OSError:
-        return False
-    return True
+def _make_groups(ranks: RankInfo, hosts: Sequence[str], config: RunConfig | None) -> dict[str, ProcessGroup | None]:
+    """Return this rank's process groups by axis, without axes of one rank; None is the group of all ranks."""
+    if config is not None:
+        from jingu.training.plan_commands import resolve_spec  # slow to import
+
+        sizes = resolve_axis_sizes(config.parallel, ranks.world, resolve_spec(config)[0])
+        mesh = build_mesh(sizes, ranks.device)
+    else:
+        in_node = hosts.count(hosts[0])
+        if ranks.world != in_node * len(set(hosts)) or in_node in (1, ranks.world):
+            return {"all ranks": None}
+        shape = (ranks.world // in_node, in_node)
+        mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("across nodes", "within a node"))
+    axes = [axis for axis in mesh.mesh_dim_names or () if 1 < mesh[axis].size() < ranks.world]
+    return {"all ranks": None} | {axis: mesh[axis].get_group() for axis in axes}
 
 
-def _measure_pairs(rank: int, leaders: list[int], names: list[str]) -> dict[tuple[str, str], float]:
+def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[int, ...], float]:
+    """Return the GB/s on the bus of all groups of an axis, which reduce at the same time, on every rank.
+
+    Args:
+        group: that of this rank.
+    """
+    members = list(range(ranks.world)) if group is None else dist.get_process_group_ranks(group)
+    tensor = torch.ones(MESSAGE_BYTES // 4, device=ranks.device)
+    all_ranks_agree(True)
+    seconds = _best_seconds(lambda: dist.all_reduce(tensor, group=group), ranks.device)
+    rate = 2 * (len(members) - 1) / len(members) * MESSAGE_BYTES / seconds / 1e9
+    return {tuple(own): rate for own, rate in gather_from_all([members, rate])}
+
+
+def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence[int]) -> float | None:
+    """Return the GB/s on the bus of a group of ranks on cards that the planner's library knows; else None."""
+    card = find_card(device_name(device)) if device.type != "cpu" else None
+    if card is None or len(members) == 1:
+        return None
+    own = [hosts[rank] for rank in members]
+    seconds = 2 * ring_seconds(MESSAGE_BYTES, Neighbors(len(own), own.count(own[0])), card)
+    return 2 * (len(own) - 1) / len(own) * MESSAGE_BYTES / seconds / 1e9
+
+
+def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | None = None) -> list[str]:
+    """Return the nodes that are in slow groups of an axis, and in no other ones.
+
+    Args:
+        hosts: of all ranks.
+        expected: GB/s; None: those of the median group.
+    """
+    limit = SLOW_SHARE * (expected or median(rates.values()))
+    slow: set[str] = set()
+    healthy: set[str] = set()
+    for members, rate in rates.items():
+        (slow if rate < limit else healthy).update(hosts[rank] for rank in members)
+    return sorted(slow - healthy)
+
+
+def describe_groups(rates: GroupRates, expected: float | None = None) -> str:
+    """Return the rate of the groups of an axis in words."""
+    slowest = min(rates, key=lambda members: rates[members])
+    usual = f"; {expected:,.2f} GB/s are expected" if expected is not None else ""
+    if len(rates) == 1:
+        return f"{rates[slowest]:,.2f} GB/s on the bus of {pluralize(len(slowest), 'rank')}{usual}"
+    names = join_words([str(rank) for rank in slowest], "and")
+    return (
+        f"{rates[slowest]:,.2f} GB/s on the bus of ranks {names}, the slowest of {len(rates)} groups; the median is "
+        f"{median(rates.values()):,.2f} GB/s{usual}"
+    )
+
+
+def _measure_pairs(ranks: RankInfo, leaders: list[int], names: list[str]) -> dict[tuple[str, str], float]:
     """Return the GB/s between pairs of nodes, on every rank."""
     rates: dict[tuple[str, str], float] = {}
     for pairs in pair_nodes(len(leaders)):
         all_ranks_agree(True)
         seconds = 0.0
         for first, second in pairs:
-            if rank in (leaders[first], leaders[second]):
-                peer = leaders[second] if rank == leaders[first] else leaders[first]
-                seconds = _best_seconds(partial(_exchange, peer))
+            if ranks.rank in (leaders[first], leaders[second]):
+                peer = leaders[second] if ranks.rank == leaders[first] else leaders[first]
+                seconds = _best_seconds(partial(_exchange, peer, ranks.device), ranks.device)
         everywhere = gather_from_all(seconds)
         for first, second in pairs:
             rates[names[first], names[second]] = MESSAGE_BYTES / everywhere[leaders[first]] / 1e9
@@ -105,19 +192,21 @@ def pair_nodes(count: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _exchange(peer: int) -> None:
-    sent = torch.ones(MESSAGE_BYTES // 4)
+def _exchange(peer: int, device: torch.device) -> None:
+    """Send to a rank, and receive from it, at the same time: in two calls, NCCL would wait for itself."""
+    sent = torch.ones(MESSAGE_BYTES // 4, device=device)
     received = torch.empty_like(sent)
-    work = dist.isend(sent, peer)
-    dist.recv(received, peer)
-    if work is not None:
+    exchange = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    for work in dist.batch_isend_irecv(exchange):
         work.wait()
 
 
-def _best_seconds(function: Callable[[], object]) -> float:
+def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for _ in range(_TRIALS):
         start = time.perf_counter()
         function()
+        if device.type != "cpu":
+            device_module(device).synchronize()
         seconds.append(time.perf_counter() - start)
     return min(seconds)

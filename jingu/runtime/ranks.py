@@ -77,6 +77,11 @@ def is_first_process() -> bool:
     return _variable("RANK", 0) == 0
 
 
+def is_first_on_node() -> bool:
+    """Return whether this process is the first rank of its node, or will be or start it."""
+    return _variable("LOCAL_RANK", 0) == 0
+
+
 def master_address() -> tuple[str, int]:
     """Return the address and port where the ranks of a launched command have met."""
     return os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)

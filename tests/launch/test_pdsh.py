@@ -136,6 +136,17 @@ def test_ctrl_c_within_an_allocation_lets_the_ranks_save(hosts, tmp_path, monkey
     assert main(["launch", "slurm", "run.yaml"]) == 130
 
 
+@pytest.mark.parametrize("words", [["evaluate", "runs/a", "arc", "--limit", "5"], ["serve", "runs/a", "--port", "80"]])
+def test_commands_without_a_file_travel_as_they_are(hosts, monkeypatch, capsys, words):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["launch", "slurm", "--nodes", "2", "--write", *words]) == 0
+    script = capsys.readouterr().out
+    variable = next(line for line in script.splitlines() if line.startswith("export JINGU_START="))
+    start = Start.from_json(shlex.split(variable)[1].partition("=")[2])
+    assert start.words == words and start.config is None and start.slots == [[0], [0]]
+    assert f"#SBATCH --job-name={words[0]}\n" in script
+
+
 def test_stages_travel_as_their_text(hosts, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     stages = "# two\ntask: {type: pretraining}\nstages:\n- name: base\n- name: more\n  initialize: {from: base}\n"
