@@ -29,7 +29,20 @@ from jingu.runtime.device import card_uuid
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
 from jingu.runtime.signals import EXIT_STALLED
-from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, SLOT_BYTES, STAGE, STAGE_OFFSET, start_time
+from jingu.watch.slot import (
+    BEAT,
+    COMMAND,
+    EXIT,
+    LISTEN,
+    OPERATION,
+    READS,
+    READS_OFFSET,
+    REPORT,
+    SLOT_BYTES,
+    STAGE,
+    STAGE_OFFSET,
+    start_time,
+)
 
 # Calls of each process group that a report keeps: enough to find the first one in which ranks differ.
 REPORTED_CALLS = 200
@@ -51,6 +64,8 @@ class Activity:
         self._slot = slot
         self._changes = 0
         self._step = 0
+        self._since = 0.0
+        self._reads = (0, 0.0, 0.0)
 
     def enter(self, phase: str, step: int | None = None, micro_batch: int = -1, peer: int = -1) -> None:
         """Record what this rank does from now on.
@@ -61,15 +76,20 @@ class Activity:
             micro_batch: -1: none.
             peer: the rank with which it exchanges hidden states; -1: none.
         """
-        self.phase = phase
+        last_phase, self.phase = self.phase, phase
         if self._slot is None:
             return
+        now = time.monotonic()
+        if last_phase == "data":
+            count, total, squares = self._reads
+            seconds = now - self._since
+            self._reads = (count + 1, total + seconds, squares + seconds * seconds)
+            READS.pack_into(self._slot, READS_OFFSET, *self._reads)
+        self._since = now
         if step is not None:
             self._step = step
         self._changes += 1
-        OPERATION.pack_into(
-            self._slot, 0, self._changes, phase.encode(), self._step, micro_batch, peer, time.monotonic()
-        )
+        OPERATION.pack_into(self._slot, 0, self._changes, phase.encode(), self._step, micro_batch, peer, now)
 
     def set_stage(self, stage: int) -> None:
         """Record the rank's stage of the pipeline: what it computes is compared with others of that stage."""

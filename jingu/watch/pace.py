@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
+from math import hypot, sqrt
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from jingu.runtime.files import write_text_atomically
 from jingu.watch.links import Link, LinkMeter, describe_slow_link
-from jingu.watch.slot import STAGE, STAGE_OFFSET, UNTIMED_PHASES
+from jingu.watch.slot import READS, READS_OFFSET, STAGE, STAGE_OFFSET, UNTIMED_PHASES
 
 if TYPE_CHECKING:
     from jingu.watch.watchdog import LocalRank
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 SLOW_RATIO = 1.2
 _WINDOWS = 3
 _SHARE_OF_STEP = 0.05
+# What varies by itself exceeds its usual value by so many errors too rarely to be named.
+_NUM_ERRORS = 3.0
+# Windows that show how much a rank's computation varies.
+_NOISE_WINDOWS = 12
 # The clock of a slow card, beside those of its peers.
 _SLOW_CLOCK = 0.85
 _STEPS = 3
@@ -45,6 +52,7 @@ class Pace:
         compute: time in which the process ran, or waited for a core; 0 on an accelerator.
         core: the part of it in which it waited for a core.
         data: time in which it read data.
+        compute_error, data_error: how much these vary by themselves.
         clock: of the card in MHz; 0: unknown.
     """
 
@@ -55,6 +63,8 @@ class Pace:
     compute: float = 0.0
     core: float = 0.0
     data: float = 0.0
+    compute_error: float = 0.0
+    data_error: float = 0.0
     clock: float = 0.0
 
 
@@ -67,18 +77,22 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
     def usual(field: str) -> float:
         return median(getattr(pace, field) for pace in peers)
 
+    def exceeds(field: str) -> bool:
+        value, error = getattr(own, field), f"{field}_error"
+        limit = max(_SHARE_OF_STEP * own.step, _NUM_ERRORS * hypot(getattr(own, error), usual(error)))
+        return bool(value - usual(field) > limit and value > SLOW_RATIO * usual(field))
+
     place = f"rank {own.rank} ({own.host})"
     clock = f"Its clock is {own.clock:,.0f} MHz (others {usual('clock'):,.0f})."
     is_slow_clock = 0 < own.clock < _SLOW_CLOCK * usual("clock")
     # The cause may be the disk or its own code that reads: waiting for data is no computation.
-    excess = own.data - usual("data")
-    if excess > _SHARE_OF_STEP * own.step and own.data > SLOW_RATIO * usual("data"):
+    if exceeds("data"):
         return (
             f"{place} waits for data for {own.data:.3g} s of a step (its peers: {usual('data'):.3g} s): "
-            f"{excess / own.step:.0%} of the run's time."
+            f"{(own.data - usual('data')) / own.step:.0%} of the run's time."
         )
-    excess = own.compute - usual("compute")
-    if excess > _SHARE_OF_STEP * own.step and own.compute > SLOW_RATIO * usual("compute"):
+    if exceeds("compute"):
+        excess = own.compute - usual("compute")
         text = f"{place} computes {own.compute / usual('compute'):.2f} times as long as its peers: "
         text += f"{excess / own.step:.0%} of the run's time."
         if is_slow_clock:
@@ -87,6 +101,11 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
             return f"{text} It waits for cores that other processes use."
         return text
     return f"{place} has a slow card. {clock}" if is_slow_clock else None
+
+
+def estimate_noise(values: Sequence[float]) -> float:
+    """Return how much values vary from one to the next; a single jump is none."""
+    return median(abs(after - before) for before, after in pairwise(values)) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -116,23 +135,23 @@ class _Reading:
     step: int
     seconds: float
     core_seconds: float
-    looks: int = 0
-    data_looks: int = 0
+    reads: tuple[int, float, float]
 
 
 class PaceMeter:
     """Measures the ranks of one node in windows, and compares them with their peers on all nodes.
 
     Args:
-        folder: in which the watchdogs of several nodes exchange what they measure; None: there is one node.
+        folder: in which the watchdogs of all nodes exchange what they measure, and `jingu watch` reads it.
         window: seconds.
     """
 
-    def __init__(self, ranks: Sequence[LocalRank], folder: Path | None, window: float) -> None:
+    def __init__(self, ranks: Sequence[LocalRank], folder: Path, window: float) -> None:
         self._ranks = ranks
         self._folder = folder
         self._window = window
         self._cards = [_open_card(rank.process.get("card", "")) for rank in ranks]
+        self._computes: list[deque[float]] = [deque(maxlen=_NOISE_WINDOWS) for _ in ranks]
         # By rank; the links of this node are -1.
         self._slow_windows = dict.fromkeys((-1, *(rank.process["rank"] for rank in ranks)), 0)
         self.links = LinkMeter(ranks[0].process["host"] if ranks else "", [rank.process["pid"] for rank in ranks])
@@ -147,14 +166,11 @@ class PaceMeter:
     @staticmethod
     def _read(rank: LocalRank) -> _Reading:
         run, core = _process_seconds(rank.process["pid"])
-        return _Reading(rank.operation[2], run, core)
+        return _Reading(rank.operation[2], run, core, READS.unpack_from(rank.slot, READS_OFFSET))
 
     def look(self) -> list[str]:
         """Look at the ranks once. Returns sentences about new stragglers, at the end of a window."""
         phases = [rank.operation[1] for rank in self._ranks]
-        for phase, reading in zip(phases, self._readings, strict=True):
-            reading.looks += 1
-            reading.data_looks += phase == "data"
         # Only the first rank writes checkpoints and samples.
         self._is_disturbed = self._is_disturbed or any(phase in (*UNTIMED_PHASES, "failed") for phase in phases)
         seconds = time.monotonic() - self._start
@@ -169,19 +185,26 @@ class PaceMeter:
 
     def _measure(self, seconds: float) -> list[Pace]:
         paces = []
-        for rank, card, before in zip(self._ranks, self._cards, self._readings, strict=True):
+        for rank, card, before, computes in zip(self._ranks, self._cards, self._readings, self._computes, strict=True):
             after = self._read(rank)
             steps = max(1, after.step - before.step)
             stage = STAGE.unpack_from(rank.slot, STAGE_OFFSET)[0]
+            count, total, squares = (b - a for a, b in zip(before.reads, after.reads, strict=True))
+            # Of the sum of so many reads that vary like these.
+            variance = max(0.0, squares - total * total / count) * count / (count - 1) if count > 1 else 0.0
+            is_on_cpu = rank.process["device"] == "cpu"
+            computes.append((after.seconds - before.seconds) / steps if is_on_cpu else 0.0)
             paces.append(
                 Pace(
                     rank.process["rank"],
                     rank.process["host"],
                     stage,
                     seconds / steps,
-                    (after.seconds - before.seconds) / steps if rank.process["device"] == "cpu" else 0.0,
+                    computes[-1],
                     (after.core_seconds - before.core_seconds) / steps,
-                    before.data_looks / before.looks * seconds / steps,
+                    total / steps,
+                    estimate_noise(computes),
+                    sqrt(variance) / steps,
                     _read_clock(card),
                 )
             )
@@ -202,28 +225,29 @@ class PaceMeter:
 
     def _exchange(self, own: Window) -> list[Window]:
         """Return the latest windows of all nodes: of about the same steps, as one of a node that has ended stays."""
-        if self._folder is None:
-            return [own]
-        windows = []
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self._file(), json.dumps(asdict(own)))
-            for path in sorted(self._folder.glob("pace-*.json")):
-                window = Window.from_dict(json.loads(path.read_text(encoding="utf-8")))
-                if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps:
-                    windows.append(window)
-        return windows
+        others = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
+        return [own, *(window for window in others if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps)]
 
     def _file(self) -> Path:
-        assert self._folder is not None
         return self._folder / f"pace-{self._ranks[0].process['rank']:05d}.json"
 
     def close(self) -> None:
         """Remove what the nodes have exchanged."""
-        if self._folder is not None:
-            with suppress(OSError):
-                self._file().unlink(missing_ok=True)
-                self._folder.rmdir()  # fails while another node, or a verdict, has a file there
+        with suppress(OSError):
+            self._file().unlink(missing_ok=True)
+            self._folder.rmdir()  # fails while another node, or a verdict, has a file there
+
+
+def read_windows(folder: Path) -> list[Window]:
+    """Return the latest window of each node."""
+    windows = []
+    for path in sorted(folder.glob("pace-*.json")):
+        with suppress(OSError, ValueError):
+            windows.append(Window.from_dict(json.loads(path.read_text(encoding="utf-8"))))
+    return windows
 
 
 def _process_seconds(pid: int) -> tuple[float, float]:

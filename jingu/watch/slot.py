@@ -18,7 +18,10 @@ LISTEN, REPORT, EXIT = range(3)
 # The rank's stage of the pipeline, which stays the same.
 STAGE = struct.Struct("=q")
 STAGE_OFFSET = COMMAND + 1
-SLOT_BYTES = STAGE_OFFSET + STAGE.size
+# Of reading data: how often, for how many seconds in all, and the sum of their squares.
+READS = struct.Struct("=qdd")
+READS_OFFSET = STAGE_OFFSET + STAGE.size
+SLOT_BYTES = READS_OFFSET + READS.size
 
 # Phases of a rank, and how messages call them.
 PHASES = {

@@ -135,8 +135,7 @@ class Watchdog:
         self._step_seconds: list[float] = []
         self._has_ended = False
         # Paces are compared while training goes on; three windows are as long as it may stand still.
-        exchange = folder if world > len(self._ranks) else None
-        self._pace = PaceMeter(self._ranks, exchange, max(_MIN_WINDOW, timeout / 3))
+        self._pace = PaceMeter(self._ranks, folder, max(_MIN_WINDOW, timeout / 3))
         # The first ranks that ended with an error; the others follow.
         self._first_dead: list[int] = []
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
+from math import sqrt
 from pathlib import Path
+from statistics import mean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from jingu.runtime.ranks import RankInfo
 from jingu.watch import pace as pace_module
 from jingu.watch.activity import Activity, _open_slot, watch_rank
-from jingu.watch.pace import Pace, PaceMeter, Window, describe_straggler
+from jingu.watch.pace import Pace, PaceMeter, Window, describe_straggler, estimate_noise
 from jingu.watch.watchdog import STRAGGLERS, Watchdog
 from tests.limits import PATIENCE
 from tests.watch.test_hangs import CULPRIT, WORLD, start_ranks
@@ -60,6 +63,31 @@ def test_what_is_usual_is_no_straggler():
     # A ratio of little is little, another stage may take longer, and a single rank has no peers.
     assert describe(compute=0.64, step=1.0) is None and describe(data=0.04) is None
     assert describe_straggler(USUAL, [USUAL, replace(USUAL, rank=1, stage=1, compute=0.1)]) is None
+
+
+def test_what_varies_for_hours_names_nobody():
+    """Windows of 20 s: in each step another rank waits for its data, and how fast a rank computes varies by a fifth."""
+    draw = random.Random(1)
+    for _ in range(10):
+        slow_windows = [0] * WORLD
+        computes: list[list[float]] = [[] for _ in range(WORLD)]
+        for _ in range(180):
+            paces = []
+            for rank, own in enumerate(computes):
+                reads = [draw.expovariate(2.0) * (draw.random() < 0.25) for _ in range(20)]
+                own.append(draw.gauss(0.5, 0.1))
+                errors = {"compute_error": estimate_noise(own[-12:]), "data_error": stdev(reads) / sqrt(20)}
+                paces.append(replace(USUAL, rank=rank, compute=own[-1], data=mean(reads), **errors))
+            for rank, pace in enumerate(paces):
+                slow_windows[rank] = (slow_windows[rank] + 1) * (describe_straggler(pace, paces) is not None)
+            assert max(slow_windows) < 3
+
+
+def test_a_rank_that_becomes_slow_is_named_at_once():
+    paces = [replace(USUAL, rank=rank, compute_error=0.02) for rank in range(3)]
+    assert estimate_noise([0.6, 0.61, 0.6, 0.61, 0.78]) == pytest.approx(0.01)
+    text = describe_straggler(replace(USUAL, rank=3, compute=0.78, compute_error=0.01), paces)
+    assert (text or "").startswith("rank 3 (node0) computes 1.30 times as long as its peers")
 
 
 @pytest.fixture
