@@ -8,17 +8,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 
 import yaml
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_duration, format_number, format_rounded, memory_unit, show_control_characters
 from jingu.report.page import render_page
 from jingu.report.record import Row, RunRecord, get_number, read_run
+from jingu.watch.pace import Window, read_windows
 from jingu.watch.watchdog import STRAGGLERS
 
 _REFRESH_SECONDS = 2.0
@@ -57,16 +58,18 @@ def render_board(run: Path) -> str:
     last = record.train.get(step, {})
     time_left = format_duration(_seconds_left(record))
     filled = round(_BAR_WIDTH * step / steps)
-    memory_size, memory_name = memory_unit(get_number(last, "memory_bytes"))
+    state = describe_state(run, record)
     lines = [
-        f"{record.name}: {describe_state(run, record)}, step {step:,} of {steps:,}, {time_left} left",
+        f"{record.name}: {state}, step {step:,} of {steps:,}, {time_left} left",
         f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {step / steps:.0%}",
         f"loss {format_number(get_number(last, 'loss'))} · lr {format_number(get_number(last, 'lr'))} · "
         f"gradient norm {format_number(get_number(last, 'grad_norm'))}",
         f"{format_rounded(get_number(last, 'tokens_per_second'))} tokens/s · "
-        f"{get_number(last, 'peak_share'):.0%} of peak · "
-        f"{get_number(last, 'memory_bytes') / memory_size:,.1f} {memory_name} a rank",
+        f"{get_number(last, 'peak_share'):.0%} of peak · {_format_memory(get_number(last, 'memory_bytes'))} a rank",
     ]
+    lines += [_describe_plan(record.plan)] if record.plan else []
+    windows = _windows(run) if state == "training" else []
+    lines += [_describe_ranks(windows)] if windows else []
     if record.evaluations:
         evaluation = record.evaluations[max(record.evaluations)]
         lines.append(f"validation loss {format_number(get_number(evaluation, 'loss'))}")
@@ -78,6 +81,41 @@ def render_board(run: Path) -> str:
     stragglers = run / "log" / STRAGGLERS
     lines += ["", *stragglers.read_text(encoding="utf-8").splitlines()[-3:]] if stragglers.exists() else []
     return "\n".join(lines)
+
+
+def _format_memory(size: float) -> str:
+    unit, name = memory_unit(size)
+    return f"{size / unit:,.1f} {name}"
+
+
+def _describe_plan(plan: Row) -> str:
+    """Return what a step takes, beside what it was planned to take."""
+    seconds, memory = (
+        [get_number(plan, f"{kind}_{what}") for kind in ("actual", "planned")] for what in ("seconds", "memory_bytes")
+    )
+    return (
+        f"step {format_number(seconds[0])} s (planned {format_number(seconds[1])} s) · "
+        f"memory {_format_memory(memory[0])} (planned {_format_memory(memory[1])})"
+    )
+
+
+def _windows(run: Path) -> list[Window]:
+    """Return what the watchdogs of all nodes last measured of the run's ranks."""
+    folders = sorted(run.glob("log/jingu-watch-*"), key=lambda path: path.stat().st_mtime)
+    return read_windows(folders[-1]) if folders else []
+
+
+def _describe_ranks(windows: Sequence[Window]) -> str:
+    """Return how the ranks spend a step, each at least and at most."""
+    paces = [pace for window in windows for pace in window.paces]
+    parts = []
+    for field, text in (("compute", "computing {} s"), ("data", "waiting for data {} s"), ("clock", "clock {} MHz")):
+        values = [getattr(pace, field) for pace in paces]
+        bounds = dict.fromkeys(map(format_number, (min(values), max(values))))
+        if max(values) > 0:
+            parts.append(text.format(" to ".join(bounds)))
+    ranks, nodes = pluralize(len(paces), "rank"), pluralize(len(windows), "node")
+    return f"{ranks} on {nodes}, of a step of {format_number(paces[0].step)} s: {' · '.join(parts)}"
 
 
 def list_runs(folder: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from jingu.cli import main
 from jingu.report.board import make_server, render_board
 from jingu.runtime.files import lock_folder
+from jingu.watch.pace import Pace, Window
 
 
 @pytest.fixture
@@ -48,6 +50,23 @@ def test_board_shows_the_verdict_of_the_watchdog(run):
     folder.mkdir(parents=True)
     (folder / "verdict.txt").write_text("Training has stood still for 60 s in step 21.\n")
     assert "Training has stood still" in render_board(run)
+
+
+def test_board_shows_the_plan_and_what_the_ranks_do(run):
+    plan = {"planned_seconds": 1.5, "actual_seconds": 2.0, "planned_memory_bytes": 2**30, "actual_memory_bytes": 2**31}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"type": "plan", "step": 20, **plan}) + "\n")
+    folder = run / "log" / "jingu-watch-1"
+    folder.mkdir(parents=True)
+    paces = [Pace(rank, f"node{rank // 2}", 0, 2.0, compute=1.2 + rank / 10) for rank in range(4)]
+    for node in (0, 1):
+        window = Window(20, 5, paces[2 * node : 2 * node + 2], [])
+        (folder / f"pace-0000{2 * node}.json").write_text(json.dumps(asdict(window)))
+    text = "4 ranks on 2 nodes, of a step of 2 s: computing 1.2 to 1.5 s"
+    assert text not in render_board(run)  # it has stopped
+    with lock_folder(run, "", ""):
+        board = render_board(run)
+    assert f"\nstep 2 s (planned 1.5 s) · memory 2.0 GiB (planned 1.0 GiB)\n{text}\n" in board
 
 
 def test_runs_are_listed_with_their_state(run, capsys):
