@@ -42,6 +42,8 @@ TITLES = {
     " CPU time on one thread",
     "busy": "Training the quickstart's model beside programs that keep the cores busy: tokens/s, and their share of"
     " the rate without such programs, 2 threads",
+    "watch_overhead": "Watching a run of four CPU ranks (2 × 128, 8 × 128 tokens per step): CPU time (must be at most"
+    " 0.5%)",
     "alignment": "Alignment compared with TRL 1.16: DPO on a random Llama of 6 × 384, GRPO on SmolLM2-135M; CPU time on"
     " one thread",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",

@@ -1,26 +1,37 @@
-"""Time that the watchdog of a run takes: of one record of a rank, and of one look at the ranks of a node.
-
-    python bench/watch_overhead.py
-
-A rank writes about ten records in a step, and its node's watchdog looks twice a second, in a process of its own.
-"""
+"""CPU time that watching takes: of the watchdog of a node beside its ranks, and of the records that ranks write."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from jingu.watch.activity import Activity
-from jingu.watch.slot import SLOT_BYTES, start_time
+import psutil
+
+from jingu.watch.activity import Activity, _Reporter
+from jingu.watch.slot import LISTEN, OPERATION, SLOT_BYTES, start_time
 from jingu.watch.watchdog import Watchdog
 
 RECORDS = 200_000
 LOOKS = 500
-RANKS = 8
+NODE_RANKS = 8
+RANKS = 4
+# A little model, of which a step is short: a record costs the more beside it.
+CONFIG = """
+name: watched
+tokenizer: {path: tokenizer, vocab_size: 512}
+data: {input: text, path: data}
+model: {num_layers: 2, hidden_size: 128, num_heads: 4}
+batch: {sequence_length: 128, global_batch_size: 8}
+train: {steps: 100000, log_every: 10, compile: false}
+evaluation: {every: 0}
+checkpoint: {every: 0}
+"""
 
 
 def measure_record() -> float:
@@ -32,20 +43,97 @@ def measure_record() -> float:
     return (time.process_time() - start) / RECORDS
 
 
+def measure_beat() -> float:
+    """Return the seconds for which a rank's thread runs when it wakes up, twice a second."""
+    slot = mmap.mmap(-1, SLOT_BYTES)
+    reporter = _Reporter(slot, Path(os.devnull))
+    waits = iter([False] * LOOKS + [True])
+    reporter._stopped.wait = lambda _: next(waits)  # type: ignore[method-assign, assignment]
+    start = time.process_time()
+    reporter.run()
+    assert slot[OPERATION.size + 8] == LISTEN
+    return (time.process_time() - start) / LOOKS
+
+
 def measure_look(folder: Path) -> float:
     """Return the seconds of one look at the ranks of a node."""
     own = {"host": "node", "pid": os.getpid(), "start_time": start_time(os.getpid()), "thread": "0"}
-    for rank in range(RANKS):
+    for rank in range(NODE_RANKS):
         (folder / f"rank-{rank:05d}.slot").write_bytes(bytes(SLOT_BYTES))
         (folder / f"rank-{rank:05d}.json").write_text(json.dumps({"rank": rank, **own}))
-    watchdog = Watchdog(folder, folder / "reports", RANKS, 60.0)
+    watchdog = Watchdog(folder, folder / "reports", NODE_RANKS, 60.0)
     start = time.process_time()
     for _ in range(LOOKS):
         assert watchdog.look() is None
     return (time.process_time() - start) / LOOKS
 
 
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def measure_run(folder: Path, seconds: float) -> dict[str, float]:
+    """Return the CPU time of the watchdog as a share of that of the ranks of a run; and of a rank the CPU seconds and
+    the records of a step, and its share of a core."""
+    (folder / "text").mkdir()
+    for number in range(20):
+        text = Path(json.__file__).read_text(encoding="utf-8") + str(number)
+        (folder / "text" / f"{number}.txt").write_text(text, encoding="utf-8")
+    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    jingu = [sys.executable, "-m", "jingu"]
+    for verb in (["tokenizer", "train"], ["data", "build"]):
+        subprocess.run([*jingu, *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
+    launcher = subprocess.Popen(
+        [*jingu, "train", "run.yaml", "--processes", str(RANKS)], cwd=folder, stderr=subprocess.DEVNULL
+    )
+    try:
+        metrics = folder / "runs" / "watched" / "metrics.jsonl"
+        while not (metrics.exists() and '"train"' in metrics.read_text(encoding="utf-8")):
+            assert launcher.poll() is None
+            time.sleep(0.5)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        (watchdog,) = [process for process in family if "jingu.watch.watchdog" in process.cmdline()]
+        ranks = [process for process in family if "RANK" in process.environ() and process != watchdog]
+        (slot, *_) = sorted(Path(watchdog.cmdline()[3]).glob("*.slot"))
+
+        def read() -> tuple[float, float, int, int]:
+            changes, _, step, *_ = OPERATION.unpack_from(slot.read_bytes(), 0)
+            return _cpu_seconds(watchdog), sum(map(_cpu_seconds, ranks)), changes, step
+
+        before = read()
+        time.sleep(seconds)
+        own, others, records, steps = (b - a for a, b in zip(before, read(), strict=True))
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    per_rank = others / len(ranks)
+    return {"share": own / others, "step": per_rank / steps, "records": records / steps, "core": per_rank / seconds}
+
+
+def run(seconds: str = "120") -> str:
+    """Return the table as Markdown."""
+    record, beat = measure_record(), measure_beat()
+    with tempfile.TemporaryDirectory() as name:
+        look = measure_look(Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        figures = measure_run(Path(name), float(seconds))
+    # The thread wakes up twice a second, however much of a core its rank has.
+    in_rank = figures["records"] * record / figures["step"] + 2 * beat / figures["core"]
+    return "\n".join(
+        [
+            "| | |",
+            "|---|---|",
+            f"| a record of a rank | {record * 1e6:.2f} µs |",
+            f"| a look at {NODE_RANKS} ranks, twice a second | {look * 1e6:,.0f} µs |",
+            f"| a rank's thread, twice a second | {beat * 1e6:.1f} µs |",
+            f"| CPU time of a step of a rank | {figures['step'] * 1e3:.1f} ms, with {figures['records']:.1f} records |",
+            f"| records and thread, as a share of a rank's CPU time | {in_rank:.3%} |",
+            f"| the watchdog of {RANKS} ranks, as a share of their CPU time | {figures['share']:.3%} |",
+            f"| together (must be at most 0.5%) | {in_rank + figures['share']:.3%} |",
+        ]
+    )
+
+
 if __name__ == "__main__":
-    print(f"record: {1e6 * measure_record():.2f} µs")
-    with tempfile.TemporaryDirectory() as place:
-        print(f"look at {RANKS} ranks: {1e6 * measure_look(Path(place)):.0f} µs")
+    print(run())
