@@ -3,8 +3,9 @@
 Each side runs in its own process, with the same weights, rows and batch, on one thread. Times are CPU times, which
 other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
 DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
-answer of GRPO ends before its last token, so both sides sample and train equally many. `tiny` is a quick check, on a
-random Llama. In bf16 both sides keep master weights in fp32.
+answer of GRPO ends before its last token, so both sides sample and train equally many. Its prompts have 30 tokens,
+or 250, as questions with instructions and a template have. `tiny` is a quick check, on a random Llama;
+`grpo` leaves DPO out. In bf16 both sides keep master weights in fp32.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ PAIRS, LENGTH = 4, 512
 """Pairs per step of DPO, and the sequence length of jingu's rows. A row has room for both answers of a pair."""
 PROMPTS, ANSWERS, NEW_TOKENS = 2, 8, 64
 """Prompts per step of GRPO, answers to each, and tokens of an answer."""
-WARMUP = 2
+PROMPT_LENGTHS = {"short": 30, "long": 250}
+"""Tokens of a prompt of GRPO."""
+WARMUP = 1
 PRECISIONS = ("fp32", "bf16")
 END = "<|endoftext|>"
-MODELS = {"dpo": "model", "grpo": "smollm2"}
-"""Folder of the model that a task trains."""
+MODELS = {"dpo": "model", "short": "smollm2", "long": "smollm2"}
+"""Folder of the model that a task trains: DPO, and GRPO by the length of its prompts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Measurement:
     """Median time between generation and the update, for GRPO: rewards, advantages, records."""
 
 
+Figures = dict[tuple[str, str, str], Measurement]
+"""Measurements by task, precision and side."""
+
+
 def reward(completions: list[str], **_others: Any) -> list[float]:
     """Score answers by their vowels. Both sides call this."""
     return [float(sum(text.count(vowel) for vowel in "aeiou")) for text in completions]
@@ -64,6 +71,7 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
         has_smollm2: False: a copy of the random Llama takes the place of SmolLM2.
     """
     import torch
+    from tokenizers import Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from jingu.formats.export import convert
@@ -103,7 +111,12 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
         {"prompt": text(100), **{name: text(rng.randrange(60, 600)) for name in ("chosen", "rejected")}}
         for _ in range(200)
     ]
-    for name, rows in (("pairs", pairs), ("prompts", [{"prompt": pair["prompt"]} for pair in pairs])):
+    files = {"pairs": pairs}
+    tokenizer = Tokenizer.from_file(str(folder / "smollm2" / "tokenizer.json"))
+    for name, size in PROMPT_LENGTHS.items():
+        ids = [tokenizer.encode(text(8 * size)).ids[:size] for _ in range(200)]
+        files[name] = [{"prompt": prompt} for prompt in tokenizer.decode_batch(ids)]
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -172,13 +185,14 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
         settings |= {
             "task": {
                 "type": "grpo",
-                "prompts": str(folder / "prompts.jsonl"),
+                "prompts": str(folder / f"{task}.jsonl"),
                 "prompts_per_step": PROMPTS,
                 "answers_per_prompt": ANSWERS,
                 "max_new_tokens": NEW_TOKENS,
                 "rewards": [{"type": "python", "function": "bench.alignment:reward"}],
             },
-            "batch": {"sequence_length": 128, "micro_batch_size": PROMPTS * ANSWERS},
+            # A bound, with room for a prompt whose text has a few more tokens.
+            "batch": {"sequence_length": PROMPT_LENGTHS[task] + NEW_TOKENS + 10, "micro_batch_size": PROMPTS * ANSWERS},
         }
     file = folder / f"{task}-{precision}.yaml"
     file.write_text(f"name: {task}\n", encoding="utf-8")
@@ -240,7 +254,7 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
         "max_steps": steps,
         "logging_steps": 1,
     }
-    kind = "pairs" if task == "dpo" else "prompts"
+    kind = "pairs" if task == "dpo" else task
     rows = load_dataset("json", data_files=str(folder / f"{kind}.jsonl"), cache_dir=str(folder / "cache"))["train"]
     if task == "dpo":
         dpo = DPOConfig(per_device_train_batch_size=PAIRS, precompute_ref_log_probs=True, **common)
@@ -281,16 +295,23 @@ def measure_in_child(side: str, task: str, precision: str, folder: Path, steps: 
 
 def run(argument: str = "") -> str:
     """Return the tables as Markdown."""
-    steps = WARMUP + (1 if argument == "tiny" else 3)
+    is_tiny = argument.startswith("tiny")
+    steps = WARMUP + (1 if is_tiny else 3)
+    tasks = [*PROMPT_LENGTHS] if argument == "grpo" else [*MODELS]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, 1 if argument == "tiny" else LAYERS, has_smollm2=argument != "tiny")
-        figures = {
+        prepare(folder, 1 if is_tiny else LAYERS, has_smollm2=not is_tiny)
+        figures: Figures = {
             (task, precision, side): measure_in_child(side, task, precision, folder, steps)
-            for task in ("dpo", "grpo")
+            for task in tasks
             for precision in PRECISIONS
             for side in ("jingu", "trl")
         }
+    lines = [] if "dpo" not in tasks else [*_dpo_table(figures), ""]
+    return "\n".join([*lines, *_grpo_table(figures)])
+
+
+def _dpo_table(figures: Figures) -> list[str]:
     lines = [
         f"| DPO, {PAIRS} pairs (targets: 1.5 × TRL, less memory) | pairs per CPU second | × TRL | peak memory, MiB |",
         "|---|---|---|---|",
@@ -300,24 +321,28 @@ def run(argument: str = "") -> str:
             ratio = figures[task, precision, "trl"].seconds / one.seconds
             memory = one.peak_bytes / 2**20
             lines.append(f"| {side} {precision} | {PAIRS / one.seconds:.2f} | {ratio:.2f} | {memory:,.0f} |")
-    lines += [
-        "",
+    return lines
+
+
+def _grpo_table(figures: Figures) -> list[str]:
+    lines = [
         f"| GRPO, {PROMPTS} × {ANSWERS} answers of {NEW_TOKENS} tokens (targets: 3 × TRL, half its memory, bookkeeping"
-        " at most 5%) | CPU s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB |",
-        "|---|---|---|---|---|---|---|",
+        " at most 5%) | CPU s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB | of TRL's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (task, precision, side), one in figures.items():
-        if task == "grpo":
-            ratio = figures[task, precision, "trl"].seconds / one.seconds
-            rest = one.seconds - one.generation - one.bookkeeping
-            # TRL's is part of what is left.
-            share = f"{one.bookkeeping / one.seconds:.1%}" if side == "jingu" else ""
-            memory = one.peak_bytes / 2**20
-            lines.append(
-                f"| {side} {precision} | {one.seconds:.2f} | {ratio:.2f} | {one.generation:.2f} | {rest:.2f}"
-                f" | {share} | {memory:,.0f} |"
-            )
-    return "\n".join(lines)
+        if task == "dpo":
+            continue
+        theirs = figures[task, precision, "trl"]
+        rest = one.seconds - one.generation - one.bookkeeping
+        # TRL's is part of what is left.
+        share = f"{one.bookkeeping / one.seconds:.1%}" if side == "jingu" else ""
+        lines.append(
+            f"| {task} prompts: {side} {precision} | {one.seconds:.2f} | {theirs.seconds / one.seconds:.2f}"
+            f" | {one.generation:.2f} | {rest:.2f} | {share} | {one.peak_bytes / 2**20:,.0f}"
+            f" | {one.peak_bytes / theirs.peak_bytes:.2f} |"
+        )
+    return lines
 
 
 def main() -> None:

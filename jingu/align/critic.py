@@ -1,6 +1,6 @@
 """The critic of PPO, which predicts the reward that an answer will get from each of its tokens on.
 
-Shapes: B rows, T tokens of a row, D hidden size.
+Shapes: B rows, C tokens of a row on a context rank, D hidden size; R answers, A tokens of the longest one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.answers import RewardHead
-from jingu.align.policy_loss import PolicyBatch, value_loss
+from jingu.align.policy_batch import PolicyBatch
+from jingu.align.policy_loss import value_loss
 from jingu.align.reference import check_vocabulary
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.policies import PpoSettings, SeparateCriticSettings
@@ -73,9 +74,9 @@ class SeparateCritic(StatelessTask):
         """Return the tensors that belong to a checkpoint, by name."""
         return {f"critic/{name}": block for name, block in checkpoint_tensors(self.model, self.optimizer).items()}
 
-    def values(self, hidden_BCD: Tensor, weight_1D: Tensor, batch: Batch) -> Tensor:
-        """Return the predictions [B, T] before each token that the labels name."""
-        return self._head.scores(hidden_BCD, weight_1D, batch)
+    def values(self, hidden_BCD: Tensor, weight_1D: Tensor, batch: PolicyBatch) -> Tensor:
+        """Return the predictions [R, A] before each token of the answers."""
+        return batch.by_answer(self._head.scores(hidden_BCD, weight_1D, batch))
 
     def train(self, plan: BatchPlan, step: int) -> dict[str, Tensor | float]:
         """Take an optimizer step with the rows of an update; return what it has measured, by name."""
@@ -100,8 +101,8 @@ class SeparateCritic(StatelessTask):
         assert isinstance(batch, PolicyBatch)
 
         def head(hidden_BCD: Tensor, weight_1D: Tensor) -> Tensor:
-            value_BT = self.values(hidden_BCD, weight_1D, batch)
-            return torch.stack(value_loss(batch, value_BT, self._clip)) * self._head.share
+            value_RA = self.values(hidden_BCD, weight_1D, batch)
+            return torch.stack(value_loss(batch, value_RA, self._clip)) * self._head.share
 
         total: Tensor = model(model_inputs(batch), loss=head)
         return total

@@ -19,7 +19,7 @@ from jingu.config.sections.policies import (
 )
 from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
-from jingu.model.spec import Lora
+from jingu.model.spec import BalancedRouter, Experts, Lora
 from jingu.training.run import Run
 
 
@@ -91,6 +91,18 @@ def check_policy_run(run: Run) -> None:
             what = "fp16 scales the loss of one model, and the critic is another."
             raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
     Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
+
+
+def can_share_prompts(run: Run) -> bool:
+    """Return whether the answers to a prompt can share one copy of it in training."""
+    settings = run.config.task
+    assert isinstance(settings, PolicySettings)
+    experts = run.spec.feed_forward
+    # Exact training computes row by row; and these routers depend on what else is in a row.
+    depends_on_row = isinstance(experts, Experts) and (
+        experts.capacity_factor is not None or isinstance(experts.router, BalancedRouter)
+    )
+    return not (settings.exact or depends_on_row)
 
 
 def _check_asynchronous(run: Run, settings: PolicySettings) -> None:

@@ -2,7 +2,8 @@
 
 A step generates answers to prompts, scores them, turns the rewards into advantages, and takes one update or several.
 
-Shapes: P prompts, G answers to each, R = P · G rows; B rows of a micro-batch, T tokens of a row.
+Shapes: P prompts, G answers to each, R answers of a step or of a batch, A tokens of the longest of these;
+B rows of a batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from jingu.align.asynchronous import AsynchronousRollouts, Rollout
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
-from jingu.align.policy_checks import check_policy_run, load_run_prompts
-from jingu.align.policy_loss import PolicyBatch, batch_loss, loss_denominator, value_loss
+from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_policy_batch, row_length
+from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
+from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
 from jingu.align.reference import check_vocabulary
 from jingu.align.reward_list import Rewards
@@ -52,7 +54,7 @@ from jingu.config.sections.policies import (
     RewardedSettings,
     SharedCriticSettings,
 )
-from jingu.data.batch import IGNORE_INDEX, Batch
+from jingu.data.batch import Batch
 from jingu.errors import JinguError, join_words
 from jingu.formats.models import open_model
 from jingu.infer.inference_model import InferenceModel
@@ -73,12 +75,10 @@ from jingu.training.session import training_layout
 from jingu.training.task import Evaluation, TaskFactory
 from jingu.watch.activity import Activity
 
-# Columns of a batch.
-_COLUMNS = ("advantages", "sampled", "old", "reference", "values", "returns")
-# Computes values [B, T] of a batch's tokens from hidden states and the weight of the head.
-TokenHead = Callable[[Tensor, Tensor, Batch], Tensor]
-# Rows are padded to a multiple of so many tokens, with which products do not depend on the number of rows.
-_LENGTH_MULTIPLE = 16
+# Computes values [R, A] of the tokens of answers from hidden states and the weight of the head.
+TokenHead = Callable[[Tensor, Tensor, PolicyBatch], Tensor]
+# Lengths of rows, where compiled code or the schedule of a pipeline is for one length.
+_MAX_LENGTHS = 8
 
 
 class PolicyLearning:
@@ -110,6 +110,8 @@ class PolicyLearning:
                 what = f"ranks of {join_words(sharing, 'and')} compute with parts of the operands of generation."
                 raise JinguError(what, where="task.exact", fix="Divide the model by parallel.zero_stage alone.")
             self._row_attention = RowAttention(run.spec, torch.device(mesh.device_type))
+        self._shares_prompts = can_share_prompts(run)
+        self._has_few_lengths = compile or mesh["pipeline"].size() > 1
         self._reference: ParallelModel | None = None
         self._divergence: TeacherDivergence | None = None
         if isinstance(settings, DistillationSettings):
@@ -255,26 +257,26 @@ class PolicyLearning:
             for update in range(plan.updates)
             for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
         ]
-        labels: list[Tensor] = []
+        batches = [self._rows(start, plan.micro_batch_size) for start in starts]
         values: list[Tensor] = []
         with eval_mode(model), force_eager():
-            for start in starts:
-                rows = self._rows(start, plan.micro_batch_size)
-                labels.append(rows.labels)
-                batch = to_device(rows, torch.device(mesh.device_type))
+            for batch in batches:
+                on_device = to_device(batch, torch.device(mesh.device_type))
+                assert isinstance(on_device, PolicyBatch)
 
-                def head(hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch = batch) -> Tensor:
+                def head(hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch = on_device) -> Tensor:
                     return compute(hidden_BTD, weight_VD, batch)
 
-                inputs = model_inputs(batch) if model.spec.score_head else self._inputs(batch)
-                values.append(model(inputs, loss=head))
-        # The host waits for the device once, for all rows.
-        numbers = [start + index for start in starts for index in range(plan.micro_batch_size)]
-        triples = zip(numbers, torch.cat(values).cpu(), torch.cat(labels), strict=True)
+                inputs = model_inputs(on_device) if model.spec.score_head else self._inputs(on_device)
+                values.append(model(inputs, loss=head).flatten())
+        # The host waits for the device once, for all answers.
+        on_host = torch.cat(values).cpu().split([len(value_N) for value_N in values])
+        own: dict[int, list[float]] = {}
+        for start, batch, value_N in zip(starts, batches, on_host, strict=True):
+            answers = zip(value_N.view(batch.mask.shape), batch.mask, strict=True)
+            own |= {start + index: value_A[mask_A].tolist() for index, (value_A, mask_A) in enumerate(answers)}
         merged = {}
-        for part in gather_from_all(
-            [(number, values_T[labels_T >= 0].tolist()) for number, values_T, labels_T in triples]
-        ):
+        for part in gather_from_all(list(own.items())):
             merged.update(dict(part))
         return merged
 
@@ -282,17 +284,17 @@ class PolicyLearning:
         """Return the log-probabilities of an answer by the weights at the beginning of the step."""
         return self._old[index] if self._staleness else self._samples[index].logprobs
 
-    def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch) -> Tensor:
-        return self._compute_log_probs(hidden_BTD, weight_VD, batch.labels)[0]
+    def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> Tensor:
+        return self._compute_log_probs(hidden_BTD, weight_VD, batch)[0]
 
     def _shared_values(self, model: Any) -> TokenHead:
         """Return what computes the predictions of a critic on the states of the model, or of a stage of it."""
 
-        def values(hidden_BTD: Tensor, weight_VD: Tensor, batch: Batch) -> Tensor:
+        def values(hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> Tensor:
             # The head is in the last stage, which calls this.
             score = model.stages[-1].score
             assert self._value_head is not None and score is not None
-            return self._value_head.scores(hidden_BTD, score.weight, batch)
+            return batch.by_answer(self._value_head.scores(hidden_BTD, score.weight, batch))
 
         return values
 
@@ -374,39 +376,44 @@ class PolicyLearning:
         if self._samples:
             update = step % self.settings.updates_per_step
             return self._rows(update * config.batch.global_batch_size + first, count)
-        # Before the first rollout, the longest rows that there can be.
-        tokens_BT = torch.zeros(count, config.batch.sequence_length, dtype=torch.int64)
-        labels_BT = tokens_BT.clone()
-        labels_BT[:, : -self.settings.max_new_tokens] = IGNORE_INDEX
-        zeros_BT = tokens_BT.double()
-        columns: dict[str, Any] = dict.fromkeys(_COLUMNS, zeros_BT) | {"old": None}
-        return PolicyBatch(tokens_BT, labels_BT, **columns)
+        return longest_batch(self.settings, config.batch.sequence_length, count, shares_prompts=self._shares_prompts)
 
     def _rows(self, first: int, count: int) -> PolicyBatch:
-        """Return rows of the step, padded at the end to the longest of all."""
-        length = max(len(sample.prompt_ids) + len(sample.ids) for sample in self._samples) - 1
-        length += -length % _LENGTH_MULTIPLE
-        tokens_BT = torch.zeros(count, length, dtype=torch.int64)
-        labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
-        values: dict[str, Any] = {name: torch.zeros(count, length, dtype=torch.float64) for name in _COLUMNS}
-        for place, index in enumerate(range(first, first + count)):
-            sample = self._samples[index]
-            ids = (*sample.prompt_ids, *sample.ids)[:-1]
-            tokens_BT[place, : len(ids)] = torch.tensor(ids)
-            # The last token of the prompt predicts the first one of the answer; replies are only read.
-            own = torch.tensor(sample.own)
-            part = own + len(sample.prompt_ids) - 1
-            labels_BT[place, part] = torch.tensor(sample.ids)[own]
-            scores = (self._old, self._reference_logprobs, self._values, self._returns)
-            columns = (sample.advantages, sample.logprobs, *(rows.get(index) for rows in scores))
-            for name, column in zip(_COLUMNS, columns, strict=True):
-                if column:
-                    values[name][place, part] = torch.tensor(column, dtype=torch.float64)
-        if not self._old:
-            del values["old"]
-        return PolicyBatch(tokens_BT, labels_BT, **values)
+        """Return answers [first, first + count) of the step."""
+        answers = slice(first, first + count)
+        scores = {"reference": self._reference_logprobs, "values": self._values, "returns": self._returns}
+        if self._old:
+            scores["old"] = self._old
+        columns: dict[str, Sequence[Column]] = {
+            name: [rows.get(index) for index in range(first, first + count)] for name, rows in scores.items()
+        }
+        samples = self._samples[answers]
+        columns |= {
+            "advantages": [sample.advantages for sample in samples],
+            "sampled": [sample.logprobs for sample in samples],
+        }
+        length = self._row_length(answers, count)
+        return make_policy_batch(samples, columns, length, shares_prompts=self._shares_prompts)
+
+    def _row_length(self, answers: slice, count: int) -> int:
+        """Return the tokens of a row of these answers.
+
+        Args:
+            count: answers of each batch of the step.
+        """
+        samples = self._samples
+        if not self._shares_prompts:
+            return max(row_length([sample]) for sample in samples)
+        if not self._has_few_lengths:
+            return row_length(samples[answers])
+        # All batches have as many tokens, one of a few numbers.
+        sequence_length = self._run.config.batch.sequence_length
+        unit = -(-longest_batch(self.settings, sequence_length, count).tokens.shape[1] // _MAX_LENGTHS)
+        longest = max(row_length(samples[first : first + count]) for first in range(0, len(samples), count))
+        return longest + -longest % unit
 
     def denominator(self, batch: Batch) -> float:
+        assert isinstance(batch, PolicyBatch)
         return loss_denominator(batch, self.settings)
 
     # The loss
@@ -420,20 +427,19 @@ class PolicyLearning:
         assert isinstance(batch, PolicyBatch)
 
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            logprob_BT, entropy_BT = self._compute_log_probs(hidden_BTD, weight_VD, batch.labels)
+            logprob_RA, entropy_RA = self._compute_log_probs(hidden_BTD, weight_VD, batch)
             # The first update of a step has a ratio of 1 by its own forward pass, whatever kernels others use.
             is_first = self._is_first_update
-            rows = replace(batch, old=logprob_BT.detach()) if is_first or batch.old is None else batch
-            loss, clipped_BT = batch_loss(rows, logprob_BT, self.settings)
+            rows = replace(batch, old=logprob_RA.detach()) if is_first or batch.old is None else batch
+            loss, clipped_RA = batch_loss(rows, logprob_RA, self.settings)
             if self._samples:
                 assert rows.old is not None and rows.sampled is not None
-                mask_BT = batch.labels >= 0
-                mismatch_BT = (rows.old - rows.sampled).where(mask_BT & is_first, 0.0)
-                self._record(mask_BT, entropy_BT, clipped_BT, mismatch_BT)
+                mismatch_RA = (rows.old - rows.sampled).where(batch.mask & is_first, 0.0)
+                self._record(batch.mask, entropy_RA, clipped_RA, mismatch_RA)
             if self._value_head is not None:
                 assert isinstance(self.settings, PpoSettings)
-                value_BT = self._shared_values(model)(hidden_BTD, weight_VD, batch)
-                loss = torch.stack([loss, *value_loss(batch, value_BT, self.settings.value_clip)])
+                value_RA = self._shared_values(model)(hidden_BTD, weight_VD, batch)
+                loss = torch.stack([loss, *value_loss(batch, value_RA, self.settings.value_clip)])
             if self._divergence is not None:
                 return self._divergence(model_inputs(batch), hidden_BTD, weight_VD, batch.labels)
             return loss * self._log_probs.share
@@ -449,25 +455,22 @@ class PolicyLearning:
         positions_T = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         return replace(inputs, positions=positions_T.expand_as(batch.tokens), cache=self._row_attention)
 
-    def _compute_log_probs(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies [B, T]; 0 where there is no label."""
-        temperature = self.settings.temperature
-        if self._row_attention is None:
-            return self._log_probs(hidden_BTD, weight_VD, labels_BT, temperature)
-        # Of all tokens: their number is a multiple of what kernels want.
-        values = self._log_probs(hidden_BTD, weight_VD, labels_BT.clamp_min(0), temperature)
-        logprob_BT, entropy_BT = (values_BT.where(labels_BT >= 0, 0.0) for values_BT in values)
-        return logprob_BT, entropy_BT
+    def _compute_log_probs(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies [R, A]; 0 after the end of an answer."""
+        # With row attention of all tokens: their number is a multiple of what kernels want.
+        labels_BT = batch.labels if self._row_attention is None else batch.labels.clamp_min(0)
+        logprob_BT, entropy_BT = self._log_probs(hidden_BTD, weight_VD, labels_BT, self.settings.temperature)
+        return batch.by_answer(logprob_BT), batch.by_answer(entropy_BT)
 
     @torch.no_grad()
-    def _record(self, mask_BT: Tensor, entropy_BT: Tensor, clipped_BT: Tensor, mismatch_BT: Tensor) -> None:
+    def _record(self, mask_RA: Tensor, entropy_RA: Tensor, clipped_RA: Tensor, mismatch_RA: Tensor) -> None:
         """Add what the metrics of the step are made of."""
         # Importance weights, as they are before the cap.
-        weight_BT = mismatch_BT.exp().where(mask_BT & self._is_first_update, 0.0)
+        weight_RA = mismatch_RA.exp().where(mask_RA & self._is_first_update, 0.0)
         cap = self.settings.importance_cap or math.inf
-        sums = (entropy_BT, clipped_BT, mask_BT & self._is_first_update, mismatch_BT.abs(), weight_BT.clamp_max(cap))
-        self._sums += torch.stack([value.sum().double() for value in (mask_BT, *sums)])
-        largest = torch.stack([mismatch_BT.abs().max(), weight_BT.max()])
+        sums = (entropy_RA, clipped_RA, mask_RA & self._is_first_update, mismatch_RA.abs(), weight_RA.clamp_max(cap))
+        self._sums += torch.stack([value.sum().double() for value in (mask_RA, *sums)])
+        largest = torch.stack([mismatch_RA.abs().max(), weight_RA.max()])
         self._largest = torch.maximum(self._largest, largest.double())
 
     def state(self) -> Any:

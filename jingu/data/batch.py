@@ -38,6 +38,8 @@ class Batch:
     positions: Tensor | None = None
     # Document id of each token; attention stays within equal ids. None: each row is one document.
     documents: Tensor | None = None
+    # The document that each token's document continues: attention reaches that, too. None: none.
+    parents: Tensor | None = None
     # For prefix LM: how many tokens of the row, from its start, each token attends to in both directions.
     # 0: causal attention only. None: causal attention everywhere.
     prefix_lengths: Tensor | None = None

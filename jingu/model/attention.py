@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from jingu.model import spec as specs
-from jingu.model.document_mask import DocumentMask
+from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import Linear, build_norm
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.sharding_table import ShardingTable
-
-# Document number of tokens that every document sees, such as those of a trained prompt.
-SHARED_DOCUMENT = -2
 
 # Which keys a query sees: booleans, or what is added to the scores; documents; None: all keys, or earlier ones.
 AttentionMask = Tensor | DocumentMask | None
@@ -182,12 +179,14 @@ def attention_mask(
     dtype: torch.dtype,
     *,
     causal: bool = True,
+    parents_BT: Tensor | None = None,
     bias_NH: Tensor | None = None,
     prefix_lengths_BT: Tensor | None = None,
 ) -> AttentionMask:
     """Return which tokens each token sees, as far as the attention kernel does not know it by itself.
 
     Args:
+        parents_BT: the document that each token's document continues.
         bias_NH: of relative positions, the bias of each bucket and head.
         prefix_lengths_BT: first tokens of the row that a token sees besides those before it.
 
@@ -198,7 +197,6 @@ def attention_mask(
     """
     tokens = positions_BT.shape[-1]
     window = spec.attention.sliding_window
-    has_prompts = any(spec.prompts)
     has_bias = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
 
     # The cheap cases, in which no mask of size T² is needed.
@@ -206,12 +204,11 @@ def attention_mask(
     if prefix_lengths_BT is None and not has_bias and window_sees_all:
         if documents_BT is None:
             return None
-        if not has_prompts:
-            return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal)
+        return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
 
-    # Distances are places in the row, unless one prompt stands right before each of the row's documents.
+    # Distances are places in the row, unless documents continue another one.
     place_1T = torch.arange(tokens, device=positions_BT.device).unsqueeze(0)
-    own_BT = positions_BT.view(-1, tokens) if has_prompts and documents_BT is not None else place_1T
+    own_BT = place_1T if parents_BT is None else positions_BT.view(-1, tokens)
     distance_BTS = own_BT.unsqueeze(2) - own_BT.unsqueeze(1)
 
     # What a token sees: earlier tokens, its prefix, the window, its own document.
@@ -221,10 +218,7 @@ def attention_mask(
     if window is not None:
         seen_BTS = seen_BTS & (distance_BTS.abs() < window)
     if documents_BT is not None:
-        same_BTS = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-        if has_prompts:
-            same_BTS = same_BTS | (documents_BT == SHARED_DOCUMENT).unsqueeze(1)
-        seen_BTS = seen_BTS & same_BTS
+        seen_BTS = seen_BTS & same_document(documents_BT, parents_BT)
 
     bias = position_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
     if bias is None:

@@ -20,15 +20,22 @@ BLOCK_SIZE = 128
 
 
 class BlockwiseCausalAttention(torch.autograd.Function):
-    """Causal attention of T tokens to each other, within documents if there are any."""
+    """Causal attention of T tokens to each other, within documents and their parents if there are any."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        documents_BT: Tensor | None = None,
+        parents_BT: Tensor | None = None,
+    ) -> Tensor:
         y_BHTK = torch.empty_like(q_BHTK)
         probabilities = []
         for first, last in _blocks(q_BHTK.shape[2]):
             # Softmax of a block's scores: its queries see the keys up to the block's end.
-            scores_BGCE = _scores(q_BHTK, k_BGTK, documents_BT, first, last)
+            scores_BGCE = _scores(q_BHTK, k_BGTK, documents_BT, parents_BT, first, last)
             share_BGCE = (scores_BGCE - scores_BGCE.amax(-1, keepdim=True)).exp()
             probability = (share_BGCE / share_BGCE.sum(-1, keepdim=True)).to(q_BHTK.dtype)
             y_BHTK[:, :, first:last] = _heads(probability @ v_BGTK[:, :, :last], q_BHTK, last - first)
@@ -53,7 +60,7 @@ class BlockwiseCausalAttention(torch.autograd.Function):
             gradient_q[:, :, block] = _heads(gradient_s @ k_BGTK[:, :, :last], q_BHTK, last - first)
             gradient_k[:, :, :last] += gradient_s.transpose(2, 3) @ q
             gradient_v[:, :, :last] += probability.transpose(2, 3) @ g
-        return gradient_q, gradient_k.to(dtype), gradient_v.to(dtype), None
+        return gradient_q, gradient_k.to(dtype), gradient_v.to(dtype), None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -75,7 +82,9 @@ def _heads(x: Tensor, q_BHTK: Tensor, queries: int) -> Tensor:
     return x.unflatten(2, (-1, queries)).flatten(1, 2)
 
 
-def _scores(q_BHTK: Tensor, k_BGTK: Tensor, documents_BT: Tensor | None, first: int, last: int) -> Tensor:
+def _scores(
+    q_BHTK: Tensor, k_BGTK: Tensor, documents_BT: Tensor | None, parents_BT: Tensor | None, first: int, last: int
+) -> Tensor:
     """Scaled scores [B, G, R·C, E] of a block's queries, in fp32 at least; -inf for keys that they do not see."""
     wide, device = _wide(q_BHTK), q_BHTK.device
     q = _groups(q_BHTK[:, :, first:last], k_BGTK.shape[1]).to(wide)
@@ -85,6 +94,9 @@ def _scores(q_BHTK: Tensor, k_BGTK: Tensor, documents_BT: Tensor | None, first: 
     place_C = torch.arange(first, last, dtype=torch.int32, device=device).repeat(repeats)
     hidden = torch.arange(last, dtype=torch.int32, device=device) > place_C[:, None]
     if documents_BT is not None:
-        its_BC = documents_BT[:, first:last].repeat(1, repeats)
-        hidden = hidden | (its_BC[:, None, :, None] != documents_BT[:, None, None, :last])
+        others_BE = documents_BT[:, None, None, :last]
+        is_other = documents_BT[:, first:last].repeat(1, repeats)[:, None, :, None] != others_BE
+        if parents_BT is not None:
+            is_other = is_other & (parents_BT[:, first:last].repeat(1, repeats)[:, None, :, None] != others_BE)
+        hidden = hidden | is_other
     return scores.masked_fill(hidden, -torch.inf)

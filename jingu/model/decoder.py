@@ -195,6 +195,7 @@ class TransformerStack(nn.Module):
                 inputs.documents,
                 dtype,
                 causal=self.causal,
+                parents_BT=inputs.parents,
                 bias_NH=bias_NH,
                 prefix_lengths_BT=inputs.prefix_lengths,
             )

@@ -1,5 +1,7 @@
 """Attention that stays inside documents, without a mask of size T² where the device has a way.
 
+A document may continue another one, its parent, and attends to that, too: several answers, say, continue one prompt.
+
 On CUDA it is one kernel that passes over blocks in which nothing is seen (PyTorch's FlexAttention). On CPU attention is
 computed document by document, which is also less arithmetic.
 
@@ -8,16 +10,19 @@ Shapes: B rows, T tokens, H query heads in groups for G key-value heads, K head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from jingu.compat.torch_attention import cpu_attention, cpu_attention_backward
 from jingu.model.blockwise_attention import BlockwiseCausalAttention
-from jingu.model.matmul_kernels import dot_product_attention, use_blockwise_attention
+from jingu.model.matmul_kernels import dot_product_attention, matmul_dtype, use_blockwise_attention
 
 # Head size from which on the kernel on CUDA works.
 MIN_HEAD_DIM = 16
@@ -28,31 +33,36 @@ _FLEX_DEVICES = ("cuda", "xpu")
 
 
 class DocumentMask(NamedTuple):
-    """Which tokens see each other: those of their own document (up to themselves, where `causal`).
+    """Which tokens see each other: those of their own document and of its parent (up to themselves, where `causal`).
 
     Attributes:
         numbers: [B, T] document of each token; those of one stand together.
+        parents: [B, T] the document that each token's document continues; None: there are none. Parents stand before
+            the documents that continue them, and those of one parent stand together.
         blocks: flexAttention's, where that is the way.
     """
 
     numbers: Tensor
     causal: bool
-    blocks: Any
+    blocks: Any = None
+    parents: Tensor | None = None
 
     @staticmethod
-    def of(numbers_BT: Tensor, head_size: int, dtype: torch.dtype, *, causal: bool) -> DocumentMask:
+    def of(
+        numbers_BT: Tensor, head_size: int, dtype: torch.dtype, *, causal: bool, parents_BT: Tensor | None = None
+    ) -> DocumentMask:
         """Create the mask that all blocks share in a forward pass."""
         kernel = head_size >= MIN_HEAD_DIM and dtype != torch.float64 and find_spec("triton") is not None
         blocks = (
-            create_document_block_mask(numbers_BT, causal=causal)
+            create_document_block_mask(numbers_BT, parents_BT, causal=causal)
             if numbers_BT.device.type in _FLEX_DEVICES and kernel
             else None
         )
-        return DocumentMask(numbers_BT, causal, blocks)
+        return DocumentMask(numbers_BT, causal, blocks, parents_BT)
 
     def mask(self) -> Tensor:
         """Return the mask as booleans [B, 1, T, T]."""
-        seen = self.numbers[:, :, None] == self.numbers[:, None, :]
+        seen = same_document(self.numbers, self.parents)
         return (seen.tril() if self.causal else seen).unsqueeze(1)
 
     def attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, scale: float | None) -> Tensor:
@@ -60,29 +70,107 @@ class DocumentMask(NamedTuple):
         if self.blocks is not None:
             return flex_attend(q_BHTK, k_BGTK, v_BGTK, self.blocks, scale)
         if self.causal and scale is None and use_blockwise_attention(q_BHTK):
-            blocked: Tensor = BlockwiseCausalAttention.apply(q_BHTK, k_BGTK, v_BGTK, self.numbers)
+            blocked: Tensor = BlockwiseCausalAttention.apply(q_BHTK, k_BGTK, v_BGTK, self.numbers, self.parents)
             return blocked
         # Compiled code is for one shape, and documents have others in every batch.
         if q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
             return dot_product_attention(q_BHTK, k_BGTK, v_BGTK, self.mask(), causal=False, scale=scale)
-        rows = []
-        for number, its in enumerate(self.numbers):
-            lengths = torch.unique_consecutive(its, return_counts=True)[1].tolist()
-            qs, ks, vs = (x[number : number + 1].split(lengths, 2) for x in (q_BHTK, k_BGTK, v_BGTK))
-            documents = zip(qs, ks, vs, strict=True)
-            rows.append(
-                torch.cat(
-                    [dot_product_attention(q, k, v, None, causal=self.causal, scale=scale) for q, k, v in documents], 2
-                )
-            )
-        return torch.cat(rows)
+        spans = list(_spans(self.numbers, self.parents, self.causal))
+        y_BHTK: Tensor = _SpanAttention.apply(q_BHTK, k_BGTK, v_BGTK, spans, scale)
+        return y_BHTK
 
 
-def create_document_block_mask(numbers_BT: Tensor, *, causal: bool) -> Any:
+def same_document(numbers_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+    """Return which tokens are of the document of which others, or of its parent: [B, T, T] booleans."""
+    same_BTS = numbers_BT.unsqueeze(2) == numbers_BT.unsqueeze(1)
+    if parents_BT is not None:
+        same_BTS = same_BTS | (parents_BT.unsqueeze(2) == numbers_BT.unsqueeze(1))
+    return same_BTS
+
+
+class _Span(NamedTuple):
+    """Queries of a row and keys that they all attend to, up to themselves where `causal`."""
+
+    row: int
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _spans(numbers_BT: Tensor, parents_BT: Tensor | None, causal: bool) -> Iterator[_Span]:
+    """Yield the documents of all rows, each with itself; and what continues a parent with that."""
+    for row, number_T in enumerate(numbers_BT):
+        numbers, counts_N = torch.unique_consecutive(number_T, return_counts=True)
+        ends = counts_N.cumsum(0).tolist()
+        places = [slice(end - count, end) for end, count in zip(ends, counts_N.tolist(), strict=True)]
+        for place in places:
+            yield _Span(row, place, place, causal)
+        if parents_BT is None:
+            continue
+        place_of = dict(zip(numbers.tolist(), places, strict=True))
+        parents = parents_BT[row].tolist()
+        for parent, children in groupby(places, key=lambda place: parents[place.start]):
+            own = [place for place in children if place is not place_of.get(parent)]
+            if own and parent in place_of:
+                yield _Span(row, slice(own[0].start, own[-1].stop), place_of[parent], False)
+
+
+class _SpanAttention(torch.autograd.Function):
+    """Attention over spans. The first one of a query writes its result, and others are joined to that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spans: list[_Span], scale: float | None
+    ) -> Tensor:
+        dtype = matmul_dtype(q_BHTK.dtype, q_BHTK.device)
+        y_BHTK = torch.empty_like(q_BHTK, dtype=torch.promote_types(dtype, torch.float32))
+        logsumexp_BHT = y_BHTK.new_full(y_BHTK.shape[:3], -torch.inf)
+        for span in spans:
+            q, k, v, y, logsumexp = _parts(span, q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT)
+            part, part_logsumexp = cpu_attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=span.causal, scale=scale)
+            if span.queries == span.keys:
+                y.copy_(part)
+                logsumexp.copy_(part_logsumexp)
+                continue
+            # The share of these keys in the softmax over all.
+            share = torch.sigmoid(part_logsumexp - logsumexp).unsqueeze(-1)
+            y.lerp_(part.to(y.dtype), share)
+            logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
+        y_BHTK = y_BHTK.to(q_BHTK.dtype)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT)
+        ctx.spans = spans
+        ctx.scale = scale
+        return y_BHTK
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        q_BHTK, k_BGTK, v_BGTK = saved[:3]
+        dtype = matmul_dtype(q_BHTK.dtype, q_BHTK.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        sums = [torch.zeros_like(x, dtype=wide) for x in (q_BHTK, k_BGTK, v_BGTK)]
+        for span in ctx.spans:
+            q, k, v, y, logsumexp, gradient = _parts(span, *saved, upstream[0])
+            q, k, v, y, gradient = (x.to(dtype) for x in (q, k, v, y, gradient))
+            parts = cpu_attention_backward(gradient, q, k, v, y, logsumexp, causal=span.causal, scale=ctx.scale)
+            for total, place, part in zip(sums, (span.queries, span.keys, span.keys), parts, strict=True):
+                total[span.row, :, place] += part[0]
+        return (*(total.to(q_BHTK.dtype) for total in sums), None, None)
+
+
+def _parts(span: _Span, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    """Return the parts [1, H or G, …] of a span: queries, keys, values, and others that belong to the queries."""
+    places = [span.queries, span.keys, span.keys, *(span.queries for _ in others)]
+    return [x[span.row : span.row + 1, :, place] for x, place in zip((q, k, v, *others), places, strict=True)]
+
+
+def create_document_block_mask(numbers_BT: Tensor, parents_BT: Tensor | None = None, *, causal: bool) -> Any:
     """Create FlexAttention's block mask of documents; on cards it is compiled and allocates nothing of size T²."""
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = numbers_BT[row, query] == numbers_BT[row, key]
+        if parents_BT is not None:
+            same = same | (parents_BT[row, query] == numbers_BT[row, key])
         return same & (query >= key) if causal else same
 
     rows, tokens = numbers_BT.shape

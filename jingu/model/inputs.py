@@ -55,6 +55,8 @@ class Inputs:
         positions: position of each token; None: counted from 0, without a cache.
         documents: document of each token, which attends only to its own document. None: each row is one document. Of an
             encoder, -1 is padding, to which nothing attends. Not together with a cache.
+        parents: the document that each token's document continues, and to which it attends, too: several answers, say,
+            continue one prompt. It stands before them in the row, and its own parent is itself. None: there are none.
         prefix_lengths: tokens of the row, from the first one on, that a token attends to besides those before it. Not
             with a cache.
         dropout_seeds: a seed for each token, from which adapters decide what they drop; None: nothing is dropped.
@@ -68,6 +70,7 @@ class Inputs:
     tokens: Tensor
     positions: Tensor | None = None
     documents: Tensor | None = None
+    parents: Tensor | None = None
     prefix_lengths: Tensor | None = None
     dropout_seeds: Tensor | None = None
     embedding_noise: Tensor | None = None

@@ -44,6 +44,7 @@ class Rollouts:
         new_tokens: of an answer; streams: answers that a rank generates at a time.
         updates: optimizer steps of a step.
         prepacks: whether matrices are copied into the layout of a CPU's kernels.
+        shares_prompts: whether the answers to a prompt share it in training.
     """
 
     prompts: int
@@ -52,16 +53,27 @@ class Rollouts:
     streams: int
     updates: int = 1
     prepacks: bool = False
+    shares_prompts: bool = False
     companions: Sequence[Companion] = ()
 
 
 def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
     """Return the forecast of a run that learns from its own answers, from that of an update of the trained model."""
-    phases = _phases(result, rollouts)
+    update = _update_workload(result.work, rollouts)
+    phases = _phases(result, update, rollouts)
     fullest = max(phases, key=lambda name: phases[name].total)
     totals = {name: memory.total for name, memory in phases.items()}
-    seconds = _seconds(result.work, result.machine, rollouts)
+    seconds = _seconds(result.work, update, result.machine, rollouts)
     return replace(result, seconds=seconds, memory=phases[fullest], updates=rollouts.updates, phases=totals)
+
+
+def _update_workload(work: Workload, rollouts: Rollouts) -> Workload:
+    """Return the update, with the tokens of an answer and with its share of the prompt."""
+    if not rollouts.shares_prompts:
+        return work
+    prompt = max(1, work.sequence - rollouts.new_tokens)
+    sharing = min(rollouts.answers, work.micro_batch)
+    return replace(work, sequence=work.sequence - prompt + ceil(prompt / sharing))
 
 
 def _beside(work: Workload, companion: Companion) -> Workload:
@@ -69,9 +81,10 @@ def _beside(work: Workload, companion: Companion) -> Workload:
     return replace(work, model=model_sizes(companion.spec, work.software.compute_bytes))
 
 
-def _phases(result: Forecast, rollouts: Rollouts) -> dict[str, RankMemory]:
+def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str, RankMemory]:
     """Return what the fullest rank holds in each phase of a step."""
     work, machine = result.work, result.machine
+    own_update = fullest_stage(update)[1]
     card = {part: size for part, size in result.memory.card.items() if part in ("weights", "optimizer state")}
     offloaded = dict(result.memory.offloaded)
     trained: dict[str, RankMemory] = {}
@@ -82,14 +95,14 @@ def _phases(result: Forecast, rollouts: Rollouts) -> dict[str, RankMemory]:
             size = 4.0 * num_parameters(companion.spec)
             (card if machine.is_shared else offloaded)[name] = size
             continue
-        own = fullest_stage(_beside(work, companion))[1]
+        own = fullest_stage(_beside(update, companion))[1]
         place, parts = (offloaded, own.offloaded) if own.offloaded else (card, own.card)
         place[name] = parts["weights"]
         if companion.role == "trained":
             place[f"{companion.name} optimizer state"] = parts["optimizer state"]
             trained[companion.name] = own
     # 2. Updates, of one model after the other.
-    rest = {part: size for part, size in result.memory.card.items() if part not in card}
+    rest = {part: size for part, size in own_update.card.items() if part not in card}
     phases = {"update": RankMemory(card | rest, offloaded)}
     for name, own in trained.items():
         rest = {f"{name} {part}": size for part, size in own.card.items() if part not in ("weights", "optimizer state")}
@@ -123,7 +136,7 @@ def _forward_seconds(work: Workload, machine: Machine) -> float:
     return work.accumulation * max(stage_time(work, stage, machine).forward for stage in work.stages)
 
 
-def _seconds(work: Workload, machine: Machine, rollouts: Rollouts) -> dict[str, float]:
+def _seconds(work: Workload, update: Workload, machine: Machine, rollouts: Rollouts) -> dict[str, float]:
     """Return the seconds of a step by term: generation, scores, and all updates."""
     answers = _answers_of_rank(work, rollouts)
     prompt = max(1, work.sequence - rollouts.new_tokens)
@@ -135,13 +148,13 @@ def _seconds(work: Workload, machine: Machine, rollouts: Rollouts) -> dict[str, 
     generation += answers / rollouts.answers * prompt_seconds(work.spec, machine, prompt)
     everyone = Neighbors(work.ranks, min(work.ranks, machine.gpus_per_node))
     generation += ring_seconds(weights, everyone, machine, len(work.model.blocks))
-    seconds = {term: value * rollouts.updates for term, value in step_time(work, machine).items()}
+    seconds = {term: value * rollouts.updates for term, value in step_time(update, machine).items()}
     seconds["generation"] = generation
     if rollouts.updates > 1:
-        seconds["log-probabilities"] = rollouts.updates * _forward_seconds(work, machine)
+        seconds["log-probabilities"] = rollouts.updates * _forward_seconds(update, machine)
     for companion in rollouts.companions:
         if companion.role != "whole":
-            other = _beside(work, companion)
+            other = _beside(update, companion)
             value = _forward_seconds(other, machine)
             value += sum(step_time(other, machine).values()) * (companion.role == "trained")
             seconds[companion.name] = rollouts.updates * value

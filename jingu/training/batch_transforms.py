@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from jingu.data.batch import IGNORE_INDEX, Batch, map_tensors
-from jingu.model.attention import SHARED_DOCUMENT
 from jingu.model.dropout import token_seeds
 from jingu.model.inputs import Inputs
 from jingu.model.spec import ModelSpec
+
+# Document number of the virtual tokens before a row of documents, which all continue them.
+_PROMPT_DOCUMENT = -2
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -68,7 +70,7 @@ def prepend_virtual_tokens(batch: Batch, spec: ModelSpec) -> Batch:
             "tokens": [*spec.prompted(())],
             "labels": [IGNORE_INDEX] * decoder_tokens,
             "positions": list(range(decoder_tokens)),
-            "documents": [SHARED_DOCUMENT] * decoder_tokens,
+            "documents": [_PROMPT_DOCUMENT] * decoder_tokens,
             **dict.fromkeys(("prefix_lengths", "weights", "noise"), [0] * decoder_tokens),
         }
         fields: dict[str, Any] = {}
@@ -80,6 +82,8 @@ def prepend_virtual_tokens(batch: Batch, spec: ModelSpec) -> Batch:
                 # Both count tokens from the start of the row, which is further to the left now.
                 values_BT = values_BT + decoder_tokens
             fields[name] = _prepend(values_BT, prefix)
+        if batch.documents is not None:
+            fields["parents"] = torch.full_like(fields["documents"], _PROMPT_DOCUMENT)
         batch = replace(batch, **fields)
     if encoder_tokens and batch.source is not None:
         tokens_BS = torch.tensor([spec.prompted(row, encoder=True) for row in batch.source.tokens.tolist()])
@@ -104,6 +108,7 @@ def model_inputs(batch: Batch) -> Inputs:
         batch.tokens,
         batch.positions,
         batch.documents,
+        batch.parents,
         prefix_lengths=batch.prefix_lengths,
         dropout_seeds=batch.dropout_seeds,
         embedding_noise=noise,

@@ -61,6 +61,8 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         task.updates_per_step,
         # As `jingu/align/rollouts.py:Generator.model_of` does.
         result.machine.is_shared and spec.adapter is None and config.precision.type != "fp8" and not task.exact,
+        # As `jingu/align/policy_checks.py:can_share_prompts` says, for most models.
+        not task.exact,
         companions,
     )
     return add_rollouts(result, rollouts)

@@ -232,6 +232,39 @@ def make_ppo(make: MakeRun, done: Callable[[RunConfig], Done]) -> MakeRun:
     return make_ppo
 
 
+@pytest.mark.parametrize("critic", ["none", *CRITICS])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 6])
+def test_prompts_that_answers_share_change_no_number(
+    critic: str,
+    micro_batch_size: int,
+    make: MakeRun,
+    make_ppo: MakeRun,
+    done: Callable[[RunConfig], Done],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Micro-batches of one answer, of some to one prompt or to two, and of all of an update.
+    changes = {"task.answers_per_prompt": 3, "batch.global_batch_size": 6, "batch.micro_batch_size": micro_batch_size}
+    changes |= {"task.kl": {"type": "kl", "beta": 0.1}, "train.steps": 2}
+    runs = []
+    for name in ("shared", "apart"):
+        if critic == "none":
+            start = str(done(make(name="start")).folder)
+            config = make({**changes, "task.updates_per_step": 2, "initialize": {"from": start}}, name=name)
+        else:
+            config = make_ppo(changes, critic=critic, name=name)
+        assert train(config) == 0
+        runs.append(done(config))
+        monkeypatch.setattr(policy_learning, "can_share_prompts", lambda _: False)
+    shared, apart = runs
+    for step in (1, 2):
+        assert [one["ids"] for one in rollout(shared, step)] == [other["ids"] for other in rollout(apart, step)]
+    for name in ("loss", "grad_norm", "kl", "entropy", *(("value_loss",) if critic != "none" else ())):
+        assert shared.column(name) == pytest.approx(apart.column(name), rel=1e-9, abs=1e-12), name
+    tensors = shared.tensors()
+    for name, tensor in apart.tensors().items():
+        assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
+
+
 @pytest.mark.parametrize("critic", CRITICS)
 def test_ppo_trains_policy_and_critic(critic: str, make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
     config = make_ppo({"train.steps": 4}, critic=critic)

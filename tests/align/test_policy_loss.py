@@ -25,7 +25,8 @@ from jingu.align.advantages import (
     whiten,
 )
 from jingu.align.distillation import generalized_jsd
-from jingu.align.policy_loss import PolicyBatch, batch_loss, importance_weights, kl_loss, loss_denominator, value_loss
+from jingu.align.policy_batch import PolicyBatch
+from jingu.align.policy_loss import batch_loss, importance_weights, kl_loss, loss_denominator, value_loss
 from jingu.config.sections.policies import GrpoSettings, KlSettings
 
 LENGTHS = (3, 5, 1, 4)
@@ -38,8 +39,15 @@ def make_batch(seed: int = 0) -> tuple[PolicyBatch, Tensor]:
     logprob_BT = old_BT + 0.5 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
     advantages_B1 = torch.randn(4, 1, generator=generator, dtype=torch.float64)
     labels_BT = torch.where(torch.arange(5) < torch.tensor(LENGTHS)[:, None], 7, -100)
+    places_BT = torch.arange(20).view(4, 5).where(labels_BT >= 0, -1)
     batch = PolicyBatch(
-        labels_BT, labels_BT, advantages=advantages_B1.expand(4, 5), sampled=old_BT + 0.1, old=old_BT, reference=old_BT
+        labels_BT,
+        labels_BT,
+        places=places_BT,
+        advantages=advantages_B1.expand(4, 5),
+        sampled=old_BT + 0.1,
+        old=old_BT,
+        reference=old_BT,
     )
     return batch, logprob_BT.requires_grad_()
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from jingu.model.blockwise_attention import BLOCK_SIZE, BlockwiseCausalAttention
+from jingu.model.document_mask import same_document
 
 TENSORS = st.tuples(
     st.integers(1, 2),  # rows
@@ -29,14 +30,18 @@ def _made(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[tor
 
 
 @settings(max_examples=25, deadline=None)
-@given(TENSORS, st.booleans())
-def test_output_and_gradients_are_those_of_torch(shape: tuple[int, int, int, int, int], apart: bool) -> None:
+@given(TENSORS, st.booleans(), st.booleans())
+def test_output_and_gradients_are_those_of_torch(
+    shape: tuple[int, int, int, int, int], apart: bool, has_parents: bool
+) -> None:
     q, k, v = _made(shape, torch.float64)
     places = torch.arange(shape[3]).expand(shape[0], -1)
     documents = places // 70 - 1 if apart else torch.zeros_like(places)
-    seen = (documents[:, :, None] == documents[:, None, :]).tril().unsqueeze(1)
+    # Later documents continue the first one.
+    parents = torch.where(documents > 0, -1, documents) if has_parents else None
+    seen = same_document(documents, parents).tril().unsqueeze(1)
     theirs = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    ours = BlockwiseCausalAttention.apply(q, k, v, documents if apart else None)
+    ours = BlockwiseCausalAttention.apply(q, k, v, *((documents, parents) if apart else ()))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     upstream = torch.linspace(-1, 1, theirs.numel(), dtype=torch.float64).view_as(theirs)
     expected = torch.autograd.grad(theirs, (q, k, v), upstream)

@@ -22,15 +22,22 @@ def numbered(lengths: list[list[int]]) -> Tensor:
     return torch.stack([torch.cat([torch.full((n,), 3 - i) for i, n in enumerate(row)]) for row in lengths])
 
 
+def parents_of(numbers: Tensor) -> Tensor:
+    """Let the first document of each row, which has number 3, be the parent of the last ones and of itself."""
+    return torch.where((numbers < 2) | (numbers == 3), 3, numbers)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 40), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([(2, 2), (4, 2)]))
+@given(st.integers(1, 40), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([(2, 2), (4, 2)]), st.booleans())
 def test_document_by_document_is_what_a_mask_gives(
-    causal: bool, tokens: int, cuts: list[int], heads: tuple[int, int]
+    causal: bool, tokens: int, cuts: list[int], heads: tuple[int, int], has_parents: bool
 ) -> None:
     places = sorted({0, *(cut % tokens for cut in cuts)})
     lengths = [[b - a for a, b in zip(places, [*places[1:], tokens], strict=True)], [tokens]]
-    documents = DocumentMask.of(numbered(lengths), 16, torch.float64, causal=causal)
+    numbers = numbered(lengths)
+    parents = parents_of(numbers) if has_parents else None
+    documents = DocumentMask.of(numbers, 16, torch.float64, causal=causal, parents_BT=parents)
     results = []
     for way in (
         lambda q, k, v: documents.attend(q, k, v, 0.3),
@@ -45,17 +52,28 @@ def test_document_by_document_is_what_a_mask_gives(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("has_parents", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_blocks_of_the_kernel_say_the_same(causal: bool) -> None:
+def test_the_blocks_of_the_kernel_say_the_same(causal: bool, has_parents: bool) -> None:
     """On CPU the kernel is for results alone; what a document is, it is told there as on CUDA."""
     numbers = numbered([[100, 1, 49, 50], [200]])
-    documents = DocumentMask(numbers, causal, create_document_block_mask(numbers, causal=causal))
+    parents = parents_of(numbers) if has_parents else None
+    blocks = create_document_block_mask(numbers, parents, causal=causal)
+    documents = DocumentMask(numbers, causal, blocks, parents)
     with torch.no_grad():
         q, k, v = (x.detach() for x in tensors(200, 4, 2, torch.float32))
         found = flex_attend(q, k, v, documents.blocks, 0.3)
         assert torch.equal(found, documents.attend(q, k, v, 0.3))
         expected = dot_product_attention(q, k, v, documents.mask(), causal=False, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_answers_attend_to_their_prompt_and_to_themselves() -> None:
+    """By hand: a prompt of two tokens with answers of two and one, then a prompt with one answer."""
+    numbers, parents = torch.tensor([[0, 0, 1, 1, 2, 3, 4]]), torch.tensor([[0, 0, 0, 0, 0, 3, 3]])
+    seen = DocumentMask.of(numbers, 16, torch.float64, causal=True, parents_BT=parents).mask()
+    expected = ["1......", "11.....", "111....", "1111...", "11..1..", ".....1.", ".....11"]
+    assert ["".join(".1"[int(value)] for value in row) for row in seen[0, 0]] == expected
 
 
 def test_compiled_code_is_for_any_documents() -> None:
@@ -66,7 +84,8 @@ def test_compiled_code_is_for_any_documents() -> None:
     q, k, v = tensors(30, 2, 2, torch.float64)
     with torch.compiler.set_stance("fail_on_recompile"):
         for number, lengths in enumerate(([[10, 20], [30]], [[1, 2, 27], [15, 15]])):
-            documents = DocumentMask.of(numbered(lengths), 16, torch.float64, causal=True)
+            numbers = numbered(lengths)
+            documents = DocumentMask.of(numbers, 16, torch.float64, causal=True, parents_BT=parents_of(numbers))
             if number == 0:
                 with torch.compiler.set_stance("default"):
                     compiled(q, k, v, documents)

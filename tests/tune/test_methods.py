@@ -26,7 +26,7 @@ from jingu.model.adapter_layers import is_adapter
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
-from jingu.training.batch_transforms import prepend_virtual_tokens
+from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from jingu.training.run import open_run
 from jingu.tune.adapter_commands import export, merge, unmerge
 from tests.conftest import Done, Library, peak_unmeasured, tiny
@@ -166,9 +166,7 @@ def mean_loss(stored: StoredModel, config: RunConfig) -> float:
     losses = []
     for step in range(config.train.steps):
         batch = prepend_virtual_tokens(batch_function(run.source, run.objective)(step, 0, 8), stored.spec)
-        source = None if batch.source is None else Inputs(batch.source.tokens)
-        inputs = Inputs(batch.tokens, batch.positions, batch.documents, source=source)
-        scores = model.logits(model(inputs)).flatten(0, 1)
+        scores = model.logits(model(model_inputs(batch))).flatten(0, 1)
         losses.append(torch.nn.functional.cross_entropy(scores, batch.labels.flatten()).item())
     return sum(losses) / len(losses)
 

@@ -1,0 +1,160 @@
+"""Batches of answers to train on. The answers to a prompt share it: all stand in one row, after a single copy of it.
+
+Shapes: R answers, A tokens of the longest one, B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jingu.align.rollouts import Sample
+from jingu.config.sections.policies import PolicySettings
+from jingu.data.batch import IGNORE_INDEX, Batch
+
+# Values of an answer's tokens; None: not known.
+Column = Sequence[float] | None
+# Rows are padded to a multiple of so many tokens, with which products do not depend on the number of tokens.
+_LENGTH_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class PolicyBatch(Batch):
+    """Answers, with what the loss needs of each of their tokens: [R, A], and 0 after the end of an answer.
+
+    Attributes:
+        places: [R, A] where a token is predicted, in the flattened rows; -1 after the end of an answer. Replies of an
+            environment are no tokens of an answer here.
+        advantages: of the tokens.
+        sampled: log-probabilities in generation.
+        old: log-probabilities before the first update of the step; None: those of this forward pass.
+        reference: log-probabilities of the reference model; None: not needed.
+        values: predictions of the critic in generation; None: there is no critic.
+        returns: what it should have predicted; NaN: not known.
+    """
+
+    places: Tensor | None = None
+    advantages: Tensor | None = None
+    sampled: Tensor | None = None
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """[R, A] whether an answer has so many tokens."""
+        assert self.places is not None
+        return self.places >= 0
+
+    def by_answer(self, values_BT: Tensor) -> Tensor:
+        """Return the values [R, A] of the answers' tokens, of those of all tokens of the rows."""
+        assert self.places is not None
+        return values_BT.flatten()[self.places.clamp_min(0)].where(self.mask, 0.0)
+
+
+def row_length(samples: Iterable[Sample]) -> int:
+    """Return how many tokens the row of these answers has, in which neighbors with equal prompts share it."""
+    total, prompt_ids = 0, None
+    for sample in samples:
+        if sample.prompt_ids != prompt_ids:
+            prompt_ids = sample.prompt_ids
+            total += len(prompt_ids) - 1
+        total += len(sample.ids)
+    return total
+
+
+def make_policy_batch(
+    samples: Sequence[Sample], columns: Mapping[str, Sequence[Column]], length: int, *, shares_prompts: bool
+) -> PolicyBatch:
+    """Return answers as one row, in which neighbors with equal prompts share it; or each in a row of its own.
+
+    Args:
+        columns: fields of `PolicyBatch`, each with the values of all answers.
+        length: the least tokens of a row; rows are padded at the end.
+    """
+    # 1. Tokens, and where each answer is predicted: from the last token of its prompt on, which it has to itself.
+    pieces: list[_Piece] = []
+    starts: list[int] = []
+    length += -length % _LENGTH_MULTIPLE
+    if shares_prompts:
+        pieces, starts = _share_prompts(samples)
+        rows = 1
+    else:
+        rows = len(samples)
+        for index, sample in enumerate(samples):
+            ids = (*sample.prompt_ids, *sample.ids)[:-1]
+            pieces.append(_Piece(index * length, ids))
+            starts.append(index * length + len(sample.prompt_ids) - 1)
+    tokens_N = torch.zeros(rows * length, dtype=torch.int64)
+    positions_N, documents_N, parents_N = torch.zeros_like(tokens_N), tokens_N - 1, tokens_N - 1
+    for number, piece in enumerate(pieces):
+        place = slice(piece.start, piece.start + len(piece.ids))
+        tokens_N[place] = torch.tensor(piece.ids)
+        positions_N[place] = torch.arange(piece.position, piece.position + len(piece.ids))
+        documents_N[place] = number
+        parents_N[place] = piece.parent
+
+    # 2. Labels, and the columns.
+    shape = len(samples), max(len(sample.logprobs) for sample in samples)
+    places_RA = torch.full(shape, -1)
+    labels_N = torch.full_like(tokens_N, IGNORE_INDEX)
+    values: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.float64) for name in columns}
+    for index, sample in enumerate(samples):
+        own = torch.tensor(sample.own)
+        places_RA[index, : len(own)] = starts[index] + own
+        labels_N[starts[index] + own] = torch.tensor(sample.ids)[own]
+        for name, column in columns.items():
+            if numbers := column[index]:
+                values[name][index, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    fields: dict[str, Any] = {"tokens": tokens_N, "labels": labels_N}
+    if shares_prompts:
+        fields |= {"positions": positions_N, "documents": documents_N, "parents": parents_N}
+    fields = {name: value_N.view(rows, length) for name, value_N in fields.items()}
+    return PolicyBatch(**fields, **values, places=places_RA)
+
+
+def longest_batch(
+    settings: PolicySettings, sequence_length: int, count: int, *, shares_prompts: bool = True
+) -> PolicyBatch:
+    """Return the longest batch of so many answers that there can be, of zeros."""
+    num_new = min(settings.max_new_tokens, sequence_length)
+    num_prompt = sequence_length + 1 - num_new
+    zeros = (0.0,) * num_new
+    # Neighboring prompts differ.
+    prompts = [(index // settings.answers_per_prompt % 2,) * num_prompt for index in range(count)]
+    samples = [Sample("", 0, 0, prompt, (0,) * num_new, zeros, "", "") for prompt in prompts]
+    columns = dict.fromkeys(("advantages", "sampled", "reference", "values", "returns"), [zeros] * count)
+    length = row_length(samples) if shares_prompts else sequence_length
+    return make_policy_batch(samples, columns, length, shares_prompts=shares_prompts)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Ids at a place of the flattened rows, their first position, and the number of the piece that they continue."""
+
+    start: int
+    ids: Sequence[int]
+    position: int = 0
+    parent: int = -1
+
+
+def _share_prompts(samples: Sequence[Sample]) -> tuple[list[_Piece], list[int]]:
+    """Return prompts and answers as pieces of one row, and where each answer starts: with its prompt's last token."""
+    pieces: list[_Piece] = []
+    starts: list[int] = []
+    start, parent = 0, 0
+    for index, sample in enumerate(samples):
+        *prompt, last = sample.prompt_ids
+        if index == 0 or sample.prompt_ids != samples[index - 1].prompt_ids:
+            parent = len(pieces)
+            pieces.append(_Piece(start, prompt, 0, parent))
+            start += len(prompt)
+        pieces.append(_Piece(start, (last, *sample.ids[:-1]), len(prompt), parent))
+        starts.append(start)
+        start += len(sample.ids)
+    return pieces, starts

@@ -1,0 +1,57 @@
+"""PyTorch's attention kernel of CPUs with its logsumexp, by which attention to several ranges of keys is joined.
+
+Shapes: B rows, H query heads, G key-value heads, T queries, S keys, K head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cpu_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the attention [B, H, T, K] of queries to keys, and the logsumexp [B, H, T] of their scores."""
+    groups = q_BHTK.shape[1] // k_BGSK.shape[1]
+    y_BHTK, logsumexp_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHTK,
+        k_BGSK.repeat_interleave(groups, 1),
+        v_BGSK.repeat_interleave(groups, 1),
+        is_causal=causal,
+        scale=scale,
+    )
+    return y_BHTK, logsumexp_BHT
+
+
+def cpu_attention_backward(
+    gradient_BHTK: Tensor,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    y_BHTK: Tensor,
+    logsumexp_BHT: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
+
+    Args:
+        y_BHTK: attention to all keys, of which these may be a part.
+        logsumexp_BHT: of the scores of all keys.
+    """
+    groups = q_BHTK.shape[1] // k_BGSK.shape[1]
+    gradient_q, *gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient_BHTK,
+        q_BHTK,
+        k_BGSK.repeat_interleave(groups, 1),
+        v_BGSK.repeat_interleave(groups, 1),
+        y_BHTK,
+        logsumexp_BHT,
+        dropout_p=0.0,
+        is_causal=causal,
+        scale=scale,
+    )
+    gradient_k, gradient_v = (gradient.unflatten(1, (-1, groups)).sum(2) for gradient in gradients)
+    return gradient_q, gradient_k, gradient_v
