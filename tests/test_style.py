@@ -25,7 +25,7 @@ PACKAGE = ROOT / "jingu"
 MISSION_LINES = 24_000
 TODAY_LINES = 21_700
 SHARES = {
-    "top level": 660,
+    "top level": 580,
     "serve": 1_980,
     "report": 420,
     "align": 900,

@@ -47,7 +47,7 @@ def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int 
     window = min(spec.attention.sliding_window or sequence, sequence)
     # On average; without a window, half of the sequence.
     seen = window * (1 - window / (2 * sequence))
-    own, read = _multiplied(spec, shapes)
+    own, read = _count_multiplications(spec, shapes)
     share = source / sequence
     attended = spec.num_layers * (seen + source) + (spec.num_encoder_layers or 0) * source * share
     return 6.0 * (own + share * read) + 12.0 * _head_width(spec) * attended
@@ -56,7 +56,7 @@ def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int 
 def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0) -> float:
     """Return the operations to generate a token after `past` others and a source: 2 per weight, and attention."""
     seen = min(spec.attention.sliding_window or past, past) + source
-    return 2.0 * _multiplied(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.num_layers * seen
+    return 2.0 * _count_multiplications(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.num_layers * seen
 
 
 def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
@@ -72,7 +72,7 @@ def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
     return [*costs, 6.0 * spec.vocab_size * spec.hidden_size]
 
 
-def _multiplied(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
+def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
     """Return the number of weights that are multiplied with the decoder's tokens, and with those of an encoder."""
     skipped = _TABLES[1:] if spec.tie_word_embeddings else _TABLES
     counts = [0, 0]

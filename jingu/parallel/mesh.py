@@ -63,7 +63,7 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
             )
         axis_sizes["shard"] = 1
     # One axis may be `auto`: it takes the ranks that the others leave.
-    filled = _filled(axis_sizes)
+    filled = _find_open_axis(axis_sizes)
     axis_sizes |= {axis: 1 for axis in AXES if axis_sizes[axis] == "auto" and axis != filled}
     fixed = {axis: size for axis, size in axis_sizes.items() if axis != filled}
     product = prod(fixed.values())
@@ -87,7 +87,7 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
     return sizes
 
 
-def _filled(axis_sizes: dict[str, int | str]) -> str | None:
+def _find_open_axis(axis_sizes: dict[str, int | str]) -> str | None:
     """Return the `auto` axis that takes the ranks that the other axes leave."""
     model = [axis for axis in ("pipeline", "context", "tensor") if axis_sizes[axis] == "auto"]
     if len(model) > 1:
@@ -111,14 +111,14 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
     """Raise JinguError if the model cannot be divided over these axes."""
     heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
     if heads % sizes.tensor:
-        raise _undivided(f"{heads} attention heads", sizes.tensor, "tensor", heads)
+        raise _division_error(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
-        raise _undivided(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
+        raise _division_error(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
     for what, number in (("attention", heads // sizes.tensor), ("key-value", max(1, kv_heads // sizes.tensor))):
         # Too few key-value heads are repeated.
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
             named = f"the {number} {what} heads of a tensor rank"
-            raise _undivided(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
+            raise _division_error(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
     for what, number in (
         ("vocabulary", spec.vocab_size),
         ("feed-forward's inner size", spec.feed_forward.intermediate_size),
@@ -139,10 +139,10 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
             (f"the {sizes.shard * sizes.context} ranks of shard × context", sizes.shard * sizes.context),
         ):
             if size % sizes.expert:
-                raise _undivided(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
+                raise _division_error(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
 
 
-def _undivided(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
+def _division_error(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
     choices = [*map(str, divisors(whole)), *filter(None, [or_else])]
     fix = f"Choose {join_words(choices)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)

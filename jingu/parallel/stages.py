@@ -69,7 +69,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
             where="parallel.pipeline",
             fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
         )
-    even = _balanced(spec, stages)
+    even = _balance_blocks(spec, stages)
     parts = settings.layers_per_stage or even
     if len(parts) != stages or sum(parts) != layers:
         raise JinguError(
@@ -83,7 +83,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
 
 
 @lru_cache(maxsize=256)
-def _balanced(spec: ModelSpec, stages: int) -> list[int]:
+def _balance_blocks(spec: ModelSpec, stages: int) -> list[int]:
     """Return the number of blocks of each stage of a model."""
     return balance_stages(layer_costs(spec, parameter_shapes(spec), spec.max_position_embeddings), stages)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median, stdev
+from typing import Literal
 
 from markupsafe import Markup
 
@@ -158,21 +159,24 @@ def _validation_series(record: RunRecord, key: str) -> list[Series]:
     ]
 
 
+def _name_series(rows: dict[int, Row], keys: dict[str, str], kind: Literal["line", "dots"] = "line") -> list[Series]:
+    """Return a series for each label and key, each in a colour of its own."""
+    return [
+        Series(label, _points(rows, key), kind, number % NUM_COLOURS)
+        for number, (label, key) in enumerate(keys.items())
+    ]
+
+
 def _source_charts(record: RunRecord) -> list[Chart]:
     """Return a chart of the validation loss of each source, if there are several."""
-    series = [
-        Series(name, _points(record.evaluations, f"loss/{name}"), "dots", number % NUM_COLOURS)
-        for number, name in enumerate(record.sources)
-    ]
+    series = _name_series(record.evaluations, {name: f"loss/{name}" for name in record.sources}, "dots")
     return [Chart("Validation loss by source", "nats a token", series)] if len(series) > 1 else []
 
 
 def _task_charts(record: RunRecord) -> list[Chart]:
     """Return a chart of the bits per byte of the right answers of all tasks, if there are any."""
-    series = [
-        Series(name, _points(record.evaluations, f"{TASKS_PREFIX}{name}/bits_per_byte"), "dots", number % NUM_COLOURS)
-        for number, name in enumerate(record.tasks)
-    ]
+    keys = {name: f"{TASKS_PREFIX}{name}/bits_per_byte" for name in record.tasks}
+    series = _name_series(record.evaluations, keys, "dots")
     return [Chart("Tasks", "bits per byte of the right answer", series)] if series else []
 
 
@@ -184,12 +188,8 @@ def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
         return []
 
     def chart(title: str, unit: str, keys: Sequence[str]) -> Chart:
-        shown = [key for key in keys if key in last]
-        series = [
-            Series(key.removeprefix("rewards/").replace("_", " "), _points(train, key), colour=number % NUM_COLOURS)
-            for number, key in enumerate(shown)
-        ]
-        return Chart(title, unit, series)
+        labels = {key.removeprefix("rewards/").replace("_", " "): key for key in keys if key in last}
+        return Chart(title, unit, _name_series(train, labels))
 
     return [
         chart("Rewards", "means over the answers of a step", rewards),

@@ -1,4 +1,4 @@
-"""The FastAPI application: all protocols behind the access middleware, and the handle_signals of errors."""
+"""The FastAPI application: all protocols behind the access middleware, and the handlers of errors."""
 
 from __future__ import annotations
 

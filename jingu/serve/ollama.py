@@ -34,18 +34,8 @@ class OllamaOptions(protocol.RequestBody):
     """Sampling parameters. Options of the machine, such as `num_thread`, are accepted and ignored."""
 
     HINTS = frozenset(
-        [
-            "low_vram",
-            "main_gpu",
-            "num_batch",
-            "num_ctx",
-            "num_gpu",
-            "num_keep",
-            "num_thread",
-            "numa",
-            "use_mlock",
-            "use_mmap",
-        ]
+        {"low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread"}
+        | {"numa", "use_mlock", "use_mmap"}
     )
 
     frequency_penalty: protocol.Penalty | None = None

@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRou
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 _NO_RUNTIME_ADAPTERS = "the adapters of this server are fixed; start it with --runtime-adapters to load others"
-# protocol.Prompts in one request; each of them is an engine request.
+# Most prompts in one request; each of them is an engine request.
 _MAX_PROMPTS = 256
 
 

@@ -31,7 +31,7 @@ def add_dropout_seeds(batch: Batch, seed: int, first_row: int) -> Batch:
     """Give every token the seed of its adapter dropout.
 
     Args:
-        first_row: number of the batch's first row, pluralize over the whole run.
+        first_row: number of the batch's first row, counted over the whole run.
     """
     source = batch.source
     if source is not None:
@@ -45,7 +45,7 @@ def add_embedding_noise(batch: Batch, seed: int, first_row: int, alpha: float) -
     The scale is alpha / √length, where length counts the tokens of the document that a token is in.
 
     Args:
-        first_row: number of the batch's first row, pluralize over the whole run.
+        first_row: number of the batch's first row, counted over the whole run.
     """
     seed_BT = token_seeds(seed, first_row, *batch.tokens.shape)
     length_BT = torch.full_like(seed_BT, seed_BT.shape[1])

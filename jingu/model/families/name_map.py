@@ -69,7 +69,7 @@ class TensorMapping:
     @property
     def shape(self) -> torch.Size:
         """The shape of Hugging Face's tensor."""
-        return self._joined([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
+        return self._join([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
 
     def to_jingu(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return jingu's parameters (of an expert: its slice), as views of Hugging Face's tensor if possible."""
@@ -81,9 +81,9 @@ class TensorMapping:
 
     def to_hf(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return Hugging Face's tensor, given jingu's whole parameters."""
-        return self._joined(tensors if self.expert is None else [whole[self.expert] for whole in tensors])
+        return self._join(tensors if self.expert is None else [whole[self.expert] for whole in tensors])
 
-    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+    def _join(self, pieces: Sequence[Tensor]) -> Tensor:
         return self.transform.to_hf(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.spec)
 
 
@@ -97,7 +97,7 @@ def name_rules(
     rules: list[NameRule] = []
     names = {hf_name: name for family in families for hf_name, name in TABLES[family][table].items()}
     for hf_name, jingu_name in names.items():
-        one, several = _spelled(hf_name), _spelled(jingu_name)
+        one, several = _expand_braces(hf_name), _expand_braces(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
         for kind in ("weight", "bias"):
             rules += [
@@ -107,7 +107,7 @@ def name_rules(
     return tuple(rules)
 
 
-def _spelled(names: str) -> list[str]:
+def _expand_braces(names: str) -> list[str]:
     """Expand `a.{b,c}` to `a.b` and `a.c`."""
     before, *choice = re.split(r"[{}]", names)
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any
+from typing import Any, get_args
 
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
-from jingu.model.spec import (
-    Component,
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RotaryPositions,
-    YarnScaling,
-)
+from jingu.model.spec import Component, DynamicScaling, ModelSpec, RopeScaling, RotaryPositions
 
-SCALINGS: dict[str, type[Component]] = {
-    "linear": LinearScaling,
-    "dynamic": DynamicScaling,
-    "yarn": YarnScaling,
-    "llama3": Llama3Scaling,
-}
+# The kinds of scaling by their type.
+_KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])
+SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS}
 
 
 def _read(config: HFConfig) -> SpecValues:

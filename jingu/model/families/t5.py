@@ -44,19 +44,19 @@ def _feed_forward_key(default: str) -> ConfigKeys:
     def write(spec: ModelSpec) -> dict[str, Any]:
         function = HF_ACTIVATIONS[spec.feed_forward.activation]
         gated = "gated-gelu" if function == "gelu_new" else f"gated-{function}"
-        return {"feed_forward_proj": gated if _gated(spec) else function}
+        return {"feed_forward_proj": gated if _is_gated(spec) else function}
 
     return ConfigKeys(read, write)
 
 
-def _tied(config: HFConfig) -> SpecValues:
+def _read_tie(config: HFConfig) -> SpecValues:
     # Release 5 of transformers writes tie_word_embeddings=true for every model; whether the head is scaled tells the
     # versions apart.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True) is not False)
     return dict.fromkeys(("tie_word_embeddings", "scale_lm_head"), bool(scaled))
 
 
-def _gated(spec: ModelSpec) -> bool:
+def _is_gated(spec: ModelSpec) -> bool:
     return isinstance(spec.feed_forward, GatedFeedForward)
 
 
@@ -76,12 +76,12 @@ T5 = Family(
         *SHARED_KEYS,
         _feed_forward_key("relu"),
         config_key("max_position_embeddings", "n_positions", default=V1_0.max_position_embeddings),
-        ConfigKeys(_tied),
+        ConfigKeys(_read_tie),
     ),
     rules=(
         *name_rules("t5"),
-        *name_rules("t5", table="plain_names", when=lambda spec: not _gated(spec)),
-        *name_rules("t5", table="gated_names", when=_gated),
+        *name_rules("t5", table="plain_names", when=lambda spec: not _is_gated(spec)),
+        *name_rules("t5", table="gated_names", when=_is_gated),
     ),
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
 )
