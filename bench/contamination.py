@@ -38,7 +38,7 @@ def run() -> str:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         table = NgramTable(hashes, (13,))
-        size = (table.hashes.nbytes + table._bitmap.nbytes) / 1e6
+        size = (table.hashes.nbytes + table.filter.nbytes) / 1e6
         lines.append(f"| table of 10^7 n-grams | {size:.0f} MB | 200 MB |")
         for name, texts in {"English": english, "Chinese": chinese}.items():
             data = folder / f"{name}.jsonl"

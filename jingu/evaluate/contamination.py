@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -39,7 +40,7 @@ from jingu.text.document_reader import ReadCounts, Span, read_documents
 from jingu.text.tokenizer import Tokenizer
 
 PROGRESS_NAME = "progress.jsonl"
-TABLE_NAME = "hashes.npy"
+TABLE_NAMES = ("hashes.npy", "filter.npy")
 SUMMARY_NAME = "contamination.json"
 DIRTY_NAME = "dirty.jsonl"
 # A unit of a data set of token ids has about this many.
@@ -196,7 +197,6 @@ def scan(
     records = _read_progress(file, key)
     if not records:
         file.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
-    np.save(folder / TABLE_NAME, table.hashes, allow_pickle=False)
     matches = np.zeros(len(table.hashes), np.bool_)
     skipped = 0
     for record in records.values():
@@ -205,7 +205,7 @@ def scan(
     missing = [number for number in range(len(units)) if number not in records]
     if records:
         print(f"resuming after {len(records):,} of {pluralize(len(units), 'unit')} of work", file=sys.stderr)
-    function = partial(_scan_unit, folder / TABLE_NAME, table.lengths, settings)
+    function = partial(_scan_unit, (lambda: table) if workers == 1 else _store_table(table, folder), settings)
     results = map_tasks(function, [units[number] for number in missing], workers)
     bar = tqdm(missing, total=len(units), initial=len(records), desc="data", disable=None)
     with file.open("a", encoding="utf-8") as stream, closing(results):
@@ -216,7 +216,8 @@ def scan(
             stream.write(json.dumps(record) + "\n")
             stream.flush()
     file.unlink()
-    (folder / TABLE_NAME).unlink()
+    for name in TABLE_NAMES:
+        (folder / name).unlink(missing_ok=True)
     if skipped:
         print(f"{pluralize(skipped, 'document')} could not be read, and were left out", file=sys.stderr)
     return np.flatnonzero(matches)
@@ -236,15 +237,22 @@ def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
     return {record["unit"]: record for record in map(json.loads, lines)}
 
 
+def _store_table(table: NgramTable, folder: Path) -> Callable[[], NgramTable]:
+    """Write a table to files, and return a function with which other processes open it."""
+    for name, array in zip(TABLE_NAMES, (table.hashes, table.filter), strict=True):
+        np.save(folder / name, array, allow_pickle=False)
+    return partial(_open_table, folder, table.lengths, time.time_ns())
+
+
 @lru_cache(maxsize=1)
-def _load_table(file: Path, lengths: tuple[int, ...], _modified_ns: int) -> NgramTable:
-    # Processes share the mapped file.
-    return NgramTable(np.load(file, mmap_mode="r").view(np.ndarray), lengths)
+def _open_table(folder: Path, lengths: tuple[int, ...], _written_ns: int) -> NgramTable:
+    # Processes share the mapped files.
+    hashes, words = (np.load(folder / name, mmap_mode="r").view(np.ndarray) for name in TABLE_NAMES)
+    return NgramTable(hashes, lengths, words)
 
 
-def _scan_unit(file: Path, lengths: tuple[int, ...], settings: DataSettings, unit: Unit) -> tuple[list[int], int]:
+def _scan_unit(open_table: Callable[[], NgramTable], settings: DataSettings, unit: Unit) -> tuple[list[int], int]:
     """Return the numbers of the n-grams that occur in a unit, and how many documents could not be read."""
-    table = _load_table(file, lengths, file.stat().st_mtime_ns)
     counts = ReadCounts()
     if isinstance(unit[0], Path):
         path, tokenizer_path, shard, start, end = unit
@@ -252,7 +260,7 @@ def _scan_unit(file: Path, lengths: tuple[int, ...], settings: DataSettings, uni
         texts = (tokenizer.decode(dataset.readers[shard][number].tolist()) for number in range(start, end))
     else:
         texts = (document.text for document in read_documents(unit, settings, counts))
-    return table.find_in_texts(texts).tolist(), len(counts.skipped) + counts.invalid
+    return open_table().find_in_texts(texts).tolist(), len(counts.skipped) + counts.invalid
 
 
 # Results

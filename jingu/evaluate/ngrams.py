@@ -28,10 +28,12 @@ DEFAULT_NGRAM = 13
 # A shorter text occurs by chance: it is not searched for. A text of fewer words than an n-gram is searched for as a
 # whole (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix C, uses 8 to 13 words).
 MIN_WORDS = 8
-# Ends a document: a word that no text has, so that no n-gram reaches over it.
-BOUNDARY = "\U0010ffff"
+# Ends a document: a word that no text has, so that no n-gram reaches over it. It is ASCII, as ASCII is hashed faster.
+BOUNDARY = "\0"
 # Characters that are hashed at a time.
 CHUNK_CHARACTERS = 1 << 17
+# Hashes that enter the filter of a table at a time.
+_FILTER_STEP = 1 << 20
 
 _BASE = 0x9E3779B97F4A7C15 | 1
 _WORD_START = np.uint64(0xD6E8FEB86659FD93)
@@ -106,6 +108,11 @@ class HashedWords:
 
 def hash_words(text: str) -> HashedWords:
     """Divide a text into normalized words, and hash them."""
+    return _hash_chunk(text.replace(BOUNDARY, " "))
+
+
+def _hash_chunk(text: str) -> HashedWords:
+    """Do the same with a part of several texts, which boundaries separate."""
     kinds, values = _character_tables()
     if text.isascii():
         raw = text.encode()
@@ -150,23 +157,34 @@ def text_ngrams(words: HashedWords, n: int) -> tuple[Uint64Array, int]:
 
 
 class NgramTable:
-    """A set of hashes for fast look-ups. 10^7 hashes take 80 MB, and 64 MB for a bitmap that rejects most others.
+    """A set of hashes for fast look-ups. 10^7 hashes take 80 MB, and 64 MB for a filter that rejects most others.
+
+    The filter is a Bloom filter whose bits of a hash are in one word of memory (Putze, Sanders and Singler, "Cache-,
+    Hash- and Space-Efficient Bloom Filters", 2007).
 
     Attributes:
         hashes: [N] sorted.
         lengths: the numbers of words that its n-grams have.
+        filter: words of 64 bits, of which the first bits of a hash select one.
     """
 
-    def __init__(self, hashes: Uint64Array, lengths: tuple[int, ...]) -> None:
+    def __init__(self, hashes: Uint64Array, lengths: tuple[int, ...], filter_words: Uint64Array | None = None) -> None:
+        """
+        Args:
+            filter_words: the filter of these hashes; None: it is computed.
+        """
         self.hashes = hashes
         self.lengths = lengths
-        # The first bits of a hash are its place in the bitmap, which has 32 of them or more for each hash.
-        bits = max(len(hashes) - 1, 1).bit_length() + 5
+        # 1 to 2 words for each hash, at least 2.
+        bits = max(len(hashes).bit_length() - 1, 1)
         self._shift = np.uint64(64 - bits)
-        self._bitmap = np.zeros(1 << (bits - 3), np.uint8)
-        places = hashes >> self._shift
-        flags = np.uint8(1) << (places & np.uint64(7)).astype(np.uint8)
-        np.bitwise_or.at(self._bitmap, places >> np.uint64(3), flags)
+        self.filter = np.zeros(1 << bits, np.uint64) if filter_words is None else filter_words
+        for first in range(0, len(hashes) if filter_words is None else 0, _FILTER_STEP):
+            part = hashes[first : first + _FILTER_STEP]
+            words = part >> self._shift
+            # Hashes are sorted, so those of one word are neighbors.
+            starts = np.flatnonzero(np.diff(words, prepend=~words[:1]))
+            self.filter[words[starts]] |= np.bitwise_or.reduceat(_filter_bits(part), starts)
 
     @classmethod
     def build(cls, texts: Iterable[str], n: int) -> NgramTable:
@@ -181,9 +199,8 @@ class NgramTable:
 
     def find(self, hashes: Uint64Array) -> tuple[Int64Array, Int64Array]:
         """Return which of some hashes are in the table, and the number of each there."""
-        places = hashes >> self._shift
-        bits = self._bitmap.take(places >> np.uint64(3)) >> (places & np.uint64(7)).astype(np.uint8)
-        candidates = np.flatnonzero(bits & 1)
+        bits = _filter_bits(hashes)
+        candidates = np.flatnonzero(self.filter.take(hashes >> self._shift) & bits == bits)
         numbers = np.minimum(np.searchsorted(self.hashes, hashes[candidates]), len(self.hashes) - 1)
         is_match = self.hashes[numbers] == hashes[candidates] if len(self.hashes) else np.zeros(0, np.bool_)
         return candidates[is_match], numbers[is_match]
@@ -202,13 +219,20 @@ class NgramTable:
         return np.unique(np.concatenate(matches))
 
 
+def _filter_bits(hashes: Uint64Array) -> Uint64Array:
+    """Return a word with the two bits of each hash, which its last bits select."""
+    one = np.uint64(1)
+    six_bits = np.uint64(63)
+    return (one << (hashes & six_bits)) | (one << (hashes >> np.uint64(6) & six_bits))
+
+
 def _chunks(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWords, bool]]:
     """Yield texts in chunks, and whether each is the last. A chunk begins with the last words of the one before."""
     parts: list[str] = []
     size = 0
     pieces = (
         piece
-        for text in texts
+        for text in (text.replace(BOUNDARY, " ") for text in texts)
         for start in range(0, len(text) + 1, CHUNK_CHARACTERS)
         for piece in (text[start : start + CHUNK_CHARACTERS], BOUNDARY if start + CHUNK_CHARACTERS > len(text) else "")
     )
@@ -216,9 +240,9 @@ def _chunks(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWords, b
         parts.append(piece)
         size += len(piece)
         if size >= CHUNK_CHARACTERS:
-            words = hash_words("".join(parts))
+            words = _hash_chunk("".join(parts))
             yield words, False
             rest = words.text[words.starts[-longest] :] if len(words) >= longest else words.text
             parts = [rest if len(rest) < CHUNK_CHARACTERS else ""]
             size = len(parts[0])
-    yield hash_words("".join(parts)), True
+    yield _hash_chunk("".join(parts)), True

@@ -121,6 +121,7 @@ class _DocumentReader:
 
     def __init__(self, file: CorpusFile, settings: DataSettings, counts: ReadCounts) -> None:
         self.file = file
+        self.kind = file.kind
         self.settings = settings
         self.counts = counts
 
@@ -150,7 +151,7 @@ class _DocumentReader:
 
     def _read_values(self, span: Span) -> Iterator[tuple[Any, int]]:
         """Yield what stands for each document (bytes, or the value of a row) and its position."""
-        kind = self.file.kind
+        kind = self.kind
         unit = self.settings.documents
         max_bytes = self.settings.max_document_bytes
         if kind in ("parquet", "arrow"):
@@ -172,7 +173,7 @@ class _DocumentReader:
 
     def _parse_text(self, value: Any, position: int) -> str:
         """Return the text of a document."""
-        kind = self.file.kind
+        kind = self.kind
         if kind == "text":
             text = self._decode(value, position)
             if position >= 0:
@@ -214,7 +215,7 @@ class _DocumentReader:
         try:
             return json.loads(self._decode(data, position).rstrip())
         except (ValueError, RecursionError) as error:
-            if self.file.kind == "lines":
+            if self.kind == "lines":
                 subject = "this line"
                 fix = "A .jsonl file holds one JSON object a line."
             else:
@@ -225,7 +226,7 @@ class _DocumentReader:
     def _get_field(self, row: object, position: int) -> Any:
         """Return the text field of a line or row: by its name, or by a path such as `meta.paragraphs[*].text`."""
         name = self.settings.text_field
-        subject = "line" if self.file.kind == "lines" else "row"
+        subject = "line" if self.kind == "lines" else "row"
         if not isinstance(row, dict):
             what = f"this {subject} is JSON but not an object: it is {_describe_type(row)}."
             raise self._skip(position, what, f'Each {subject} must look like {{"{name}": "…"}}.')
@@ -282,7 +283,7 @@ class _DocumentReader:
 
     def _locate(self, position: int) -> str:
         """Return the file and the line or row. Counts the lines before the position, so only for messages."""
-        if position < 0 or self.file.kind in _ROW_KINDS:
+        if position < 0 or self.kind in _ROW_KINDS:
             return format_location(self.file.path, position)
         line = 1
         remaining = position
