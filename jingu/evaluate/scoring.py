@@ -82,6 +82,9 @@ def generation_request(task: TaskSettings) -> Request:
     temperature = float(kwargs.pop("temperature", 0.0))
     is_greedy = not kwargs.pop("do_sample", temperature > 0)
     sampling = SamplingParams(0.0 if is_greedy else temperature, kwargs.pop("top_k", None), kwargs.pop("top_p", 1.0))
+    # One beam is what there is without a beam search.
+    if kwargs.get("num_beams") == 1:
+        del kwargs["num_beams"]
     if kwargs:
         raise task.error(f"generation_kwargs has {', '.join(kwargs)}, which jingu does not read.", "Leave it out.")
     stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)

@@ -12,7 +12,7 @@ import pytest
 
 from jingu.errors import JinguError
 from jingu.evaluate.evaluation import prepare_task
-from jingu.evaluate.scoring import check_generation_fits
+from jingu.evaluate.scoring import check_generation_fits, generation_request
 from jingu.evaluate.task_data import read_split
 from jingu.evaluate.task_file import TaskIndex
 from jingu.infer.inference_model import InferenceModel
@@ -55,7 +55,10 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
         ({"dokument_to_text": "a"}, "this is not a task: dokument_to_text"),
         ({"output_type": "essay"}, "this is not a task: output_type: Input should be 'multiple_choice'"),
         ({"fewshot_config": {"shots": 1}}, "its fewshot_config is wrong"),
-        ({**GENERATION, "generation_kwargs": {"beams": 4}}, "generation_kwargs has beams, which jingu does not read"),
+        (
+            {**GENERATION, "generation_kwargs": {"num_beams": 4}},
+            "generation_kwargs has num_beams, which jingu does not",
+        ),
         (
             {**GENERATION, "doc_to_target": "missing_answers", "rows": [{"question": "a", "missing_answers": None}]},
             "no ri",
@@ -76,6 +79,12 @@ def test_a_context_must_hold_the_generation(tiny: InferenceModel, write_task: Wr
     ):
         check_generation_fits(task, tiny.spec)
     check_generation_fits(task.model_copy(update={"generation_kwargs": {"max_gen_toks": 63}}), tiny.spec)
+
+
+def test_one_beam_is_greedy(write_task: WriteTask) -> None:
+    settings = {"max_gen_toks": 5, "num_beams": 1}
+    task = load_task(write_task(**GENERATION, generation_kwargs=settings))
+    assert generation_request(task).max_tokens == 5 and generation_request(task).num_beams == 1
 
 
 def test_code_runs_only_if_it_is_trusted(write_task: WriteTask, tmp_path: Path) -> None:
