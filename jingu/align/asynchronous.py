@@ -33,8 +33,8 @@ from jingu.config.sections.policies import (
     PolicySettings,
 )
 from jingu.errors import JinguError
-from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.ranks import gather_from_all, wait_until_all_done

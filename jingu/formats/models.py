@@ -19,8 +19,8 @@ from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
-from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import is_trained
 from jingu.model.spec import ModelSpec
 
 

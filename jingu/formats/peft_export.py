@@ -14,10 +14,10 @@ from jingu.errors import JinguError
 from jingu.formats.huggingface import write_json
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY, TOKEN_ROWS
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
-from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
+from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from jingu.errors import JinguError
 from jingu.formats.models import load_adapters
 from jingu.formats.stored_model import StoredModel, read_lora_pair
-from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.matmul_kernels import linear
+from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora
 from jingu.parallel.pipeline import Model
 

@@ -6,7 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
@@ -22,16 +22,13 @@ from jingu.model.experts import GroupedLinear
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
+from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
 
-# Names of an adapter's parameters, beside the `weight` of its module: the two small matrices, the bias of the second,
-# the lengths of rows, factors of inputs and of outputs, rows of the embedding.
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_bias", "lora_m", "ia3_in", "ia3_out", "token_rows")
 # Initializations that move a part of the frozen matrix into the adapter.
 RESIDUAL_INITS = ("pissa", "olora")
-_OWN = frozenset({*ADAPTER_PARAMETERS, "prompt"})
 
 
 class LoraLinear(Linear):
@@ -187,16 +184,6 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
             parameter.requires_grad_(False)
 
 
-def is_trained(name: str, spec: ModelSpec) -> bool:
-    """Return whether a parameter of a model is trained; with adapters, only these are."""
-    adapter = spec.adapter
-    if adapter is None:
-        return not matches_any(name, spec.frozen_parameters)
-    saved = adapter.modules_to_save if isinstance(adapter, Lora) else ()
-    # A score head is new, so adapters of any kind are trained together with it.
-    return is_adapter(name) or name == "score.weight" or matches_any(name.rpartition(".")[0], saved)
-
-
 def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
     seeds = BlockDropoutSeeds()
     for prefix, parent in list(model.named_modules()):
@@ -257,11 +244,6 @@ def _adapted(
     return Ia3Linear(child, of_inputs=name.endswith("feed_forward.down"))
 
 
-def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of the patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def check_targets(names: Collection[str], adapter: Adapter) -> None:
     """Raise JinguError for a pattern that matches no module with an adapter; `names` are those of the parameters."""
     modules = {name.rpartition(".")[0] for name in names if name.endswith(ADAPTER_PARAMETERS)}
@@ -297,11 +279,6 @@ def check_saved_modules(names: Collection[str], adapter: Lora, *, is_quantized: 
                 where="tune.modules_to_save",
                 fix="Use names such as embedding, head and norm, or Hugging Face's, such as lm_head.",
             )
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
-    return not _OWN.isdisjoint(name.split("."))
 
 
 def merge_parameter(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from math import prod
 
 from jingu.model.spec import Experts, ModelSpec
 
-Shapes = Mapping[str, torch.Size]
+Shapes = Mapping[str, tuple[int, ...]]
 # Parameters whose rows are looked up; no token is multiplied by them.
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 # Matrices of the decoder that are multiplied with an encoder's states.
@@ -32,9 +31,9 @@ class ParameterCount:
 
 def count_parameters(spec: ModelSpec, shapes: Shapes) -> ParameterCount:
     """Count a model's parameters, given their names and shapes."""
-    total = sum(shape.numel() for shape in shapes.values())
+    total = sum(map(prod, shapes.values()))
     active = sum(_num_active(spec, shape) for shape in shapes.values())
-    return ParameterCount(total, active, sum(shape.numel() for name, shape in shapes.items() if name.endswith(_TABLES)))
+    return ParameterCount(total, active, sum(prod(shape) for name, shape in shapes.items() if name.endswith(_TABLES)))
 
 
 def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int = 0) -> float:
@@ -83,12 +82,12 @@ def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _num_active(spec: ModelSpec, shape: torch.Size) -> int:
+def _num_active(spec: ModelSpec, shape: tuple[int, ...]) -> int:
     """Return how many elements of a parameter a token uses: of a mixture's matrices (three dims), its experts'."""
     part = spec.feed_forward
     if isinstance(part, Experts) and len(shape) == 3:
-        return shape.numel() * part.num_experts_per_token // part.num_experts
-    return shape.numel()
+        return prod(shape) * part.num_experts_per_token // part.num_experts
+    return prod(shape)
 
 
 def _head_width(spec: ModelSpec) -> int:

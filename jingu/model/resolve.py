@@ -164,6 +164,7 @@ def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
 
     As in peft, `q_proj` stands for every module whose name ends in it, and `all-linear` for all matrices of the blocks.
     """
+
     patterns: list[str] = []
     # The spec of a run that resumes has the adapter already.
     spec = spec.model_copy(update={"adapter": None})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 # How a child can be divided:
 # - heads, kv_heads: its outputs are (key-value) heads, and whole heads stay together
@@ -31,7 +32,7 @@ def sharded_dims(model: nn.Module) -> dict[str, tuple[ShardedDim, ...]]:
     dims: dict[str, tuple[ShardedDim, ...]] = {name: () for name, _ in model.named_parameters()}
     for name, child, style in iterate_styles(model):
         for leaf, parameter in child.named_parameters():
-            dims[f"{name}.{leaf}"] = _cut(style, leaf, parameter.shape)
+            dims[f"{name}.{leaf}"] = divided_dims(style, leaf, parameter.shape)
     return dims
 
 
@@ -50,7 +51,8 @@ def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingSt
             yield name, child, style
 
 
-def _cut(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple[ShardedDim, ...]:
+def divided_dims(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple[ShardedDim, ...]:
+    """Return the dims that a style divides of a module's parameter, by its own name in the module."""
     dims = len(shape)
     experts = (ShardedDim("experts", 0),) if dims == 3 else ()  # a matrix for each expert, in one parameter
     inputs = style in ("row", "from_heads")

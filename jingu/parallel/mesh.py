@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from jingu.compat.torch_distributed import flatten_axes, join_meshes, split_axis
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.model.spec import Experts, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -150,21 +151,29 @@ def _division_error(what: str, size: int, axis: str, whole: int, or_else: str = 
 
 def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:
     """Build the mesh over all ranks, with every axis of `TOKEN_AXES`, also those of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axis `fsdp` along which ZeRO shards: shard × context."""
+    from jingu.compat.torch_distributed import flatten_axes
+
     return flatten_axes(mesh["shard", "context"], "fsdp")
 
 
 def split_expert_mesh(zero: DeviceMesh, expert: int) -> DeviceMesh:
     """Split ZeRO's axis in two: `expert_fsdp`, which shards experts, and `expert`, whose ranks share them."""
+    from jingu.compat.torch_distributed import split_axis
+
     return split_axis(zero, 0, (zero.size() // expert, expert), ("expert_fsdp", "expert"))
 
 
 def hsdp_mesh(mesh: DeviceMesh, zero: DeviceMesh) -> DeviceMesh:
     """Return the mesh for FSDP: ZeRO's axis, and `replicate` before it if that has several ranks."""
+    from jingu.compat.torch_distributed import join_meshes
+
     return zero if mesh["replicate"].size() == 1 else join_meshes([mesh["replicate"], zero])
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-
-import torch
+from typing import TYPE_CHECKING
 
 from jingu.config.batch_plan import BatchPlan, plan_batch
 from jingu.config.schema import RunConfig
@@ -15,11 +14,13 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.policies import RolloutSettings
 from jingu.errors import JinguError, pluralize
 from jingu.model.count import layer_costs
-from jingu.model.decoder import Decoder, build_model, parameter_shapes
-from jingu.model.quantized_weight import GROUP_SIZES, QuantizedWeight, require_bitsandbytes
+from jingu.model.parameter_table import parameter_sizes
 from jingu.model.sharding_table import iterate_styles
 from jingu.model.spec import ModelSpec, QuantizationFormat
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
+
+if TYPE_CHECKING:
+    from jingu.model.decoder import Decoder
 
 # Schedules that compute the gradients of states first, and those of parameters where a rank would wait.
 SPLIT_BACKWARD_SCHEDULES = frozenset({"zero_bubble", "zbv"})
@@ -85,7 +86,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
 @lru_cache(maxsize=256)
 def _balance_blocks(spec: ModelSpec, stages: int) -> list[int]:
     """Return the number of blocks of each stage of a model."""
-    return balance_stages(layer_costs(spec, parameter_shapes(spec), spec.max_position_embeddings), stages)
+    return balance_stages(layer_costs(spec, parameter_sizes(spec), spec.max_position_embeddings), stages)
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
@@ -177,6 +178,11 @@ def check_layout(
 
 def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -> None:
     """Raise JinguError if the layout cannot have quantized matrices."""
+    import torch
+
+    from jingu.model.decoder import build_model
+    from jingu.model.quantized_weight import GROUP_SIZES, QuantizedWeight, require_bitsandbytes
+
     if kind == "nf4":
         require_bitsandbytes("matrices are rounded to nf4", "tune.quantization", "int4")
     if sizes.data * sizes.context > 1 and torch.__version__ < "2.12":
@@ -199,6 +205,8 @@ def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -
 
 def check_quantization_groups(model: Decoder, tensor: int) -> None:
     """Raise JinguError if ranks of `tensor` would divide a group of weights that are quantized together."""
+    from jingu.model.quantized_weight import GROUP_SIZES, QuantizedWeight
+
     for name, part, style in iterate_styles(model):
         weight = getattr(part, "weight", None)
         if style not in ("row", "from_heads") or not isinstance(weight, QuantizedWeight) or weight.kind == "int8":

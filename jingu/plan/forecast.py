@@ -5,31 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.config.sections.train import AdamWSettings
+from jingu.config.sections.train import Precision as PrecisionSettings
 from jingu.errors import JinguError
 from jingu.formatting import format_bytes, format_duration, format_rounded, memory_unit, print_table
 from jingu.model.count import flops_per_token
-from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec
-from jingu.parallel.layout import Precision
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
 from jingu.plan.serving import ServingPlan
 from jingu.plan.step_time import step_time
-from jingu.plan.workload import Software, Workload, model_sizes
+from jingu.plan.workload import Software, Workload, model_sizes, num_parameters
+
+if TYPE_CHECKING:
+    from jingu.parallel.layout import Precision
 
 # Hours of a card between failures: 419 failures of 16,384 cards in 54 days (Llama 3, 2024, section 3.3.4).
 HOURS_BETWEEN_FAILURES = 50_000
 # Share of its power that an idle card takes.
 IDLE_POWER = 0.2
+# Bytes of a number, where it is not half.
+_ITEMSIZES = {"fp64": 8.0, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,8 @@ class Forecast:
         """Return all figures: bytes, seconds, shares, joules."""
         work, machine = self.work, self.machine
         spec, ranks = work.spec, work.ranks
-        shapes = parameter_shapes(spec)
         tokens = work.tokens_per_step * self.updates
-        flops = flops_per_token(spec, shapes, work.sequence) * tokens
+        flops = flops_per_token(spec, parameter_sizes(spec), work.sequence) * tokens
         hours = self.days * 24
         busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
         state = _checkpoint_bytes(work)
@@ -119,17 +121,14 @@ def forecast(
 
 def _checkpoint_bytes(work: Workload) -> float:
     """Return the bytes of a checkpoint: master weights and optimizer state."""
-    numbers = sum(shape.numel() for shape in parameter_shapes(work.spec).values())
     state = {"adamw": 8, "adamw 8-bit": 2, "lion": 4, "adafactor": 0, "muon": 4}[work.optimizer]
-    return numbers * (work.software.weight_bytes + state * work.software.state_share)
+    return num_parameters(work.spec) * (work.software.weight_bytes + state * work.software.state_share)
 
 
-def run_workload(
-    config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, precision: Precision
-) -> Workload:
+def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:
     """Return a step of a run in the layout of its settings."""
     return Workload(
-        model_sizes(spec, precision.compute.itemsize),
+        model_sizes(spec, software.compute_bytes),
         sizes,
         config.parallel,
         config.batch.sequence_length,
@@ -137,7 +136,7 @@ def run_workload(
         plan.accumulation,
         config.train.activation_checkpointing,
         _optimizer_name(config),
-        run_software(precision),
+        software,
     )
 
 
@@ -148,8 +147,16 @@ def run_software(precision: Precision) -> Software:
         gradient_bytes=precision.masters.itemsize,
         reduce_bytes=precision.reduce.itemsize,
         compute_bytes=precision.compute.itemsize,
-        state_share=precision.masters.itemsize / torch.float32.itemsize,
+        state_share=precision.masters.itemsize / 4,
     )
+
+
+def card_software(settings: PrecisionSettings) -> Software:
+    """Return how jingu executes a step on a card, which computes bf16 unless the settings name another precision."""
+    masters = 8.0 if settings.type == "fp64" else 4.0
+    reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
+    compute = _ITEMSIZES.get(settings.type, 2.0)
+    return Software(masters, masters, reduce, compute, masters / 4)
 
 
 def _optimizer_name(config: RunConfig) -> Any:
@@ -163,7 +170,7 @@ def estimate_memory(
     config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, precision: Precision
 ) -> RankMemory:
     """Return what the fullest rank of a run holds. It needs no process group."""
-    return fullest_stage(run_workload(config, spec, sizes, plan, precision))[1]
+    return fullest_stage(run_workload(config, spec, sizes, plan, run_software(precision)))[1]
 
 
 def require_memory(memory: RankMemory, available: float, owner: str) -> None:

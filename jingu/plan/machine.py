@@ -9,15 +9,16 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jingu.config.strict_yaml import parse_yaml
 from jingu.errors import JinguError
-from jingu.runtime.device import device_module, device_name, find_device_type, measure_peak_flops, total_memory
 from jingu.runtime.gpus import num_usable_cores
+
+if TYPE_CHECKING:
+    import torch
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -172,6 +173,8 @@ def nominal_machine(device: torch.device) -> Machine:
 
     Equal machines give equal figures, so that every rank of a run can choose the same layout.
     """
+    from jingu.runtime.device import device_name, total_memory
+
     memory = total_memory(device) / 2**30
     if device.type == "cpu":
         return Machine(
@@ -200,6 +203,10 @@ def find_card(title: str) -> Machine | None:
 
 def measure_machine() -> Machine:
     """Measure this machine: products, memory and its size. Several ranks share its cores and its memory."""
+    import torch
+
+    from jingu.runtime.device import device_module, find_device_type, measure_peak_flops, total_memory
+
     device = torch.device(find_device_type("auto"))
     is_card = device.type != "cpu"
     dtype = torch.bfloat16 if is_card else torch.float32

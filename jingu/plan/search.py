@@ -21,7 +21,7 @@ from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.machine import Machine
 from jingu.plan.memory import stage_memory
-from jingu.plan.step_time import blocks_seconds, step_time
+from jingu.plan.step_time import idle_share, model_seconds, step_time
 from jingu.plan.workload import Workload
 
 # Pipelines to try: the schedule, and stages of a rank.
@@ -94,12 +94,21 @@ def search_layouts(
         if prune and len(top) == best and groups[number].bound > top[-1][0]:
             break
         for work in _layouts(base, groups[number], result):
+            if prune and len(top) == best and _bound(work, groups[number], machine) > top[-1][0]:
+                continue
             plan = _evaluate(work, machine, result)
             if plan is not None:
                 top.append((plan.step, plan.memory, result.tried, plan))
         top = sorted(top)[:best]
     result.best = [plan for *_, plan in top]
     return result
+
+
+def _bound(work: Workload, group: _Family, machine: Machine) -> float:
+    """Return seconds of a step that a layout cannot beat: those of its group, and the least bubble of its schedule."""
+    # No rank idles less than where all stages take equally long. Ranks that share a core do not idle.
+    idle = 0.0 if machine.ranks_per_core > 1 else idle_share(work) * (work.sizes.pipeline - 1)
+    return group.bound * (1 + idle / work.accumulation)
 
 
 def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | None:
@@ -146,13 +155,13 @@ def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: Sea
             continue
         share = rows // sizes.data
         for micro, checkpointing in product(_divisors(share, MAX_MICRO_BATCH), _CHECKPOINTING):
-            # The blocks of a forward pass cost the same, whatever ZeRO shards and however many stages there are.
+            # What computes a micro-batch costs the same, whatever ZeRO shards and however many stages there are.
             key = (sizes.tensor, sizes.context, sizes.expert, mesh.settings.context_method, micro, checkpointing.type)
             if key not in seconds:
                 work = replace(
                     base, sizes=sizes, parallel=mesh.settings, micro_batch=micro, checkpointing=checkpointing
                 )
-                seconds[key] = blocks_seconds(work, machine)
+                seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
             bound = seconds[key] * (share // micro) / sizes.pipeline
             yield _Family(bound, mesh, micro, share // micro, checkpointing)
 
@@ -211,11 +220,12 @@ def _layouts(base: Workload, group: _Family, result: SearchResult) -> Iterator[W
     """Yield the schedules and offloads of a group that fit together."""
     sizes, kind = group.mesh.sizes, group.checkpointing.type
     for schedule, stages in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
-        settings = group.mesh.settings.model_copy(update={"pipeline_schedule": schedule, "stages_per_rank": stages})
+        update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
         # Many layouts fail for one reason: whether parts fit together is asked once.
-        key = (schedule, stages, sizes.pipeline, settings.zero_stage, kind, sizes.expert > 1, group.accumulation)
+        zero = group.mesh.settings.zero_stage
+        key = (schedule, stages, sizes.pipeline, zero, kind, sizes.expert > 1, group.accumulation)
         if key not in result.checked:
-            result.checked[key] = _conflict(settings, kind, base, group)
+            result.checked[key] = _conflict(group.mesh.settings.model_copy(update=update), kind, base, group)
         error = result.checked[key]
         if error is not None:
             result.reject(_reason(error), error.what)
@@ -223,7 +233,7 @@ def _layouts(base: Workload, group: _Family, result: SearchResult) -> Iterator[W
         yield replace(
             base,
             sizes=sizes,
-            parallel=settings,
+            parallel=group.mesh.settings.model_copy(update=update),
             micro_batch=group.micro_batch,
             accumulation=group.accumulation,
             checkpointing=group.checkpointing,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, generation_flops
-from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import Experts, ModelSpec
 from jingu.plan.machine import Machine
 
@@ -45,7 +45,7 @@ def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, we
     Raises:
         JinguError: the weights do not fit.
     """
-    weights = count_parameters(spec, parameter_shapes(spec)).total * weight_bytes / cards
+    weights = count_parameters(spec, parameter_sizes(spec)).total * weight_bytes / cards
     cache = cache_bytes_per_token(spec, cards)
     room = machine.usable_bytes - weights
     if room <= 0:
@@ -77,7 +77,7 @@ def decode_seconds(
         context: tokens before it.
         weights: bytes of the weights on a card.
     """
-    shapes = parameter_shapes(spec)
+    shapes = parameter_sizes(spec)
     count = count_parameters(spec, shapes)
     read = weights * _share_read(spec, count.active / count.total, streams)
     read += streams * context * cache_bytes_per_token(spec, cards)
@@ -88,7 +88,7 @@ def decode_seconds(
 
 def prompt_seconds(spec: ModelSpec, machine: Machine, prompt: int, cards: int = 1) -> float:
     """Return the seconds until the first token after a prompt."""
-    compute = prompt * generation_flops(spec, parameter_shapes(spec), prompt // 2) / _peak(machine, cards)
+    compute = prompt * generation_flops(spec, parameter_sizes(spec), prompt // 2) / _peak(machine, cards)
     return compute + _latency(spec, machine, cards) + _launch(spec, machine)
 
 

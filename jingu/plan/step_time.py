@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
+from typing import Any
 
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.spec import Experts
+from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from jingu.plan.machine import Machine
 from jingu.plan.memory import owned_parts
-from jingu.plan.workload import BlockSizes, Stage, Workload
+from jingu.plan.workload import BlockSizes, ModelSizes, Software, Stage, Workload
 
 # Terms of a step, in the order of tables.
 TERMS = (
@@ -36,15 +41,19 @@ class Neighbors:
 
 def place_groups(work: Workload, machine: Machine) -> dict[str, Neighbors]:
     """Return the group of each axis. Neighbours on the last axes of the mesh share a node."""
-    sizes = work.sizes
+    return _place(work.sizes, machine.gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def _place(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
     groups, inner = {}, 1
     for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
         size = getattr(sizes, axis)
-        groups[axis] = Neighbors(size, max(1, min(size, machine.gpus_per_node // inner)))
+        groups[axis] = Neighbors(size, max(1, min(size, gpus_per_node // inner)))
         inner *= size
     # ZeRO divides over shard × context; experts over the nearest of these ranks.
     fsdp = sizes.shard * sizes.context
-    room = max(1, machine.gpus_per_node // sizes.tensor)
+    room = max(1, gpus_per_node // sizes.tensor)
     groups["fsdp"] = Neighbors(fsdp, min(fsdp, room))
     groups["expert"] = Neighbors(sizes.expert, min(sizes.expert, room))
     groups["expert_fsdp"] = Neighbors(fsdp // sizes.expert, max(1, min(fsdp, room) // sizes.expert))
@@ -145,6 +154,11 @@ def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tup
     return forward, backward
 
 
+@lru_cache(maxsize=16384)
+def _head_seconds(work: Workload, machine: Machine) -> tuple[float, float]:
+    return _products_seconds(work.model.head, work, machine)
+
+
 def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime:
     soft, sizes, spec = work.software, work.sizes, work.spec
     rates = machine.efficiency
@@ -182,6 +196,27 @@ class StageTime:
     backward: float
 
 
+def _computation(work: Workload) -> Workload:
+    """Return what the computation of a micro-batch depends on: the step without stages, ZeRO and other micro-batches.
+
+    Many layouts of a search share it, as one object.
+    """
+    sizes, parallel = work.sizes, work.parallel
+    key = (sizes.tensor, sizes.context, sizes.expert, parallel.context_method, work.sequence, work.micro_batch)
+    return _shared_computation(work.model, work.software, work.checkpointing, key)
+
+
+@lru_cache(maxsize=16384)
+def _shared_computation(
+    model: ModelSizes, software: Software, checkpointing: ActivationCheckpointingSettings, key: tuple[Any, ...]
+) -> Workload:
+    tensor, context, expert, method, sequence, micro_batch = key
+    sizes = AxisSizes(1, 1, 1, context, tensor, expert)
+    parallel = ParallelSettings(context_method=method)
+    return Workload(model, sizes, parallel, sequence, micro_batch, 1, checkpointing, software=software)
+
+
+@lru_cache(maxsize=65536)
 def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[dict[str, float], float]:
     """Return the seconds of a block for one micro-batch by term, and the share of them that a forward pass takes."""
     soft, spec, sizes = work.software, work.spec, work.sizes
@@ -229,14 +264,17 @@ def _expert_seconds(size: float, work: Workload, group: Neighbors, machine: Mach
     return 2 * exchange_seconds(size * chosen, group, machine, share_far)
 
 
-def blocks_seconds(work: Workload, machine: Machine) -> float:
-    """Return the seconds of all blocks of a model for one micro-batch."""
+def model_seconds(work: Workload, machine: Machine) -> float:
+    """Return the seconds of all blocks of a model, and of the products of its head, for one micro-batch."""
+    work = _computation(work)
     counts = Counter(work.model.blocks)
-    return sum(count * sum(_block_terms(block, work, machine)[0].values()) for block, count in counts.items())
+    blocks = sum(count * sum(_block_terms(block, work, machine)[0].values()) for block, count in counts.items())
+    return blocks + (0.0 if work.spec.score_head else sum(_head_seconds(work, machine)))
 
 
 def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     """Return the seconds that a rank of a stage needs for one micro-batch, its own collectives among them."""
+    work = _computation(work)
     terms = dict.fromkeys(TERMS, 0.0)
     forward = 0.0
     for block, numbers in stage.blocks:
@@ -245,7 +283,7 @@ def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
             terms[term] += len(numbers) * seconds
         forward += share * len(numbers) * sum(block_terms.values())
     if stage.has_head and not work.spec.score_head:
-        head, head_backward = _products_seconds(work.model.head, work, machine)
+        head, head_backward = _head_seconds(work, machine)
         traffic = work.tokens * work.spec.vocab_size / work.sizes.tensor * 16 / (machine.memory_gbs * 1e9)
         terms["matmuls"] += head + head_backward
         terms["elementwise"] += traffic

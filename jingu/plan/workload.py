@@ -1,7 +1,7 @@
 """What a step computes, stores and sends: the sizes that the estimates of memory and time need, and nothing of ranks.
 
-The sizes come from the modules of the model themselves: a block of each kind is built on the meta device, and its
-sharding table says how its parameters are divided.
+The sizes come from the table of the model's parameters or, with adapters, from the modules themselves: a block of each
+kind is built on the meta device, and its sharding table says how its parameters are divided.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal, NamedTuple
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.adapter_layers import is_trained
-from jingu.model.decoder import build_model, parameter_shapes
-from jingu.model.inputs import Inputs
-from jingu.model.sharding_table import ShardedDim, sharded_dims
-from jingu.model.spec import Experts, GatedFeedForward, ModelSpec
+from jingu.model.parameter_table import has_table, is_trained, parameter_sizes, parameter_table
+from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
+from jingu.model.spec import Experts, GatedFeedForward, LayerNorm, ModelSpec
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
 
@@ -152,7 +147,7 @@ class Software:
     product_speed: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
     """One step of a run in one layout.
 
@@ -281,30 +276,36 @@ def _merge_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return tuple(merged.values())
 
 
+class _Parameter(NamedTuple):
+    """A parameter of a model of one block.
+
+    Attributes:
+        itemsize: bytes of a number, where it is not floating-point.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[ShardedDim, ...]
+    itemsize: int | None = None
+
+
 @lru_cache(maxsize=64)
 def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
-    """Return the sizes of a model, from one block of each kind on the meta device."""
-    dtype = {8: torch.float64, 4: torch.float32}.get(int(compute_bytes), torch.bfloat16)
+    """Return the sizes of a model, from one block of each kind."""
     layers = {"num_layers": 1} | ({"num_encoder_layers": 1} if spec.num_encoder_layers else {})
-    with torch.device("meta"):
-        model = build_model(spec.model_copy(update=layers))
-    table = sharded_dims(model)
-    parameters = dict(model.named_parameters())
+    parameters = _parameters(spec.model_copy(update=layers))
     if spec.tie_word_embeddings:
         # The head has no weight of its own, and is multiplied all the same.
         parameters["head.weight"] = parameters["embedding.weight"]
-        table["head.weight"] = table["embedding.weight"]
 
     def part(prefixes: tuple[str, ...], attended: int = 0, number: int = 0, *, is_causal: bool = True) -> BlockSizes:
         names = [name for name in parameters if name.startswith(prefixes)]
         # Which parameters are trained may differ from block to block.
         own = tuple(
-            _weight(parameters[name], name, table[name], spec, name.replace("blocks.0.", f"blocks.{number}."))
-            for name in names
+            _weight(parameters[name], name, spec, name.replace("blocks.0.", f"blocks.{number}.")) for name in names
         )
         outputs = sum(_outputs(weight, spec) for weight in own if weight.is_product)
         outputs += attended * spec.attention.num_heads * spec.attention.head_dim
-        return _block(own, saved_bytes(spec, dtype) if attended else 0.0, outputs, attended, is_causal)
+        return _block(own, saved_bytes(spec, compute_bytes) if attended else 0.0, outputs, attended, is_causal)
 
     encoders = [part(("encoder.blocks.",), 1, n, is_causal=False) for n in range(spec.num_encoder_layers or 0)]
     decoders = [part(("blocks.",), 1 + bool(encoders), n) for n in range(spec.num_layers)]
@@ -313,23 +314,44 @@ def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
     return ModelSizes(spec, (*encoders, *decoders), part(others), part(ends[:1]), part(ends))
 
 
+def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
+    """Return the parameters of a model by name."""
+    if has_table(spec):
+        table = parameter_table(spec)
+        return {
+            name: _Parameter(shape, divided_dims(style, name.rpartition(".")[2], shape) if style else ())
+            for name, (shape, style) in table.items()
+        }
+    import torch
+
+    from jingu.model.decoder import build_model
+
+    with torch.device("meta"):
+        model = build_model(spec)
+    dims = sharded_dims(model)
+    return {
+        name: _Parameter(tuple(own.shape), dims[name], None if own.is_floating_point() else own.itemsize)
+        for name, own in model.named_parameters()
+    }
+
+
 @lru_cache(maxsize=256)
 def _block(weights: tuple[Weight, ...], saved: float, outputs: float, attended: int, is_causal: bool) -> BlockSizes:
     """Return the sizes of a block; equal blocks are one object."""
     return BlockSizes(weights, saved, outputs, attended, is_causal)
 
 
-def _weight(parameter: Tensor, name: str, dims: tuple[ShardedDim, ...], spec: ModelSpec, full_name: str) -> Weight:
+def _weight(parameter: _Parameter, name: str, spec: ModelSpec, full_name: str) -> Weight:
     trained = is_trained(full_name, spec) or (name == "head.weight" and spec.adapter is None)
     stored: Literal["master", "compute"] | int = "master"
-    if not parameter.is_floating_point():
+    if parameter.itemsize is not None:
         stored = parameter.itemsize
-    elif spec.adapter is not None and not trained and parameter.dim() >= 2 and "router" not in name:
+    elif spec.adapter is not None and not trained and len(parameter.shape) >= 2 and "router" not in name:
         stored = "compute"
-    is_product = parameter.dim() >= 2 and not name.endswith((*_TABLES, ".scales"))
+    is_product = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
-    return Weight(tuple(parameter.shape), dims, trained, is_product, stored, packing, is_copy)
+    return Weight(parameter.shape, parameter.dims, trained, is_product, stored, packing, is_copy)
 
 
 def _outputs(weight: Weight, spec: ModelSpec) -> float:
@@ -341,32 +363,77 @@ def _outputs(weight: Weight, spec: ModelSpec) -> float:
 
 
 @lru_cache(maxsize=64)
-def saved_bytes(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Return how many bytes of a token a decoder's block saves for its backward pass, by counting them.
+def saved_bytes(spec: ModelSpec, compute_bytes: float) -> float:
+    """Return how many bytes of a token a decoder's block saves for its backward pass.
 
-    A mixture is counted as a feed-forward of the size of what a token uses, and its rows in the order of the experts.
+    A mixture is taken to be a feed-forward of the size of what a token uses, and its rows in the order of the experts.
     """
     part, rows = spec.feed_forward, 0.0
     if isinstance(part, Experts):
         size = part.num_experts_per_token * part.intermediate_size + (part.shared_intermediate_size or 0)
-        rows = part.num_experts_per_token * 2.0 * spec.hidden_size * dtype.itemsize + 8.0 * part.num_experts
+        rows = part.num_experts_per_token * 2.0 * spec.hidden_size * compute_bytes + 8.0 * part.num_experts
         spec = spec.model_copy(
             update={"feed_forward": GatedFeedForward(intermediate_size=size, activation=part.activation)}
         )
+    if has_table(spec) and not spec.frozen_parameters:
+        return rows + _saved_by_block(spec, compute_bytes)
+    return rows + _count_saved(spec, compute_bytes)
+
+
+def _saved_by_block(spec: ModelSpec, size: float) -> float:
+    """Return what autograd saves of a token in a block whose parameters are all trained.
+
+    Args:
+        size: bytes of a number.
+    """
+    part, feed_forward = spec.attention, spec.feed_forward
+    stacks = 1 + (spec.num_encoder_layers is not None)
+    inner = part.num_heads * part.head_dim
+    # Inputs of norms, and their outputs, which the products after them read.
+    saved = (stacks + 1) * (_saved_by_norm(spec, spec.hidden_size, 1, size) + spec.hidden_size * size)
+    # Queries, keys and values, as wide and as many as without a fused kernel, and what the output projection reads.
+    saved += stacks * inner * (3 * max(size, 4.0) + size)
+    if part.qk_norm:
+        heads = part.num_heads + part.num_kv_heads
+        saved += stacks * _saved_by_norm(spec, heads * part.head_dim, heads, size)
+    # What an activation reads or, of relu, returns; what it is multiplied with; and what the last product reads.
+    tensors = 2 * isinstance(feed_forward, GatedFeedForward) + 1 + (feed_forward.activation != "relu")
+    return saved + tensors * feed_forward.intermediate_size * size
+
+
+def _saved_by_norm(spec: ModelSpec, width: int, groups: int, size: float) -> float:
+    """Return what norms of `groups` parts of a token, of `width` numbers together, save."""
+    wide = max(size, 4.0)
+    if isinstance(spec.norm, LayerNorm):
+        return width * size + 2 * groups * wide
+    # Inputs and results before the weight, in fp32 at least.
+    return 2 * width * wide + groups * wide
+
+
+def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
+    """Return what autograd saves of a token in a block, by counting it in modules on the meta device."""
     length = min(64, spec.max_position_embeddings // 2)
     # Attention on the meta device keeps its probabilities, which grow with the square of the length; kernels of real
     # devices do not keep them.
     short, long = (
-        _count_saved(spec, 2, size, dtype) - _count_saved(spec, 1, size, dtype) for size in (length, 2 * length)
+        _count_saved_by_model(spec, 2, size, compute_bytes) - _count_saved_by_model(spec, 1, size, compute_bytes)
+        for size in (length, 2 * length)
     )
-    return rows + (4 * short - long) / (2 * length)
+    return (4 * short - long) / (2 * length)
 
 
-def _count_saved(spec: ModelSpec, layers: int, length: int, dtype: torch.dtype) -> int:
+def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_bytes: float) -> int:
+    import torch
+    from torch import Tensor
+
+    from jingu.model.decoder import build_model
+    from jingu.model.inputs import Inputs
+
     update = {"num_layers": layers, "quantization": None}
     if spec.num_encoder_layers:
         update["num_encoder_layers"] = 1
     small = spec.model_copy(update=update)
+    dtype = {8: torch.float64, 4: torch.float32}.get(int(compute_bytes), torch.bfloat16)
     with torch.device("meta"):
         model = build_model(small).to(dtype)
         tokens = torch.zeros(1, length, dtype=torch.int64)
@@ -387,4 +454,4 @@ def _count_saved(spec: ModelSpec, layers: int, length: int, dtype: torch.dtype) 
 
 def num_parameters(spec: ModelSpec) -> int:
     """Return the number of a model's parameters."""
-    return sum(shape.numel() for shape in parameter_shapes(spec).values())
+    return sum(map(prod, parameter_sizes(spec).values()))

@@ -1,4 +1,4 @@
-"""`jingu plan`, and the page of a plan: memory of each rank, the pipeline's timeline, the roofline, and cost."""
+"""The page of a plan: memory of each rank, the pipeline's timeline, the roofline, and cost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars
 from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
 from jingu.report.commands import write_page
 from jingu.report.template import render_document, spread
-from jingu.training import plan_commands
-from jingu.training.plan_commands import PlanQuery
+from jingu.training.plan_commands import PlanQuery, forecast_for_page
 
 # Rows of a picture: ranks of a pipeline.
 MAX_ROWS = 16
@@ -31,24 +30,25 @@ MAX_ROWS = 16
 MAX_NUMBERED = 400
 
 
-def plan(query: PlanQuery, as_json: bool = False, html: Path | None = None) -> int:
-    """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page, too.
+def write_plan(query: PlanQuery, html: Path, *, as_json: bool) -> int:
+    """Write the page of a plan, and print it, too.
 
     Args:
-        as_json: print all figures as an object instead of tables.
         html: the file of the page.
+        as_json: print all figures as an object instead of tables.
+
+    Returns:
+        The exit code: 0; 1 if the run does not fit into memory.
 
     Raises:
-        JinguError: as there; or the file cannot be written.
+        JinguError: as `jingu/training/plan_commands.py:plan`; or the file cannot be written.
     """
-    if html is None:
-        return plan_commands.plan(query, as_json)
     if query.mode not in (None, "search"):
         fix = "Leave out the other option, or --html."
         raise JinguError(
             "the page shows one plan of training, of the layout or with --search.", where="--html", fix=fix
         )
-    outcome, clusters = plan_commands.forecast_for_page(query)
+    outcome, clusters = forecast_for_page(query)
     target = Path(query.target)
     page = render_plan(target.parent.name if target.name == "config.json" else target.name, outcome, clusters)
     if as_json:

@@ -14,9 +14,10 @@ from jingu.data.objective import batch_function
 from jingu.errors import JinguError
 from jingu.formats.models import load_matching_adapters, open_model
 from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base
-from jingu.model.adapter_layers import initial_factors, is_adapter, is_trained
+from jingu.model.adapter_layers import initial_factors
 from jingu.model.decoder import parameter_shapes
 from jingu.model.layers import Linear
+from jingu.model.parameter_table import is_adapter, is_trained
 from jingu.model.quantized_weight import quantizing_reader
 from jingu.model.spec import Lora
 from jingu.model.weight_init import generator_for_name

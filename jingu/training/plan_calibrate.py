@@ -14,7 +14,7 @@ from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Precision
 from jingu.parallel.stages import plan_layout
 from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors, residual_interval
-from jingu.plan.forecast import run_workload
+from jingu.plan.forecast import run_software, run_workload
 from jingu.plan.machine import Machine, find_machine
 from jingu.runtime.device import DTYPES
 from jingu.runtime.files import write_error, write_text_atomically
@@ -77,7 +77,7 @@ def read_run(run: Path, machine: Machine) -> Measurement:
     dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
     precision = Precision(start["precision"], dtype, masters, masters)
-    work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), precision)
+    work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), run_software(precision))
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
     logged = tuple(start["tokens_per_step"] / speed for speed in speeds)
     # Terms that the run itself has measured.

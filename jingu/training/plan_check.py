@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jingu.parallel.mesh import resolve_axis_sizes
 from jingu.plan.actual import StepTimer, complete_terms
-from jingu.plan.forecast import Forecast, run_workload
+from jingu.plan.forecast import Forecast, run_software, run_workload
 from jingu.plan.machine import Machine, nominal_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import step_time
@@ -58,7 +58,8 @@ class PlanCheck:
         seconds = trainer.plan.tokens_per_step / median(self._speeds)
         config, spec, device = trainer.run.config, trainer.run.spec, trainer.ranks.device
         sizes = resolve_axis_sizes(config.parallel, trainer.ranks.world, spec)
-        work = run_workload(config, spec, sizes, trainer.plan, choose_precision(config.precision, device))
+        software = run_software(choose_precision(config.precision, device))
+        work = run_workload(config, spec, sizes, trainer.plan, software)
         machine = _measured_machine(trainer)
         memory = stage_memory(work, work.stages[0])
         updates = Forecast(work, machine, config.train.steps, step_time(work, machine), memory, None, [])

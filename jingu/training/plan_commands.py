@@ -6,26 +6,25 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from jingu.config import deepspeed
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.load import config_from_tree, dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.tasks import PretrainingSettings
 from jingu.config.sections.train import PrecisionSettings, resolve_steps
+from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, pluralize
-from jingu.formats.huggingface import spec_from_config
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
-from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import find_preset, spec_from_settings
 from jingu.model.spec import ModelSpec
-from jingu.parallel.layout import Precision
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import plan_layout, split_blocks
 from jingu.plan.forecast import (
     Forecast,
+    card_software,
     estimate_memory,
     forecast,
     print_clusters,
@@ -33,19 +32,18 @@ from jingu.plan.forecast import (
     print_search,
     print_serving,
     require_memory,
+    run_software,
     run_workload,
 )
 from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
-from jingu.plan.workload import Workload
-from jingu.runtime.device import total_memory
-from jingu.runtime.ranks import choose_device
-from jingu.text.tokenizer import Tokenizer
+from jingu.plan.workload import Software, Workload, num_parameters
 from jingu.training.plan_task import add_task
-from jingu.training.precision import choose_precision
-from jingu.training.run import apply_tuning, build_run_spec
 from jingu.training.schedule import check_schedule
+
+if TYPE_CHECKING:
+    from jingu.parallel.layout import Precision
 
 
 def show_config(config: RunConfig, processes: int | None = None) -> None:
@@ -70,7 +68,7 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
     check_schedule(config)
     spec, missing = resolve_spec(config)
     sizes, plan = plan_layout(config, world, spec)
-    parameters = sum(shape.numel() for shape in parameter_shapes(spec).values())
+    parameters = num_parameters(spec)
     model = f"that of {missing}" if missing else f"{spec.family}, {format_rounded(parameters)} parameters"
     experts = f", {sizes.expert} expert" if sizes.expert > 1 else ""
     rows = [
@@ -101,17 +99,38 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     the run's spec is known."""
     initial_model = config.initialize.from_
     tokenizer = Path(config.tokenizer.path)
-    if tokenizer.exists() and (initial_model is None or Path(initial_model).exists()):
-        spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
-        return apply_tuning(spec, config), None
-    spec = spec_from_settings(config.model, config.tokenizer.vocab_size, config.batch.sequence_length)
+    vocabulary, length = config.tokenizer.vocab_size, config.batch.sequence_length
+    if tokenizer.exists():
+        from jingu.text.tokenizer import Tokenizer
+
+        if initial_model is None:
+            vocabulary, length = Tokenizer.load(tokenizer).vocab_size, config.document_length
+        elif Path(initial_model).exists():
+            from jingu.training.run import build_run_spec
+
+            spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
+            return _add_tuning(spec, config), None
+    spec = spec_from_settings(config.model, vocabulary, length)
     if initial_model is None or config.model.preset is not None:
-        return apply_tuning(spec, config), None
+        return _add_tuning(spec, config), None
     return spec, initial_model
+
+
+def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """Return the spec with what `task` and `tune` train."""
+    if isinstance(config.task, PretrainingSettings) and config.tune == FullSettings() and not spec.score_head:
+        return spec
+    # It imports the whole of training, which takes longer than a plan.
+    from jingu.training.run import apply_tuning
+
+    return apply_tuning(spec, config)
 
 
 def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan) -> str:
     """Return what the fullest rank of the pipeline holds, as text."""
+    from jingu.runtime.ranks import choose_device
+    from jingu.training.precision import choose_precision
+
     precision = choose_precision(config.precision, choose_device(config.device.type, 0))
     memory = estimate_memory(config, spec, sizes, plan, precision)
     unit, unit_name = memory_unit(memory.total)
@@ -200,11 +219,10 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         return 0
     if mode == "clusters" or isinstance(mode, float):
         return _plan_clusters(request, machine, price, mode if isinstance(mode, float) else None, as_json=as_json)
-    precision = _machine_precision(config, machine)
     if mode == "exact":
-        return _replay(request, precision, ranks, as_json=as_json)
+        return _replay(request, machine, ranks, as_json=as_json)
     if mode is None and request.has_layout:
-        work = run_workload(config, spec, *plan_layout(config, ranks, spec), precision)
+        work = run_workload(config, spec, *plan_layout(config, ranks, spec), _software(config, machine))
         outcome = forecast_fitting(request, [work], machine, price)
     else:
         result = search_run(config, spec, machine, ranks)
@@ -222,8 +240,13 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     return 0 if outcome.spare >= 0 else 1
 
 
-def _replay(request: PlanRequest, precision: Precision, ranks: int, *, as_json: bool) -> int:
+def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool) -> int:
     """Replay a step of the first rank, and print its peak and its collectives."""
+    import torch
+
+    from jingu.runtime.device import total_memory
+
+    precision = _precision(request.config, machine)
     config, spec = request.config, request.spec
     memory = estimate_memory(config, spec, *plan_layout(config, ranks, spec), precision)
     # The replay allocates what one rank holds.
@@ -254,7 +277,7 @@ def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int)
     rows = config.batch.global_batch_size
     one = BatchPlan(rows, 1, rows, rows * config.batch.sequence_length)
     sizes = AxisSizes(1, 1, 1, 1, 1, 1)
-    base = run_workload(config, spec, sizes, one, _machine_precision(config, machine))
+    base = run_workload(config, spec, sizes, one, _software(config, machine))
     return search_layouts(base, ranks, machine, rows)
 
 
@@ -327,14 +350,23 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
             raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=query.target, fix=fix)
         works = [layout.work for layout in result.best]
     else:
-        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), _machine_precision(config, machine))]
+        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), _software(config, machine))]
     outcome = forecast_fitting(request, works, machine, price)
     sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)
 
 
-def _machine_precision(config: RunConfig, machine: Machine) -> Precision:
+def _software(config: RunConfig, machine: Machine) -> Software:
+    """Return how a run executes its steps on a machine."""
+    return run_software(_precision(config, machine)) if machine.is_shared else card_software(config.precision)
+
+
+def _precision(config: RunConfig, machine: Machine) -> Precision:
     """Return the precision of a run on a machine: cards compute bf16, and CPUs what this one computes."""
+    import torch
+
+    from jingu.training.precision import choose_precision
+
     settings = config.precision
     if settings.type == "auto" and not machine.is_shared:
         settings = PrecisionSettings(type="bf16", reduce=settings.reduce)
@@ -353,6 +385,8 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
             assumptions.append(f"the tokenizer has {config.tokenizer.vocab_size:,} entries (tokenizer.vocab_size)")
         return PlanRequest(config, spec, True, assumptions)
     if path.is_dir() or path.name == "config.json":
+        from jingu.formats.huggingface import spec_from_config
+
         spec = spec_from_config(path / "config.json" if path.is_dir() else path)
     elif path.suffix == ".json":
         settings, notes = deepspeed.convert(deepspeed.read(path), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.policies import (
@@ -15,10 +16,10 @@ from jingu.config.sections.policies import (
 )
 from jingu.config.sections.rewards import ModelReward
 from jingu.config.sections.tasks import DpoSettings, KtoSettings
-from jingu.formats.models import open_model
 from jingu.model.spec import ModelSpec
-from jingu.plan.alignment import Companion, Rollouts, add_rollouts
-from jingu.plan.forecast import Forecast
+
+if TYPE_CHECKING:
+    from jingu.plan.forecast import Forecast
 
 
 def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
@@ -29,6 +30,8 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         result.assumptions.append("log-probabilities of the reference are computed before the first step")
     if not isinstance(task, PolicySettings):
         return result
+    from jingu.plan.alignment import Companion, Rollouts, add_rollouts
+
     companions = []
     base = spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
     if isinstance(task, DistillationSettings):
@@ -70,6 +73,8 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
 
 def _spec_of(path: str | None, default: ModelSpec, result: Forecast) -> ModelSpec:
     if path is not None and Path(path).exists():
+        from jingu.formats.models import open_model
+
         return open_model(Path(path)).spec
     if path is not None:
         result.assumptions.append(f"{path} does not exist yet, and is as large as the trained model")

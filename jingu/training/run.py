@@ -34,8 +34,9 @@ from jingu.formats.models import open_model
 from jingu.formats.provenance import Record, extend_provenance
 from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
-from jingu.model.adapter_layers import check_saved_modules, check_targets, matches_any
+from jingu.model.adapter_layers import check_saved_modules, check_targets
 from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import matches_any
 from jingu.model.resolve import expand_targets, spec_from_settings
 from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, flatten_fields
 from jingu.runtime import files

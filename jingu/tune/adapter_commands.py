@@ -14,8 +14,9 @@ from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.stored_model import apply_adapters
-from jingu.model.adapter_layers import ADAPTER_PARAMETERS, RESIDUAL_INITS, is_trained, unmerge_adapter
+from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
+from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_trained
 from jingu.model.spec import Ia3, Lora
 from jingu.runtime.device import DTYPES
 

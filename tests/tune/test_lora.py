@@ -19,8 +19,8 @@ from jingu.formats.peft import read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, load_model, residual_base
 from jingu.formatting import format_rounded
 from jingu.infer.multi_lora import read_lora_adapter
-from jingu.model.adapter_layers import is_trained
 from jingu.model.decoder import build_model
+from jingu.model.parameter_table import is_trained
 from jingu.parallel import materialize
 from jingu.training.run import Run, open_run
 from jingu.tune.adapter_commands import export, merge, unmerge

@@ -52,6 +52,8 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(
+        # The whole configuration is one schema; none of its parts needs another.
+        defer_build=True,
         frozen=True,
         extra="forbid",
         strict=True,

@@ -1,7 +1,6 @@
 """The model families that jingu supports, by name."""
 
 from jingu.errors import JinguError
-from jingu.model.decoder import parameter_shapes
 from jingu.model.families import bloom, chatglm3, cpm2, gpt2, llama, t5
 from jingu.model.families.family import Family
 from jingu.model.families.name_map import TensorMapping, expand_rules
@@ -16,6 +15,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 def map_tensors(spec: ModelSpec) -> list[TensorMapping]:
     """Return the tensors that a model has in Hugging Face's files. Raises LookupError if it cannot have any."""
+    from jingu.model.decoder import parameter_shapes
+
     return expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
 
 

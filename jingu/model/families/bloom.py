@@ -5,11 +5,14 @@ In Hugging Face's files one matrix holds q, k and v, head by head.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from jingu.model.families.family import Family, config_keys, load_template, supported_options
 from jingu.model.families.name_map import Transform, name_rules
 from jingu.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _to_jingu(tensor: Tensor, spec: ModelSpec) -> Tensor:

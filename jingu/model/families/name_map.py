@@ -11,9 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from jingu.model.spec import ModelSpec
 from jingu.tables import read_table
@@ -21,7 +19,11 @@ from jingu.tables import read_table
 # The tables of families.toml, by family.
 TABLES = read_table(__file__, "families.toml")
 
-Rearrange = Callable[[Tensor, ModelSpec], Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Rearrange = Callable[[Tensor, ModelSpec], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class TensorMapping:
     @property
     def shape(self) -> torch.Size:
         """The shape of Hugging Face's tensor."""
+        import torch
+
         return self._join([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
 
     def to_jingu(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -84,6 +88,8 @@ class TensorMapping:
         return self._join(tensors if self.expert is None else [whole[self.expert] for whole in tensors])
 
     def _join(self, pieces: Sequence[Tensor]) -> Tensor:
+        import torch
+
         return self.transform.to_hf(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.spec)
 
 
