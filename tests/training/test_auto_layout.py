@@ -92,7 +92,7 @@ def test_no_layout_fits(tiny_run, tmp_path, monkeypatch, capsys):
     with pytest.raises(JinguError, match=r"no layout of 7 ranks fits on this machine\. .*8 sequences over 7 "):
         choose_layout(tiny_run(), 7)
     # Too little memory.
-    monkeypatch.setattr("jingu.plan.machine.total_memory", lambda _: 2**10)
+    monkeypatch.setattr("jingu.runtime.device.total_memory", lambda _: 2**10)
     with pytest.raises(JinguError, match="out of memory: the nearest is short by"):
         choose_layout(tiny_run(), 2)
     file = tmp_path / "run.yaml"
