@@ -6,6 +6,7 @@ What ranks need is in `jingu.compat.torch_distributed`, which takes longer to im
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -179,6 +180,35 @@ def pack_int4_on_card(pairs: Tensor) -> Tensor:
 def int4_matmul_on_card(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
     """Return `x @ weight.T` in bf16 for a matrix of `pack_int4_on_card`; else as `int4_matmul`."""
     y_NO: Tensor = torch.ops.aten._weight_int4pack_mm(x_NI, packed, group_size, scales_and_zeros)
+    return y_NO
+
+
+def has_byte_kernels() -> bool:
+    """Return whether this build of PyTorch has fbgemm's products of 8-bit integers."""
+    has_operator = hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32")
+    return has_operator and "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def pack_bytes(values_OI: Tensor, scales_O: Tensor) -> object:
+    """Return a matrix of int8 values, with a scale for each output, in fbgemm's layout."""
+    zeros_O = torch.zeros(len(values_OI), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # Tensors of quantized dtypes are to be removed in a later version.
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
+        matrix = torch._make_per_channel_quantized_tensor(values_OI, scales_O.double(), zeros_O, 0)
+    # Where the processor has VNNI, another library would be the default.
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        packed: object = torch.ops.quantized.linear_prepack(matrix, None)
+    finally:
+        torch.backends.quantized.engine = engine
+    return packed
+
+
+def byte_matmul(x_NI: Tensor, packed: object) -> Tensor:
+    """Return `x @ weight.T` in fp32 for a matrix of `pack_bytes`; x, in fp32, is rounded to whole numbers up to 127."""
+    y_NO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x_NI, 1.0, 128, packed)
     return y_NO
 
 

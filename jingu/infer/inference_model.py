@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jingu.chat.chat_format import ChatFormat, find_chat_format
+from jingu.compat.torch import has_byte_kernels
 from jingu.config.sections.parallel import DeviceType, ParallelSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
@@ -164,8 +165,9 @@ def load(
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
-    # The CPU kernels for quantized matrices are fast with bf16 activations only, also on CPUs without units for bf16.
-    is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu")
+    use_bytes = kind is not None and ranks is None and _use_byte_kernels(stored_model.spec, place)
+    # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
+    is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu" and not use_bytes)
     default_precision = "bf16" if is_bf16 else "fp32"
     dtype = check_number_format(DTYPES[precision if precision in DTYPES else default_precision], place)
     offloader: ExpertOffloader | None = None
@@ -180,13 +182,13 @@ def load(
             quantize_embedding_and_head(model, dtype)
 
     model = _load_module(stored_model, dtype, place, ranks, pipeline, prepare)
-    prompt_rows = None if kind is None else _find_prompt_rows(stored_model.spec, kind, place)
+    prompt_rows = None if kind is None or use_bytes else _find_prompt_rows(stored_model.spec, kind, place)
     lora_adapters = LoraAdapters(model, dtype)
     for adapter_name, weights in lora_weights.items():
         lora_adapters.attach(adapter_name, weights)
     for stage in model.stages:
         # An adapter may be for one of several projections that would be joined.
-        prepack_weights(stage, not runtime_adapters, prompt_rows)
+        prepack_weights(stage, not runtime_adapters, prompt_rows, as_bytes=use_bytes)
     # Prepend BOS only where both the tokenizer and the model's configuration say so.
     has_bos = tokenizer.prompt_prefix_ids == [stored_model.special_token_ids.get("bos_token_id")]
     start_id = stored_model.decoder_start_token_id
@@ -206,6 +208,13 @@ def load(
         prompt_rows=prompt_rows,
         world_size=1 if ranks is None else ranks.world,
     )
+
+
+def _use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:
+    """Return whether the quantized matrices of a model are multiplied as bytes."""
+    # Experts are stored for the other kernels, as they may be read from disk in their layout.
+    is_mixture = isinstance(spec.feed_forward, Experts)
+    return device.type == "cpu" and not has_fast_bf16(device) and has_byte_kernels() and not is_mixture
 
 
 def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.device) -> PromptRows | None:

@@ -20,6 +20,7 @@ from jingu.infer.block_manager import SCRATCH_BLOCK
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import linear
@@ -112,7 +113,7 @@ class ModelRunner:
 def _row_multiple(model: InferenceModel, default: int) -> int:
     """Return the multiple of rows with which the result of a row does not depend on their number."""
     head = cast(object, model.module.head_weight()) if isinstance(model.module, Decoder) else None
-    if isinstance(head, QuantizedWeight | PrepackedQuantizedWeight):
+    if isinstance(head, QuantizedWeight | PrepackedQuantizedWeight | ByteWeight):
         return 1  # quantized kernels compute each row by itself, and cost by the row
     return PREPACKED_ROWS if isinstance(head, PrepackedWeight) else default
 

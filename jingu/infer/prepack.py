@@ -7,7 +7,8 @@ value; gate and up) are joined to one matrix, so that one product computes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.functional import normalize
 
 from jingu.compat.torch import call_forward_directly
 from jingu.model.attention import SelfAttention
+from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder
 from jingu.model.experts import MoELayer
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, RMSNorm
@@ -27,10 +29,13 @@ from jingu.model.quantized_weight import (
     PromptRows,
     QuantizedWeight,
     can_quantize,
+    dequantize,
 )
+from jingu.model.spec import QuantizationFormat
 from jingu.runtime.device import collapse_to_huge_pages
 
-AnyPrepacked = PrepackedWeight | PrepackedQuantizedWeight
+AnyPrepacked = PrepackedWeight | PrepackedQuantizedWeight | ByteWeight
+PackQuantized = Callable[..., PrepackedQuantizedWeight | ByteWeight]
 
 
 def prepack_weights(
@@ -39,6 +44,7 @@ def prepack_weights(
     prompt_rows: PromptRows | None = None,
     dtype: torch.dtype | None = None,
     huge_pages: bool = True,
+    as_bytes: bool = False,
 ) -> None:
     """Prepack a model, or a rank's part of one, in place. Afterwards it can only be used for inference.
 
@@ -48,21 +54,23 @@ def prepack_weights(
         join: whether projections of the same input become one matrix.
         prompt_rows: for the quantized matrices of blocks that are multiplied with all rows of a step.
         dtype: of the products; None: that of the weights.
+        as_bytes: whether quantized matrices are multiplied as bytes; not those of experts.
         huge_pages: whether plain matrices move to pages of 2 MB, which pays off after some hundred steps.
     """
     parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = dtype or parameter.dtype
+    pack = partial(_pack_quantized, dtype=dtype, prompt_rows=prompt_rows, as_bytes=as_bytes)
     if parameter.device.type == "cpu" and dtype != torch.float64:
         lacks_units = dtype in (torch.bfloat16, torch.float16) and matmul_dtype(dtype, parameter.device) != dtype
         use_onednn = not lacks_units and bool(torch.backends.mkldnn.is_available())
         if join:
-            _join_projections(model, dtype, use_onednn, prompt_rows)
-        _prepack_quantized(model, dtype, prompt_rows)
+            _join_projections(model, dtype, use_onednn, pack)
+        _prepack_quantized(model, dtype, pack)
         if use_onednn:
             _prepack_plain(model, dtype, huge_pages)
     elif parameter.device.type != "cpu":
         # Plain matrices stay as they are: the kernels of cards read them so.
-        _prepack_quantized(model, dtype, None)
+        _prepack_quantized(model, dtype, pack)
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.weight.dtype in (torch.bfloat16, torch.float16):
             module.wide_weight = module.weight.detach().float()
@@ -70,22 +78,20 @@ def prepack_weights(
         call_forward_directly(module)
 
 
-def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, prompt_rows: PromptRows | None) -> None:
+def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> None:
     """Join the matrices of projections that have the same input."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             projections = (module.q, module.k, module.v)
             # On a rank of tensor parallelism these are its own heads only.
             sizes = [_num_rows(projection) // module.head_dim for projection in projections]
-            module.qkv = _join(projections, dtype, use_onednn, prompt_rows)
+            module.qkv = _join(projections, dtype, use_onednn, pack)
             module.sizes = sizes
         elif isinstance(module, FeedForwardLayer) and module.gate is not None:
-            module.gate_up = _join((module.gate, module.up), dtype, use_onednn, prompt_rows)
+            module.gate_up = _join((module.gate, module.up), dtype, use_onednn, pack)
 
 
-def _join(
-    parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, prompt_rows: PromptRows | None
-) -> Linear | None:
+def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:
     """Return one layer in place of several, whose weights are freed; None if they differ in kind or have no kernel."""
     if any(type(part) is not Linear for part in parts):
         return None
@@ -94,7 +100,7 @@ def _join(
     if all(_has_kernel(weight) and weight.kind == weights[0].kind for weight in weights):
         values = torch.cat([weight.values for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
-        joined = PrepackedQuantizedWeight.pack(weights[0].kind, values, scales, dtype, prompt_rows)
+        joined = pack(weights[0].kind, values, scales)
     elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
         joined = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
     else:
@@ -108,11 +114,11 @@ def _join(
     return layer
 
 
-def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRows | None) -> None:
+def _prepack_quantized(model: Decoder, dtype: torch.dtype, pack: PackQuantized) -> None:
     """Prepack the quantized matrices of linear layers, experts and the head."""
     head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
     if head is not None and _has_kernel(head.weight):
-        model.prepacked_head = _pack_quantized(head.weight, dtype)
+        model.prepacked_head = pack(head.weight.kind, head.weight.values, head.weight.scales, prompt_rows=None)
     for module in list(model.modules()):
         weight = dict(module.named_children()).get("weight")
         if not isinstance(weight, QuantizedWeight) or not _has_kernel(weight) or isinstance(module, Embedding):
@@ -120,7 +126,7 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRo
         if module is head:
             _free_weight(module)
         elif weight.values.dim() == 2:
-            _set_weight(module, _pack_quantized(weight, dtype, prompt_rows))
+            _set_weight(module, pack(weight.kind, weight.values, weight.scales))
         elif weight.values.device.type == "cpu":
             pairs = zip(weight.values, weight.scales, strict=True)
             experts = (PrepackedQuantizedWeight.pack(weight.kind, *pair, dtype) for pair in pairs)
@@ -128,10 +134,19 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype, prompt_rows: PromptRo
 
 
 def _pack_quantized(
-    weight: QuantizedWeight, dtype: torch.dtype, prompt_rows: PromptRows | None = None
-) -> PrepackedQuantizedWeight:
-    prepacked = PrepackedQuantizedWeight if weight.values.device.type == "cpu" else CardQuantizedWeight
-    return prepacked.pack(weight.kind, weight.values, weight.scales, dtype, prompt_rows)
+    kind: QuantizationFormat,
+    values: Tensor,
+    scales: Tensor,
+    *,
+    dtype: torch.dtype,
+    prompt_rows: PromptRows | None,
+    as_bytes: bool,
+) -> PrepackedQuantizedWeight | ByteWeight:
+    """Prepack the values and scales of a matrix for activations of `dtype`."""
+    if as_bytes:
+        return ByteWeight.pack(dequantize(values, scales, kind))
+    prepacked = PrepackedQuantizedWeight if values.device.type == "cpu" else CardQuantizedWeight
+    return prepacked.pack(kind, values, scales, dtype, prompt_rows)
 
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
@@ -151,7 +166,8 @@ def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None
             _set_weight(module, PrepackedWeight.pack(module.weight.to(dtype)))
     if huge_pages:
         weights = [model.prepacked_head, *(module.weight for module in model.modules() if isinstance(module, Linear))]
-        collapse_to_huge_pages(weight.memory for weight in weights if isinstance(weight, AnyPrepacked))
+        with_memory = (PrepackedWeight, PrepackedQuantizedWeight)
+        collapse_to_huge_pages(weight.memory for weight in weights if isinstance(weight, with_memory))
 
 
 def _has_kernel(weight: Any) -> bool:

@@ -23,6 +23,7 @@ from jingu.model.attention import (
     cross_mask,
     num_skipped_states,
 )
+from jingu.model.byte_weight import ByteWeight
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
@@ -276,7 +277,7 @@ class Decoder(TransformerStack):
         has_score = is_last and (spec.score_head or spec.value_head)
         self.score = Linear(spec.hidden_size, 1, bias=False) if has_score else None
         # The head's weight in the order of a CPU kernel, if the model was prepacked for inference.
-        self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | None = None
+        self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | ByteWeight | None = None
         self.encoder = None
         if encoder_layers:
             self.encoder = TransformerStack(

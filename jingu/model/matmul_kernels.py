@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jingu.compat.torch import cpu_has_bf16_units, cpu_has_fp16_units
 from jingu.model.blockwise_attention import BlockwiseCausalAttention
+from jingu.model.byte_weight import ByteWeight
 from jingu.model.quantized_weight import (
     BATCH_INVARIANT_OUTPUTS,
     BATCH_INVARIANT_ROWS,
@@ -69,7 +70,9 @@ def matmul_accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear(
-    x: Tensor, weight: Tensor | QuantizedWeight | PrepackedQuantizedWeight | PrepackedWeight, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | QuantizedWeight | PrepackedQuantizedWeight | PrepackedWeight | ByteWeight,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, rounded once to the dtype of `x`; wider weights and biases are rounded to it first.
 
@@ -79,7 +82,7 @@ def linear(
     """
     if isinstance(weight, PrepackedQuantizedWeight) and weight.prompt_rows is not None:
         return _linear_by_row(x, weight, weight.prompt_rows, bias)
-    if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight):
+    if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight | ByteWeight):
         return weight.times(x, None if bias is None else bias.to(x.dtype))
     if isinstance(weight, QuantizedWeight):
         y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)

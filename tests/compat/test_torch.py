@@ -151,6 +151,22 @@ def test_foreach_sign(torch_compat: Any) -> None:
     assert [tensor.tolist() for tensor in targets] == [[1.0, -1.0], [1.0]]
 
 
+def test_byte_matmul(torch_compat: Any) -> None:
+    if not torch_compat.has_byte_kernels():
+        pytest.skip("this build of PyTorch has no products of bytes")
+    generator = torch.Generator().manual_seed(1)
+    # Two neighbors sum to at most 127, so that AVX2 does not saturate.
+    values_OI = torch.randint(-63, 64, (48, 96), generator=generator, dtype=torch.int8)
+    scales_O = torch.rand(48, generator=generator)
+    x_NI = torch.randint(-127, 128, (5, 96), generator=generator).float()
+    expected = ((x_NI.double() @ values_OI.double().T) * scales_O).float()
+    engine = torch.backends.quantized.engine
+    packed = torch_compat.pack_bytes(values_OI, scales_O)
+    torch.testing.assert_close(torch_compat.byte_matmul(x_NI, packed), expected)
+    torch.testing.assert_close(torch_compat.byte_matmul(x_NI + 0.3, packed), expected)
+    assert torch.backends.quantized.engine == engine
+
+
 def test_int8_matmul(torch_compat: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x_NI = torch.randn(3, 32, generator=generator)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jingu.cli import main
+from jingu.compat.torch import has_byte_kernels
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
@@ -20,6 +21,7 @@ from jingu.infer.inference_model import load
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
+from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.experts import MoELayer
 from jingu.model.inputs import Inputs
@@ -57,6 +59,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "t5": {"family": "t5", "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "num_encoder_layers": 2},
     "odd": {"hidden_size": 36, "num_heads": 3, "intermediate_size": 50},  # no kernel takes these
 }
+
+
+needs_byte_kernels = pytest.mark.skipif(not has_byte_kernels(), reason="this build of PyTorch has no products of bytes")
 
 
 def plain(matrix: torch.Tensor, kind: QuantizationFormat) -> torch.Tensor:
@@ -137,11 +142,18 @@ def test_rows_of_long_prompts_are_multiplied_by_the_dequantized_matrix(
                 assert torch.equal(linear(x[:, start:stop], mine, bias), result[:, start:stop])
 
 
+@pytest.mark.parametrize("has_bytes", [True, False])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_answers_to_long_prompts_do_not_depend_on_the_batch(folders: dict[str, Path], kind: Any) -> None:
+def test_answers_to_long_prompts_do_not_depend_on_the_batch(
+    folders: dict[str, Path], kind: Any, has_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither on chunks, nor on preemption, nor on what the prefix cache has from prompts or from answers."""
+    if has_bytes and not has_byte_kernels():
+        pytest.skip("this build of PyTorch has no products of bytes")
+    monkeypatch.setattr("jingu.infer.inference_model.has_fast_bf16", lambda _: False)
+    monkeypatch.setattr("jingu.infer.inference_model.has_byte_kernels", lambda: has_bytes)
     model = load(folders["llama"], kind, "cpu")
-    assert model.prompt_rows is not None
+    assert (model.prompt_rows is None) == has_bytes
     long = tuple(range(5, 140))
     (answer,) = _answers(Engine(model), [long])
     # The same tokens once as an answer and once as a part of a longer prompt, and prompts that begin alike.
@@ -226,7 +238,9 @@ def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], 
     off = ((result - expected).square().mean() / expected.var()).sqrt()
     assert off < {"int8": 0.06, "int4": 0.5}[precision]
     few_bits = [
-        each for each in weights(rounded.module) if isinstance(each, QuantizedWeight | PrepackedQuantizedWeight)
+        each
+        for each in weights(rounded.module)
+        if isinstance(each, QuantizedWeight | PrepackedQuantizedWeight | ByteWeight)
     ]
     assert bool(few_bits) == (name != "odd")
     if name != "odd":
@@ -285,8 +299,60 @@ def test_cpus_without_bf16_units_use_the_fast_kernels(
 ) -> None:
     """With fp32 activations PyTorch's kernels for quantized matrices are an order of magnitude slower."""
     monkeypatch.setattr("jingu.infer.inference_model.has_fast_bf16", lambda _: False)
-    assert load(folders["llama"], precision=precision).parameter.dtype == torch.bfloat16
+    for has_bytes in {has_byte_kernels(), False}:
+        monkeypatch.setattr("jingu.infer.inference_model.has_byte_kernels", lambda has_bytes=has_bytes: has_bytes)
+        model = load(folders["llama"], precision=precision)
+        assert any(isinstance(weight, ByteWeight) for weight in weights(model.module)) == has_bytes
+        assert model.parameter.dtype == (torch.float32 if has_bytes else torch.bfloat16)
+        assert load(folders["mixtral"], precision=precision).parameter.dtype == torch.bfloat16
     assert load(folders["llama"]).parameter.dtype == torch.float32
+
+
+@needs_byte_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_of_bytes_does_not_depend_on_others(threads: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    mine = ByteWeight.pack(torch.randn(1520, 570, generator=generator))
+    x = torch.randn(130, 570, generator=generator) * torch.rand(130, 1, generator=generator)
+    x[7] = 0.0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = mine.times(x)
+        for first, last in ((0, 1), (129, 130), (3, 5), (7, 8), (7, 23), (1, 66), (0, 129)):
+            assert torch.equal(mine.times(x[first:last]), together[first:last]), (first, last)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together[7], torch.zeros(1520))
+
+
+@needs_byte_kernels
+def test_bytes_lose_little_and_never_overflow() -> None:
+    """The products of two neighbors are added in 16 bits, by AVX2 at least: large ones of equal sign would saturate."""
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(96, 512, generator=generator)
+    matrix[0], matrix[1], matrix[2, ::2], matrix[3] = 1.0, -1.0, 1.0, 0.0
+    x = torch.randn(5, 512, generator=generator)
+    x[0], x[1], x[2, 5], x[3] = 1.0, -1.0, 300.0, 0.0
+    mine = ByteWeight.pack(matrix)
+    values, scales = bytes_of(matrix)
+    whole = values * scales
+    assert (whole - matrix).abs().max() <= 0.51 * scales.max()
+    bias = torch.randn(96, generator=generator)
+    expected = x.double() @ whole.T + bias
+    magnitude = x.abs().amax(1, keepdim=True) * whole.abs().sum(1)
+    # Half a unit of the low limb, of 127 · 254 in the largest element; and the rounding of fp32.
+    assert ((mine.times(x, bias) - expected).abs() <= magnitude * (0.51 / 127 / 254) + 1e-4).all()
+    assert torch.equal(mine.times(x)[3], torch.zeros(96))
+    assert mine.times(torch.full((1, 512), torch.nan)).isnan().all()
+
+
+def bytes_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values and the scales of a matrix, in fp64: no two neighbors of one sign sum beyond 127."""
+    pairs = matrix.unflatten(1, (-1, 2))
+    sums = torch.stack([(sign * pairs).clamp_min(0).sum(-1).amax(1) for sign in (1, -1)]).amax(0)
+    scales = (sums / 127).clamp_min(1e-30)[:, None]
+    return (matrix / scales).round().double(), scales.double()
 
 
 def test_supported_shapes_of_kernels() -> None:
