@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -93,7 +94,9 @@ def test_a_rank_that_becomes_slow_is_named_at_once():
 @pytest.fixture
 def watchdog(tmp_path, monkeypatch) -> Any:
     """A watchdog of this process as the only rank of its node, and the rank's record."""
-    monkeypatch.setattr(pace_module, "_process_seconds", lambda _: (time.monotonic(), 0.0))
+    # A rank that computes for a second between two looks, however busy this machine is.
+    clock = itertools.count()
+    monkeypatch.setattr(pace_module, "_process_seconds", lambda _: (float(next(clock)), 0.0))
     slots = tmp_path / "slots"
     slots.mkdir()
     with _open_slot(slots, RankInfo(2, 4, torch.device("cpu"), "node1")) as slot:
