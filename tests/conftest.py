@@ -66,6 +66,22 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("quick")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of `slow_tests.txt`. Raises UsageError for a line that names no test of a file collected whole."""
+    lines = (config.rootpath / "tests" / "slow_tests.txt").read_text(encoding="utf-8").splitlines()
+    names = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in names:
+            item.add_marker("slow")
+    if any("::" in argument for argument in config.args):
+        return
+    files = {item.nodeid.partition("::")[0] for item in items}
+    unknown = {name for name in names if name.partition("::")[0] in files} - {item.nodeid for item in items}
+    if unknown:
+        raise pytest.UsageError(f"tests/slow_tests.txt names no test: {', '.join(sorted(unknown))}")
+
+
 def pytest_collection_finish() -> None:
     """What the tests' modules have imported stays: to look through all of it again and again is a tenth of the work."""
     gc.freeze()
@@ -289,7 +305,8 @@ class Done:
         from jingu.checkpoint import save_folder, store
 
         folder = self.checkpoint()
-        return {name: store.CheckpointReader(folder).read(name) for name in save_folder.tensor_names(folder)}
+        reader = store.CheckpointReader(folder)
+        return {name: reader.read(name) for name in save_folder.tensor_names(folder)}
 
 
 @pytest.fixture

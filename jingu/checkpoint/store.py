@@ -285,9 +285,11 @@ def load_blocks(
     # Few files are read by several threads each.
     jobs = [(name, run) for name in sorted(work) for run in _split_into_runs(work[name], -(-threads // len(work)))]
     with single_thread(), ThreadPoolExecutor(threads) as pool:
-        list(pool.map(check, unchecked))
+        # A tensor that one thread reads is read by this one: starting threads takes longer than a small tensor.
+        run_all = pool.map if len(jobs) > 1 else map
+        list(run_all(check, unchecked))
         checked_files |= unchecked
-        list(pool.map(lambda job: read(*job), jobs))
+        list(run_all(lambda job: read(*job), jobs))
 
 
 def _split_into_runs(pairs: Iterable[PieceOfBlock], count: int) -> list[list[PieceOfBlock]]:

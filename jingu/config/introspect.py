@@ -51,6 +51,7 @@ def accepts_text(types: list[AcceptedType]) -> bool:
     return any(accepted.type is str for accepted in types)
 
 
+@cache
 def fields_by_key(model: type[Settings]) -> dict[str, FieldInfo]:
     """Return the fields of a section by their keys in a file."""
     return {field.alias or name: field for name, field in model.model_fields.items()}

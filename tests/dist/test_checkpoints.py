@@ -57,8 +57,9 @@ def assert_same(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     from jingu.checkpoint import save_folder, store
 
     assert save_folder.tensor_names(folder) == sorted(expected)
+    reader = store.CheckpointReader(folder)
     for name, tensor in expected.items():
-        assert torch.equal(store.CheckpointReader(folder).read(name), tensor), (folder, name)
+        assert torch.equal(reader.read(name), tensor), (folder, name)
 
 
 @pytest.mark.parametrize("layouts", [list(LAYOUTS)[1::2], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)])

@@ -132,8 +132,9 @@ def test_pipeline_checkpoints_are_bitwise_equal(model, tiny_run, train_on, done,
     ranks.run(resaved, 1, tiny_run(changes), there, back)
     for folder in (there, back):
         assert save_folder.tensor_names(folder) == sorted(weights)
+        reader = store.CheckpointReader(folder)
         for name, tensor in weights.items():
-            assert torch.equal(store.CheckpointReader(folder).read(name), tensor), name
+            assert torch.equal(reader.read(name), tensor), name
 
 
 @pytest.mark.slow
