@@ -3,27 +3,83 @@
 from __future__ import annotations
 
 import re
+import string
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 from jingu.errors import join_words
 from jingu.evaluate.task_file import Options, TaskSettings
 
+_GSM8K_ANSWER = r"#### (\-?[0-9\.\,]+)"
+_INVALID = "[invalid]"
+
 
 def _regex(
-    answers: list[Any], regex_pattern: str = r"#### (\-?[0-9\.\,]+)", group_select: int = 0, fallback: str = "[invalid]"
+    answers: list[Any], regex_pattern: str = _GSM8K_ANSWER, group_select: int = 0, fallback: str = _INVALID
 ) -> list[Any]:
     """The match of a pattern; of several groups, the first one that is not empty."""
+    matches = (_find(regex_pattern, answer, group_select, fallback) for answer in answers)
+    return [fallback if match is None else match for match in matches]
+
+
+def _find(pattern: str, text: str, index: int, empty: str) -> str | None:
+    """Return match number `index` of a pattern, None without any match; `empty` where all of its groups are empty."""
+    matches = re.findall(pattern, text)
+    if not matches:
+        return None
+    match = matches[index]
+    if isinstance(match, tuple):
+        match = next(filter(None, match), empty)
+    return str(match).strip()
+
+
+def _multi_choice_regex(
+    answers: list[Any],
+    row: Mapping[str, Any],
+    regex_pattern: str = _GSM8K_ANSWER,
+    group_select: int = 0,
+    fallback: str = _INVALID,
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
+    regexes_to_ignore: Sequence[str] = (),
+) -> list[Any]:
+    """The match of a pattern; otherwise the letter, as `(A)`, of a choice in the answer, or of a letter after a colon.
+
+    Args:
+        ignore_case, ignore_punctuation, regexes_to_ignore: what is ignored where the texts of choices are sought.
+    """
+
+    def clean(text: str) -> str:
+        for pattern in regexes_to_ignore:
+            text = re.sub(pattern, "", text)
+        text = text.lower() if ignore_case else text
+        if ignore_punctuation:
+            text = "".join(letter for letter in text if not unicodedata.category(letter).startswith("P"))
+        return text
+
+    letters = string.ascii_uppercase[: len(row[CHOICES])]
+    by_text = {clean(choice.strip()): f"({letter})" for choice, letter in zip(row[CHOICES], letters, strict=True)}
+    # A choice may begin with another one.
+    texts = "|".join(sorted(map(re.escape, by_text), key=len, reverse=True))
     results = []
     for answer in answers:
-        matches = re.findall(regex_pattern, answer)
-        match = matches[group_select] if matches else fallback
-        if isinstance(match, tuple):
-            match = next(filter(None, match), fallback)
-        results.append(match.strip() if matches else match)
+        match = _find(regex_pattern, answer, group_select, "")
+        if not match:
+            match = _find(texts, clean(answer), group_select, "")
+            match = by_text.get(match or "", match)
+        if not match:
+            letter = _find(rf":[\s]*({'|'.join(letters)})", answer, group_select, "")
+            match = f"({letter})" if letter else fallback
+        results.append(match)
     return results
+
+
+def _custom(answers: list[Any], row: Mapping[str, Any], filter_fn: Callable[..., Iterable[list[Any]]]) -> list[Any]:
+    """What a function of a trusted file makes of the answers of documents, of which it gets one."""
+    return list(next(iter(filter_fn([answers], [row]))))
 
 
 FILTERS: dict[str, Callable[..., list[Any]]] = {
@@ -37,6 +93,11 @@ FILTERS: dict[str, Callable[..., list[Any]]] = {
     "map": lambda answers, mapping_dict, default_value=None: [mapping_dict.get(key, default_value) for key in answers],
 }
 
+# Filters that also read the document.
+DOCUMENT_FILTERS: dict[str, Callable[..., list[Any]]] = {"multi_choice_regex": _multi_choice_regex, "custom": _custom}
+# The column of the choices, by the harness's convention.
+CHOICES = "choices"
+
 
 def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
     """Return the steps of a task's filters by name; without any, those of one that takes the first answer.
@@ -47,21 +108,36 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
     filters: dict[str, list[Options]] = {item["name"]: item["filter"] for item in task.filter_list}
     for step in (step for steps in filters.values() for step in steps):
         name = step.get("function")
-        if name not in FILTERS:
-            raise task.error(f"there is no filter {name}.", f"Use {join_words([*FILTERS])}.")
+        if name not in FILTERS and name not in DOCUMENT_FILTERS:
+            raise task.error(f"there is no filter {name}.", f"Use {join_words([*FILTERS, *DOCUMENT_FILTERS])}.")
         try:
-            signature(FILTERS[name]).bind([], **_options(step))
+            if name in FILTERS:
+                signature(FILTERS[name]).bind([], **_options(step))
+            else:
+                signature(DOCUMENT_FILTERS[name]).bind([], {}, **_options(step))
             re.compile(str(step.get("regex_pattern", "")))
         except (TypeError, re.error) as error:
             raise task.error(f"its filter {name} is wrong: {error}.", "Correct it.") from None
     return filters or {"none": [{"function": "take_first"}]}
 
 
-def apply_filter(steps: Sequence[Options], answers: list[str]) -> Any:
+def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raise JinguError unless documents have the column of choices, where a filter reads it."""
+    steps = (step["function"] for steps in filters_of(task).values() for step in steps)
+    if "multi_choice_regex" in steps and any(not isinstance(row.get(CHOICES), list) for row in rows):
+        what = f"its filter multi_choice_regex reads the list {CHOICES} of a document, and one has none."
+        raise task.error(what, f"Add a column {CHOICES} with the texts of the choices.")
+
+
+def apply_filter(steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]) -> Any:
     """Return the answer that a filter makes of the repeated answers of a document."""
     results: list[Any] = answers
     for step in steps:
-        results = FILTERS[step["function"]](results, **_options(step))
+        name = step["function"]
+        if name in DOCUMENT_FILTERS:
+            results = DOCUMENT_FILTERS[name](results, row, **_options(step))
+        else:
+            results = FILTERS[name](results, **_options(step))
     return results[0] if results else ""
 
 

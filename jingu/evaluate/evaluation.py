@@ -13,7 +13,7 @@ import numpy as np
 from jingu.chat.messages import Message
 from jingu.chat.templates import ChatTemplate
 from jingu.evaluate import task_metrics
-from jingu.evaluate.answer_filters import apply_filter, filters_of
+from jingu.evaluate.answer_filters import apply_filter, check_choices, filters_of
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, fingerprint_of, load_data
@@ -58,6 +58,7 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
     data = load_data(task, needs_shots=count > 0)
     samples = PromptRenderer(task, data, count).render_all(limit)
     task_metrics.check_samples(task, samples)
+    check_choices(task, (sample.row for sample in samples))
     column = task.metadata.get("cluster")
     if column is not None and column not in data.columns:
         raise task.error(f"its metadata.cluster is {column}, which the data do not have.", "Name one of its columns.")
@@ -117,9 +118,10 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
         for name, steps in filters_of(task).items():
             filtered_answers = answers
             if task.output_type == "generate_until":
-                filtered_answers = [Answer(text=apply_filter(steps, [answer.text for answer in answers]))]
+                texts = [answer.text for answer in answers]
+                filtered_answers = [Answer(text=apply_filter(steps, texts, sample.row))]
                 if any(map(task_metrics.is_pass_at_k, task_metrics.metrics_of(task))):
-                    filtered_answers += [Answer(text=apply_filter(steps, [answer.text])) for answer in answers]
+                    filtered_answers += [Answer(text=apply_filter(steps, [text], sample.row)) for text in texts]
             sample_values |= {
                 f"{metric},{name}": value
                 for metric, value in task_metrics.measure(task, sample, filtered_answers).items()
