@@ -6,7 +6,6 @@ A line has the settings of a reward, the names of the columns, and answers. The 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -17,16 +16,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import TypeAdapter
+# Every rank starts such a process: what a function of the user does not need is imported where it is used.
+if TYPE_CHECKING:
+    from jingu.align.verifiers import Answer
+    from jingu.chat.messages import JsonObject
 
-from jingu.align.tools import call_tool, describe_tool
-from jingu.align.verifiers import VERIFIERS, Answer
-from jingu.chat.messages import JsonObject
-from jingu.config.sections.rewards import PythonReward, Reward
+    Score = Callable[[Sequence[Answer]], Any]
 
-Score = Callable[[Sequence[Answer]], Any]
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -56,13 +54,13 @@ def load_function(path: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def build_python_reward(settings: PythonReward, columns: Sequence[str]) -> Score:
-    """Return the user's function, called with the keywords that it takes.
+def build_python_reward(path: str, columns: Sequence[str]) -> Score:
+    """Return the user's function at a path, called with the keywords that it takes.
 
     Raises:
         RewardFunctionError: it cannot be imported, or needs other arguments.
     """
-    function = load_function(settings.function)
+    function = load_function(path)
     names = [*ARGUMENTS, *columns]
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -77,7 +75,11 @@ def build_python_reward(settings: PythonReward, columns: Sequence[str]) -> Score
         lists |= {f"{name}s": [answer[name] for answer in answers] for name in ("prompt", "completion")}
         lists["completion_ids"] = [answer["completion_ids"] for answer in answers]
         result = function(**{name: lists[name] for name in accepted})
-        return asyncio.run(_wait(result)) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        import asyncio
+
+        return asyncio.run(_wait(result))
 
     return score
 
@@ -86,20 +88,25 @@ async def _wait(result: Any) -> Any:
     return await result
 
 
-def build_score(settings: Reward, columns: Sequence[str]) -> Score:
-    """Return the function that scores answers."""
-    if isinstance(settings, PythonReward):
-        return build_python_reward(settings, columns)
-    verify = VERIFIERS[settings.type]
-    return lambda answers: [float(verify(settings, answer)) for answer in answers]
+def build_score(settings: dict[str, Any], columns: Sequence[str]) -> Score:
+    """Return the function that scores answers, given the settings of a reward."""
+    if settings["type"] == "python":
+        return build_python_reward(settings["function"], columns)
+    from pydantic import TypeAdapter
+
+    from jingu.align.verifiers import VERIFIERS
+    from jingu.config.sections.rewards import Reward
+
+    reward = TypeAdapter(Reward).validate_python(settings)
+    verify = VERIFIERS[reward.type]
+    return lambda answers: [float(verify(reward, answer)) for answer in answers]
 
 
 def _score(functions: dict[str, Score], request: dict[str, Any]) -> Sequence[Any]:
     """Return the scores that a request asks for."""
     key = json.dumps(request["settings"])
     if key not in functions:
-        settings = TypeAdapter(Reward).validate_python(request["settings"])
-        functions[key] = build_score(settings, request["columns"])
+        functions[key] = build_score(request["settings"], request["columns"])
     # Without answers, the request only asks whether the function can be used.
     return list(functions[key](request["answers"])) if request["answers"] else []
 
@@ -131,6 +138,8 @@ class EnvironmentWorker:
 
     def _load(self, path: str | None, tools: list[str]) -> list[JsonObject]:
         """Import the class and the tools; return the definitions of these."""
+        from jingu.align.tools import describe_tool
+
         if path is not None:
             self._build = load_function(path)
             missing = [name for name in ("begin", "step", "score") if not callable(getattr(self._build, name, None))]
@@ -154,6 +163,8 @@ class EnvironmentWorker:
 
     def _call(self, key: int, name: str, arguments: str) -> str:
         """Return the result of a tool."""
+        from jingu.align.tools import call_tool
+
         function = getattr(self._environments[key], name) if name in self._methods else self._functions[name]
         return call_tool(function, arguments)
 

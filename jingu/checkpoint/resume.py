@@ -6,14 +6,15 @@ import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from jingu.checkpoint.manifest import MANIFEST, CheckpointError, is_intact
 from jingu.checkpoint.remote import CheckpointPath, checkpoint_path
 from jingu.checkpoint.save_folder import describe_cause, verify
-from jingu.config.load import load_stored_config
-from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+
+if TYPE_CHECKING:
+    from jingu.config.schema import RunConfig
 
 _LOGGER = logging.getLogger("jingu")
 P = TypeVar("P", bound=CheckpointPath)
@@ -25,6 +26,9 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 
 def run_config(run: Path) -> RunConfig | None:
     """Return the configuration that a run was last started with; None if the folder has none."""
+    # The process that writes checkpoints starts in a quarter of the time without the configuration.
+    from jingu.config.load import load_stored_config
+
     return load_stored_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
 
 

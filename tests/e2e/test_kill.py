@@ -69,14 +69,17 @@ def simulated_kill() -> SimulatedKill:
     return SimulatedKill()
 
 
-def test_resumes_after_fifty_kills_at_random_file_operations(simulated_kill, tiny_run, done, peak, assert_undisturbed):
+@pytest.mark.parametrize("num_kills", [16, pytest.param(50, marks=pytest.mark.slow)])
+def test_resumes_after_many_kills_at_random_file_operations(
+    num_kills, simulated_kill, tiny_run, done, peak, assert_undisturbed
+):
     """Each kill comes just before a file of the run is opened, renamed or removed."""
     from jingu.training.commands import train
 
     config = tiny_run({**LONG, "checkpoint.async_save": False}, name="killed")
     random_moments = random.Random(20)
     kills = 0
-    for _ in range(50):
+    for _ in range(num_kills):
         simulated_kill.remaining, simulated_kill.under = random_moments.randint(2, 50), str(done(config).folder)
         try:
             train(config)
@@ -84,9 +87,9 @@ def test_resumes_after_fifty_kills_at_random_file_operations(simulated_kill, tin
             kills += 1
         finally:
             simulated_kill.remaining = 0
-        if kills == 25:
+        if kills == num_kills // 2:
             shutil.rmtree(done(config).folder)
-    assert kills == 50
+    assert kills == num_kills
     assert train(config) == 0
     assert_undisturbed(LONG, "killed")
     assert leftovers(done(config).folder) == []
