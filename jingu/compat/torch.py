@@ -67,7 +67,12 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
 def call_forward_directly(module: nn.Module) -> None:
     """Let calls of a module without hooks go straight to `forward`, without the search for hooks at every call."""
     if not module._forward_pre_hooks and not module._forward_hooks:
-        module._compiled_call_impl = module.forward
+        call_directly(module, module.forward)
+
+
+def call_directly(module: nn.Module, function: Callable[..., object]) -> None:
+    """Let calls of a module go straight to a function."""
+    module._compiled_call_impl = function
 
 
 def in_backward() -> bool:
@@ -186,14 +191,16 @@ def int4_matmul_on_card(x_NI: Tensor, packed: Tensor, group_size: int, scales_an
 def has_byte_kernels() -> bool:
     """Return whether this build of PyTorch has fbgemm's products of 8-bit integers."""
     has_operator = hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32")
-    return has_operator and "fbgemm" in torch.backends.quantized.supported_engines
+    # Tensors of quantized dtypes, of which the matrices are made, are to be removed in a later version.
+    has_tensors = hasattr(torch, "_make_per_channel_quantized_tensor")
+    return has_operator and has_tensors and "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def pack_bytes(values_OI: Tensor, scales_O: Tensor) -> object:
     """Return a matrix of int8 values, with a scale for each output, in fbgemm's layout."""
     zeros_O = torch.zeros(len(values_OI), dtype=torch.int64)
     with warnings.catch_warnings():
-        # Tensors of quantized dtypes are to be removed in a later version.
+        # It says that such tensors are to be removed.
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
         matrix = torch._make_per_channel_quantized_tensor(values_OI, scales_O.double(), zeros_O, 0)
     # Where the processor has VNNI, another library would be the default.
@@ -208,7 +215,11 @@ def pack_bytes(values_OI: Tensor, scales_O: Tensor) -> object:
 
 def byte_matmul(x_NI: Tensor, packed: object) -> Tensor:
     """Return `x @ weight.T` in fp32 for a matrix of `pack_bytes`; x, in fp32, is rounded to whole numbers up to 127."""
-    y_NO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x_NI, 1.0, 128, packed)
+    # The operator takes an object, so Python searches it for tracers and for `__torch_function__`, which it does not
+    # have: this alone takes longer than to multiply a small matrix.
+    operator = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32._op
+    with torch._C.DisableTorchFunctionSubclass():
+        y_NO: Tensor = operator(x_NI, 1.0, 128, packed)
     return y_NO
 
 

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.errors import JinguError
@@ -67,14 +66,11 @@ class AttentionBackend(Protocol):
 
     relative_bias: Tensor | None = None
 
-    def attend(
-        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
-    ) -> None:
-        """Write what a group's tokens see into its rows of `y_BTHK`.
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+        """Return what a group's tokens see [1, X, H, K].
 
         Args:
-            y_BTHK: results of the whole step.
-            q_BTHK: queries of the whole step.
+            q_BXHK: queries of the group.
             store: keys and values of all blocks [P, block size, 2, G, K].
             first_head: index of the first head on this rank among all heads.
         """
@@ -86,19 +82,17 @@ class GatherBackend(AttentionBackend):
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
 
-    def attend(
-        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
-    ) -> None:
-        """Write what a group's tokens see; see `AttentionBackend`."""
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+        """Return what a group's tokens see; see `AttentionBackend`."""
         if group.bias is None:
-            heads = range(first_head, first_head + q_BTHK.shape[2])
+            heads = range(first_head, first_head + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
-            group.bias = self.bias(group, heads, num_keys, store.shape[3], q_BTHK.dtype)
+            group.bias = self.bias(group, heads, num_keys, store.shape[3], q_BXHK.dtype)
         # Neighbouring blocks are read where they are.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        attend_padded(y_BTHK[:, group.rows], q_BTHK[:, group.rows], k_NGSK, v_NGSK, group.bias, scale)
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.bias, scale)
 
     def bias(self, group: AttentionGroup, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
@@ -128,14 +122,12 @@ class FlashBackend(AttentionBackend):
         self._varlen_attn = varlen_attn
         self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
 
-    def attend(
-        self, y_BTHK: Tensor, q_BTHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int
-    ) -> None:
-        """Write what a group's tokens see; see `AttentionBackend`."""
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+        """Return what a group's tokens see; see `AttentionBackend`."""
         block_table = group.blocks.view(group.num_seqs, -1).int()
         tokens = group.num_seqs * group.num_tokens
         y_THK = self._varlen_attn(
-            q_BTHK[0, group.rows],
+            q_BXHK[0],
             store[:, :, 0],
             store[:, :, 1],
             torch.arange(0, tokens + 1, group.num_tokens, dtype=torch.int32, device=store.device),
@@ -150,7 +142,7 @@ class FlashBackend(AttentionBackend):
             num_splits=1,
         )
         assert isinstance(y_THK, Tensor)
-        y_BTHK[0, group.rows] = y_THK
+        return y_THK.unsqueeze(0)
 
 
 def select_backend(name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
@@ -186,24 +178,29 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
     return None
 
 
-def attend_padded(
-    y_BXHK: Tensor, q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float
-) -> None:
-    """Write what the queries of N sequences see into `y_BXHK` [1, N·Q, H, K], computed in a multiple of fixed rows."""
+def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return what the queries of N sequences see [1, N·Q, H, K], computed in a multiple of fixed rows."""
     num_seqs, kv_heads, _, head_dim = k_NGSK.shape
-    split = (num_seqs, -1, kv_heads, q_BXHK.shape[2] // kv_heads, head_dim)
-    q_NGQRK = q_BXHK.view(split).transpose(1, 2)
-    queries, repeats = q_NGQRK.shape[2:4]
-    q_NGMK = pad_rows(q_NGQRK.flatten(2, 3))
+    queries, repeats = q_BXHK.shape[1] // num_seqs, q_BXHK.shape[2] // kv_heads
+    if queries == 1:
+        q_NGMK = q_BXHK.view(num_seqs, kv_heads, repeats, head_dim)
+    else:
+        q_NGMK = q_BXHK.view(num_seqs, queries, kv_heads, repeats, head_dim).transpose(1, 2).flatten(2, 3)
+    q_NGMK = pad_rows(q_NGMK)
     if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
         # For a single item of work the kernel divides its sums over threads, and adds in another order.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
-    y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)[:num_seqs]
-    y_NGQRK = y_NGMK[:, :, : queries * repeats].unflatten(2, (queries, repeats))
-    y_BXHK.view(split).copy_(y_NGQRK.transpose(1, 2))
+    y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    y_NGMK = y_NGMK[:num_seqs, :, : queries * repeats]
+    if queries > 1:
+        y_NGMK = y_NGMK.unflatten(2, (queries, repeats)).transpose(1, 2)
+    return y_NGMK.reshape(q_BXHK.shape)
 
 
 def pad_rows(rows: Tensor) -> Tensor:
     """Pad [..., M, x] to a multiple of QUERY_ROW_MULTIPLE rows."""
     padding = -rows.shape[-2] % QUERY_ROW_MULTIPLE
-    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+    if not padding:
+        return rows
+    # Half the time of `pad`.
+    return torch.cat((rows, rows.new_zeros(*rows.shape[:-2], padding, rows.shape[-1])), -2)

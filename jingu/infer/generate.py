@@ -18,7 +18,7 @@ from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.distributed import distributed_engine, inference_ranks
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings, StepEngine
-from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load
+from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load, use_byte_kernels
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import FinishReason, Request, max_new_tokens
@@ -87,7 +87,18 @@ class InferenceOptions:
             self.pipeline,
             runtime_adapters,
         )
+        if ranks is None or ranks.is_first:
+            self._warn_of_slow_products(inference_model, place)
         return compile_blocks(inference_model) if self.compile else inference_model
+
+    def _warn_of_slow_products(self, model: InferenceModel, device: torch.device) -> None:
+        """Say in what a quantized format is slower than the default."""
+        if self.precision not in ("int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
+            return
+        drawback = "is slower than the default (fp32) for prompts and for several requests at once"
+        if model.world_size == 1 and use_byte_kernels(model.spec, device):
+            drawback = "generates faster than the default (fp32), but reads prompts more slowly"
+        print(f"--precision {self.precision} saves memory. On this CPU it {drawback}.", file=sys.stderr)
 
     def use_int4_blocks(self, model: Path) -> InferenceOptions:
         """Return options for commands that compute few tokens at a time.
@@ -100,11 +111,7 @@ class InferenceOptions:
         # Of all models only GGUF files are no folders.
         if self.precision != "auto" or not is_slow or not model.is_file() or not open_model(model).has_int4_blocks:
             return self
-        print(
-            f"{model} is computed with its own blocks of 4 bits (--precision int4). Long prompts are read faster with "
-            "--precision fp32, which takes more memory.",
-            file=sys.stderr,
-        )
+        print(f"{model} is computed with its own blocks of 4 bits, as with --precision int4.", file=sys.stderr)
         return replace(self, precision="int4")
 
     def make_engine(self, model: InferenceModel, max_num_seqs: int = 64, kv_cache_tokens: int | None = None) -> Engine:

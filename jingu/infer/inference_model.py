@@ -165,7 +165,7 @@ def load(
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
-    use_bytes = kind is not None and ranks is None and _use_byte_kernels(stored_model.spec, place)
+    use_bytes = kind is not None and ranks is None and use_byte_kernels(stored_model.spec, place)
     # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
     is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu" and not use_bytes)
     default_precision = "bf16" if is_bf16 else "fp32"
@@ -210,7 +210,7 @@ def load(
     )
 
 
-def _use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:
+def use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:
     """Return whether the quantized matrices of a model are multiplied as bytes."""
     # Experts are stored for the other kernels, as they may be read from disk in their layout.
     is_mixture = isinstance(spec.feed_forward, Experts)

@@ -75,7 +75,7 @@ class PagedKVCache:
     Attributes:
         num_tokens: tokens of the present step, without padding.
         slots_T: where the step's keys and values are written, padding to the scratch block.
-        slots_slice: the same without padding, where the slots are neighbours.
+        first_slot: the first of them, where they are neighbours.
         groups: rows whose attention is computed together.
         use_slices: whether neighbouring blocks and slots are addressed as slices rather than by index.
         row_multiple: a step's rows are padded to a multiple of this.
@@ -95,7 +95,7 @@ class PagedKVCache:
         self.tables: list[list[BlockTable]] = []
         self.num_tokens = 0
         self.slots_T = torch.empty(0, dtype=torch.int64)
-        self.slots_slice: slice | None = None
+        self.first_slot: int | None = None
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
         self._layers = [_LayerKVCache(self, number) for number in range(spec.num_layers)]
@@ -155,9 +155,7 @@ class PagedKVCache:
             )
         self.num_tokens = len(ids)
         neighbours = range(slots[0], slots[0] + len(slots))
-        self.slots_slice = None
-        if self.use_slices and slots == list(neighbours):
-            self.slots_slice = slice(neighbours.start, neighbours.stop)
+        self.first_slot = slots[0] if self.use_slices and slots == list(neighbours) else None
         # Padding rows compute token 0 at position 0, and write to the scratch block.
         padding = -len(ids) % self.row_multiple
         self.slots_T = copy_to_device(slots + [SCRATCH_BLOCK * self.block_size] * padding, self.device)
@@ -272,15 +270,22 @@ class _LayerKVCache:
                 self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
         # First write the step's keys and values, then attend: a token sees itself and the others of its chunk.
         keys, values = self._slots
-        if cache.slots_slice is not None:
-            keys[:, cache.slots_slice].copy_(k_BTGK[:, : cache.num_tokens])
-            values[:, cache.slots_slice].copy_(v_BTGK[:, : cache.num_tokens])
+        num_tokens = cache.num_tokens
+        padding = k_BTGK.shape[1] - num_tokens
+        if cache.first_slot is not None:
+            keys.narrow(1, cache.first_slot, num_tokens).copy_(k_BTGK[:, :num_tokens] if padding else k_BTGK)
+            values.narrow(1, cache.first_slot, num_tokens).copy_(v_BTGK[:, :num_tokens] if padding else v_BTGK)
         else:
             keys.index_copy_(1, cache.slots_T, k_BTGK)
             values.index_copy_(1, cache.slots_T, v_BTGK)
-        y_BTHK = torch.zeros_like(q_BTHK)
-        for group in cache.groups:
-            cache.backend.attend(y_BTHK, q_BTHK, self.store, group, scale, first_head)
+        if len(cache.groups) == 1 and not padding:
+            y_BTHK = cache.backend.attend(q_BTHK, self.store, cache.groups[0], scale, first_head)
+        else:
+            parts = [
+                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, scale, first_head)
+                for group in cache.groups
+            ]
+            y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)
         return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
 
     def tokens(self, rows: int) -> int:
@@ -302,7 +307,7 @@ class _LayerKVCache:
                 first = group.rows.start + number * group.num_tokens
                 rows = slice(first, first + group.num_tokens)
                 k, v = (x.transpose(1, 2) for x in table.cross_kv[self._number])
-                attention_backend.attend_padded(y_BTHK[:, rows], q_BTHK[:, rows], k, v, None, scale)
+                y_BTHK[:, rows] = attention_backend.attend_padded(q_BTHK[:, rows], k, v, None, scale)
         return y_BTHK[..., :head_dim]
 
 

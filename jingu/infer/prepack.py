@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from jingu.compat.torch import call_forward_directly
+from jingu.compat.torch import call_directly, call_forward_directly
 from jingu.model.attention import SelfAttention
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder
@@ -72,10 +72,16 @@ def prepack_weights(
         # Plain matrices stay as they are: the kernels of cards read them so.
         _prepack_quantized(model, dtype, pack)
     for module in model.modules():
-        if isinstance(module, RMSNorm) and module.weight.dtype in (torch.bfloat16, torch.float16):
-            module.wide_weight = module.weight.detach().float()
+        if isinstance(module, RMSNorm):
+            if module.weight.dtype in (torch.bfloat16, torch.float16):
+                module.wide_weight = module.weight.detach().float()
+            elif module.weight.dtype == dtype:
+                module.wide_weight = module.weight.detach()
         # The search for hooks at every call of a module takes a twentieth of a step with one token.
         call_forward_directly(module)
+        layer: Any = module
+        if type(module) is Linear and layer.bias is None and isinstance(layer.weight, PrepackedWeight | ByteWeight):
+            call_directly(module, layer.weight.times)
 
 
 def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> None:

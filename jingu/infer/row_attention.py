@@ -53,8 +53,8 @@ class _LayerRowAttention(LayerKVCache):
             group = AttentionGroup(rows, end - begin, slice(0), torch.empty(0), None, positions_NQ, range(0))
             head_range = range(first_head, first_head + heads)
             bias = self._backend.bias(group, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
-            y_BXHK = q_BTHK.new_zeros(1, rows * (end - begin), heads, q_BTHK.shape[3])
-            attend_padded(y_BXHK, q_BTHK[:, begin:end].reshape(y_BXHK.shape), k_NGSK, v_NGSK, bias, scale)
+            q_BXHK = q_BTHK[:, begin:end].reshape(1, rows * (end - begin), heads, -1)
+            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale)
             spans.append(y_BXHK.view(rows, end - begin, heads, -1))
         return torch.cat(spans, 1)[..., :head_dim]
 

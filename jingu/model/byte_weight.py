@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,11 +19,17 @@ from jingu.compat.torch import byte_matmul, pack_bytes
 
 # Largest magnitude of a byte, of weights and of activations.
 _LIMIT = 127
-# Units of the low limb in one of the high limb, which is off by half at most. Tensors, as PyTorch makes one of a number
-# each time that it occurs, which takes longer than to multiply a row.
-_LOW_UNITS = torch.tensor(2.0 * _LIMIT)
-_LOW_UNIT = torch.tensor(0.5 / _LIMIT)
-_UNIT = torch.tensor(1.0 / _LIMIT)
+# Units of the low limb in one of the high limb.
+_LOW_UNITS = 128
+# Tensors, as PyTorch makes one of a number each time that it occurs, which takes longer than to multiply a row.
+# What values are multiplied by: for the high limb, and for the part of the low limb that is in the high one.
+_SCALES = torch.tensor([[64.0], [-64.0 * _LOW_UNITS]])
+_LOW_SCALES = torch.tensor([[0.0], [64.0 * _LOW_UNITS]])
+# Added and subtracted again, they round both to units of the high limb.
+_ROUNDERS = 1.5 * 2**23 * torch.tensor([[1.0], [_LOW_UNITS]])
+# Of a float: added to its bits, the second carries magnitudes from 255/256 of a power of two on to the next one.
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
+_CARRY = torch.tensor(0x10000, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +60,54 @@ class ByteWeight:
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ self.T + bias`.
 
-        Each row of x is rounded to two bytes an element, in units of its largest magnitude: one byte alone would lose
-        several times as much as the rounding of the weights.
+        Each row of x is rounded to two bytes an element, in units that follow from its largest magnitude: one byte
+        alone would lose several times as much as the rounding of the weights. As units are powers of two, the last
+        addition alone rounds, so that a row by itself may take another path with fewer operations.
         """
-        x_NI = x.reshape(-1, x.shape[-1]).float()
-        rows, inputs = x_NI.shape
-        # A row of zeros has unit 0: what it is divided to does not matter, since the result is multiplied by 0.
-        unit_N1 = torch.linalg.vector_norm(x_NI, math.inf, -1, True).mul_(_UNIT)
-        # High limbs above low ones; the kernel rounds both to whole numbers.
-        limbs = x_NI.new_empty(2 * rows, inputs)
-        high_NI, low_NI = limbs.view(2, rows, inputs).unbind()
-        torch.div(x_NI, unit_N1, out=high_NI)
-        torch.round(high_NI, out=low_NI)
-        torch.sub(high_NI, low_NI, out=low_NI)
-        low_NI.mul_(_LOW_UNITS)
-        high_NO, low_NO = byte_matmul(limbs, self.packed).view(2, rows, self.outputs).unbind()
-        # Without `alpha`, with which the last elements of a tensor may be rounded otherwise.
-        y = high_NO.add_(low_NO.mul_(_LOW_UNIT)).mul_(unit_N1).view(*x.shape[:-1], self.outputs).to(x.dtype)
+        x_NI = x if x.dtype == torch.float32 else x.float()
+        rows = x.numel() // x.shape[-1]
+        units = _row_units(x_NI) if rows == 1 else None
+        if units is not None:
+            *scales_21, units_12 = units
+            y_NO = torch.mm(units_12, byte_matmul(_split_limbs(x_NI.view(1, -1), _ROUNDERS, *scales_21), self.packed))
+        else:
+            x_1NI = x_NI.reshape(1, rows, -1)
+            power_N1 = _power_of_two(torch.linalg.vector_norm(x_1NI[0], math.inf, -1, True))
+            scales_2N1 = (_SCALES[..., None] / power_N1, _LOW_SCALES[..., None] / power_N1)
+            limbs_NI = _split_limbs(x_1NI, _ROUNDERS[..., None], *scales_2N1).flatten(0, 1)
+            high_NO, low_NO = byte_matmul(limbs_NI, self.packed).view(2, rows, -1).unbind()
+            y_NO = low_NO.add_(high_NO, alpha=_LOW_UNITS).mul_(power_N1 / _LOW_SCALES[1])
+        y = y_NO.view(*x.shape[:-1], self.outputs)
+        y = y if x.dtype == torch.float32 else y.to(x.dtype)
         return y if bias is None else y + bias.to(x.dtype)
+
+
+def _power_of_two(magnitude: Tensor) -> Tensor:
+    """Return powers of two, of which magnitudes are at least 255/256 and less than 255/128 times; 0 of 0.
+
+    Magnitudes that are not finite give NaN, and so does the row's result.
+    """
+    power = ((magnitude.view(torch.int32) + _CARRY) & _EXPONENT).view(torch.float32)
+    return power + (magnitude - magnitude)
+
+
+def _row_units(row: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the scales of a single row and the units [1, 2] of its limbs; None if it is not an ordinary row."""
+    least, greatest = torch.aminmax(row)
+    mantissa, exponent = math.frexp(max(-least.item(), greatest.item()))
+    if not 0 < mantissa < 1 or abs(exponent) > 100:
+        return None
+    # The mantissa is from 0.5 on.
+    return _units_of(exponent if mantissa >= 255 / 256 else exponent - 1)
+
+
+@lru_cache(maxsize=256)
+def _units_of(exponent: int) -> tuple[Tensor, Tensor, Tensor]:
+    power = 2.0**exponent
+    return _SCALES / power, _LOW_SCALES / power, (power / _SCALES.abs()).T.contiguous()
+
+
+def _split_limbs(x: Tensor, rounders: Tensor, scales: Tensor, low_scales: Tensor) -> Tensor:
+    """Return high and low limbs [2, ...]. The high ones are whole numbers, and the kernel rounds the low ones."""
+    limbs = torch.addcmul(rounders, x, scales).sub_(rounders)
+    return limbs.addcmul_(x, low_scales)

@@ -79,12 +79,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            wide = x_BTD if x_BTD.dtype == torch.float64 else x_BTD.float()
+            wide = x_BTD if x_BTD.dtype in (torch.float32, torch.float64) else x_BTD.float()
             norm = torch.linalg.vector_norm(wide, 2, -1, True)
             epsilon = _constant(self.epsilon, wide.dtype, wide.device)
             scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
             weight = self.weight.to(x_BTD.dtype) if self.wide_weight is None else self.wide_weight
-            return (wide * scale).mul_(weight).to(x_BTD.dtype)
+            y_BTD = (wide * scale).mul_(weight)
+            return y_BTD if wide is x_BTD else y_BTD.to(x_BTD.dtype)
         # These operations are several times faster than `F.rms_norm` on CPUs, and as fast once compiled.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)

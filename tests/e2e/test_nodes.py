@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +15,15 @@ import psutil
 import pytest
 
 import jingu
+from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.runtime import ranks as ranks_module
 from jingu.runtime.ranks import check_equal_on_all_ranks
-from jingu.training.run import lock_run, open_run
+from jingu.runtime.signals import StopRequest
+from jingu.training import commands
+from jingu.training.commands import train_on_rank
+from jingu.training.run import Run, lock_run, open_run
+from tests.conftest import peak_unmeasured, this_rank
 from tests.e2e.conftest import read_until
 from tests.e2e.test_dying_rank import LOCAL, LONG
 from tests.limits import PATIENCE, free_port
@@ -61,6 +68,40 @@ def compare_tokenizers(rank: int, world: int) -> str:
 def test_every_rank_names_the_node_and_the_key_that_differ(ranks):
     what = "the ranks were not started alike: tokenizer is a on node-0 (rank 0) and b on node-2 (rank 2)."
     assert ranks.run(compare_tokenizers, 3) == [what] * 3
+
+
+def train_with_other_inputs(rank: int, world: int, config: RunConfig, kind: str) -> str:
+    """Return the error of this rank, if it is the one that reports it. Rank 1 has something else."""
+    with pytest.MonkeyPatch.context() as patch, peak_unmeasured():
+        if rank == 1 and kind == "library":
+            patch.setattr(commands, "library_versions", lambda: {"torch": "1.2.3"})
+        elif rank == 1 and kind == "code":
+            patch.setattr(jingu, "__file__", __file__)
+        elif rank == 1 and kind == "data":
+            patch.setattr(Run, "data_checksums", "of other data")
+        try:
+            train_on_rank(config, replace(this_rank(rank, world), host=f"node-{rank}"), StopRequest())
+        except JinguError as error:
+            return error.what
+        except SystemExit:
+            return ""
+    return "it trains"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("library", "version of torch", "1.2.3"),
+        ("code", "code of jingu", ""),
+        ("data", "checksums of the data", "of other data"),
+    ],
+)
+def test_other_code_libraries_and_data_are_named(kind, key, value, tiny_run, ranks, done):
+    config = tiny_run({"train.steps": 1})
+    (words,) = filter(None, ranks.run(train_with_other_inputs, 2, config, kind))
+    assert "the ranks were not started alike: " in words
+    assert re.search(rf"\b{key} is .+ on node-0 \(rank 0\) and {value}.* on node-1 \(rank 1\)", words)
+    assert not done(config).folder.exists()
 
 
 def test_the_ranks_of_a_killed_launcher_exit(run_file, tiny_run, done, tmp_path):

@@ -469,7 +469,7 @@ def test_blocks_of_4_bits_are_used_where_few_tokens_are_faster(
     path = written(tmp_path / "model.gguf", llama(hidden_size=96), matrices)
     monkeypatch.setattr("jingu.infer.generate.has_fast_bf16", lambda _: False)
     assert InferenceOptions(device="cpu").use_int4_blocks(path).precision == expected
-    assert ("--precision fp32" in capsys.readouterr().err) == (expected == "int4")
+    assert ("--precision int4" in capsys.readouterr().err) == (expected == "int4")
     assert InferenceOptions("fp32", "cpu").use_int4_blocks(path).precision == "fp32"
     monkeypatch.setattr("jingu.infer.generate.has_fast_bf16", lambda _: True)
     assert InferenceOptions(device="cpu").use_int4_blocks(path).precision == "auto"

@@ -17,6 +17,7 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
+from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import load
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request
@@ -308,6 +309,37 @@ def test_cpus_without_bf16_units_use_the_fast_kernels(
     assert load(folders["llama"]).parameter.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("model", "has_units", "has_bytes", "warning"),
+    [
+        ("llama", False, True, "generates faster than the default (fp32), but reads prompts more slowly."),
+        ("llama", False, False, "is slower than the default (fp32) for prompts and for several requests at once."),
+        ("mixtral", False, True, "is slower than the default (fp32) for prompts and for several requests at once."),
+        ("llama", True, True, None),
+    ],
+)
+def test_a_format_that_is_slower_on_this_cpu_is_named(
+    folders: dict[str, Path],
+    model: str,
+    has_units: bool,
+    has_bytes: bool,
+    warning: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if has_bytes and not has_byte_kernels():
+        pytest.skip("this build of PyTorch has no products of bytes")
+    for module in ("generate", "inference_model"):
+        monkeypatch.setattr(f"jingu.infer.{module}.has_fast_bf16", lambda _: has_units)
+    monkeypatch.setattr("jingu.infer.inference_model.has_byte_kernels", lambda: has_bytes)
+    for precision in ("int8", "int4"):
+        InferenceOptions(precision, "cpu").load(folders[model])
+        error = capsys.readouterr().err
+        assert error == (f"--precision {precision} saves memory. On this CPU it {warning}\n" if warning else "")
+    InferenceOptions("fp32", "cpu").load(folders[model])
+    assert not capsys.readouterr().err
+
+
 @needs_byte_kernels
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_of_bytes_does_not_depend_on_others(threads: int) -> None:
@@ -315,11 +347,14 @@ def test_a_row_of_bytes_does_not_depend_on_others(threads: int) -> None:
     mine = ByteWeight.pack(torch.randn(1520, 570, generator=generator))
     x = torch.randn(130, 570, generator=generator) * torch.rand(130, 1, generator=generator)
     x[7] = 0.0
+    # Where a magnitude is rounded up to the next power of two, and values that a row by itself cannot scale.
+    x[3], x[8], x[9] = 0.0, 1e-35 * x[8], 1e35 * x[9]
+    x[3, 5], x[4, 5], x[5, 5] = 255 / 256, 1.0, 255 / 256 - 2**-24
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         together = mine.times(x)
-        for first, last in ((0, 1), (129, 130), (3, 5), (7, 8), (7, 23), (1, 66), (0, 129)):
+        for first, last in (*((row, row + 1) for row in range(130)), (3, 5), (7, 23), (1, 66), (0, 129)):
             assert torch.equal(mine.times(x[first:last]), together[first:last]), (first, last)
     finally:
         torch.set_num_threads(before)
@@ -341,7 +376,7 @@ def test_bytes_lose_little_and_never_overflow() -> None:
     bias = torch.randn(96, generator=generator)
     expected = x.double() @ whole.T + bias
     magnitude = x.abs().amax(1, keepdim=True) * whole.abs().sum(1)
-    # Half a unit of the low limb, of 127 · 254 in the largest element; and the rounding of fp32.
+    # As much as half a unit of 127 · 254 in the largest element; and the rounding of fp32.
     assert ((mine.times(x, bias) - expected).abs() <= magnitude * (0.51 / 127 / 254) + 1e-4).all()
     assert torch.equal(mine.times(x)[3], torch.zeros(96))
     assert mine.times(torch.full((1, 512), torch.nan)).isnan().all()

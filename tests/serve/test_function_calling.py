@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,21 @@ def test_tools_are_described_where_the_template_has_no_place_for_them(
     assert prompt.index("Weather?") < prompt.index(wanted) < prompt.index("<tool_response>\n3 degrees")
     assert "3 degrees\n</tool_response>\n<tool_response>\n4 degrees" in prompt
     assert "does not support tools; jingu describes them" in str(server.lines)
+
+
+def test_a_template_that_cannot_even_write_calls_as_text_names_one_that_can(
+    serve: Serve, tiny_model: InferenceModel, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% if messages | length > 1 %}{{ raise_exception('one question') }}{% endif %}a")
+    server = serve(ScriptedEngine(tiny_model), template=str(template))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "3 degrees", "tool_call_id": "1"},
+    ]
+    status, answer, _ = server.call("/v1/chat/completions", {"model": "tiny", "messages": messages, "tools": [tool]})
+    assert status == 400
+    assert answer["error"]["message"].endswith("one question); start the server with --template qwen to use tools")
