@@ -82,7 +82,7 @@ class SeparateCritic(StatelessTask):
         """Take an optimizer step with the rows of an update; return what it has measured, by name."""
         config = self._config
         lr = learning_rate(config.schedule, self._lr, step // plan.updates, config.train.steps)
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(self.optimizer, lr * plan.lr_scale)
         result = train_step(self.model, self.optimizer, self, plan, step=step, max_grad_norm=config.train.max_grad_norm)
         return {"value_loss": result.loss, **result.metrics, "critic_grad_norm": result.grad_norm}
 

@@ -25,6 +25,8 @@ class BatchPlan:
     """Tokens in a step, over all ranks."""
     updates: int = 1
     """Optimizer steps with what a step has generated; each has a global batch of its own."""
+    lr_scale: float = 1.0
+    """Factor on the learning rate of every model that the step trains; 1 unless the run has gone back."""
 
 
 def plan_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -254,17 +254,18 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
     config = trainer.run.config
     # The schedule is a pure function of the step, so a resumed run needs no other state.
     lr = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
-    set_learning_rate(trainer.optimizer, lr * progress.lr_scale)
+    plan = replace(trainer.plan, lr_scale=progress.lr_scale)
+    set_learning_rate(trainer.optimizer, lr * plan.lr_scale)
     precision = config.precision
     is_fp16 = isinstance(precision, FP16Settings)
     with trainer.plan_check.step(trainer):
-        for update in range(trainer.plan.updates):
+        for update in range(plan.updates):
             result = train_step(
                 trainer.model,
                 trainer.optimizer,
                 trainer.task,
-                trainer.plan,
-                step=progress.step * trainer.plan.updates + update,
+                plan,
+                step=progress.step * plan.updates + update,
                 max_grad_norm=config.train.max_grad_norm,
                 loss_scale=progress.loss_scale.value if is_fp16 else None,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -34,6 +35,7 @@ from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.runtime.signals import StopRequest
 from jingu.text.tokenizer import Tokenizer
+from jingu.training import loop
 from jingu.training.commands import train_on_rank
 from jingu.tune.row_formats import parse_row
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
@@ -280,6 +282,29 @@ def test_ppo_trains_policy_and_critic(critic: str, make_ppo: MakeRun, done: Call
     # The trained model opens like any other.
     assert not open_model(run.folder).spec.value_head
     assert jingu.load(run.folder).generate(["def f"], max_tokens=2)
+
+
+def test_a_run_that_goes_back_lowers_the_rates_of_policy_and_critic(
+    make_ppo: MakeRun, done: Callable[[RunConfig], Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of step 2 is infinite while the rate is the full one."""
+    step = loop.train_step
+    rates: list[tuple[float, float]] = []
+
+    def planted(model: Any, optimizer: Any, task: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = step(model, optimizer, task, *arguments, **keywords)
+        rates.append((optimizer.param_groups[0]["lr"], task._critic.optimizer.param_groups[0]["lr"]))
+        is_high = rates[-1][0] > 0.7 * config.optimizer.lr
+        return replace(result, loss=result.loss * (math.inf if is_high and keywords["step"] >= 2 else 1.0))
+
+    monkeypatch.setattr(loop, "train_step", planted)
+    changes = {"train.on_divergence": "rollback", "checkpoint.every": 1, "train.steps": 4}
+    config = make_ppo({**changes, "schedule": {"type": "constant", "warmup": 0}})
+    assert train(config) == 0
+    assert [line["lr_scale"] for line in done(config).lines("divergence")] == [0.5]
+    scales = [(policy / rates[0][0], critic / rates[0][1]) for policy, critic in rates]
+    assert scales[0] == (1.0, 1.0) and scales[-1] == (0.5, 0.5)
+    assert all(policy == critic for policy, critic in scales)
 
 
 def test_a_critic_starts_from_a_reward_model(
