@@ -4,14 +4,16 @@ Each side runs in its own process, with the same weights, rows and batch, on one
 other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
 DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
 answer of GRPO ends before its last token, so both sides sample and train equally many. Its prompts have 30 tokens,
-or 250, as questions with instructions and a template have. `tiny` is a quick check, on a random Llama;
-`grpo` leaves DPO out. In bf16, which is measured
-on CPUs with units for it, both sides keep master weights in fp32.
+or 250, as questions with instructions and a template have. `jingu serve` answers the same prompts with as many tokens;
+generation in training, with the arrangement of the weights and the rewards, is compared with it. `tiny` is a quick
+check, on a random Llama; `grpo` leaves DPO out. In bf16, which is measured on CPUs with units for it, both sides keep
+master weights in fp32.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -19,12 +21,16 @@ import sys
 import sysconfig
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 from bench.smollm2 import find_smollm2
 
@@ -285,6 +291,39 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
     return Measurement(timer.seconds(), peak, median(timer.inside["_generate_single_turn"][WARMUP:]))
 
 
+def measure_server(task: str, precision: str, folder: Path, rounds: int) -> float:
+    """Return the median CPU time in which `jingu serve` answers the prompts of a step, each time with other prompts."""
+    model = str(folder / MODELS[task])
+    command = [sys.executable, "-m", "jingu", "serve", model, "--port", "0", "--precision", precision]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command += ["--threads", str(THREADS)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    prompts = [
+        json.loads(line)["prompt"] for line in (folder / f"{task}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    ]
+
+    def ask(prompt: str) -> None:
+        body = {"model": "any", "prompt": prompt, "max_tokens": NEW_TOKENS, "n": ANSWERS, "temperature": 1.0}
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["usage"]["completion_tokens"] == NEW_TOKENS * ANSWERS
+
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        seconds = []
+        with ThreadPoolExecutor(PROMPTS) as pool:
+            for first in range(0, PROMPTS * rounds, PROMPTS):
+                before = sum(psutil.Process(server.pid).cpu_times()[:2])
+                list(pool.map(ask, prompts[first : first + PROMPTS]))
+                seconds.append(sum(psutil.Process(server.pid).cpu_times()[:2]) - before)
+        return median(seconds[WARMUP:])
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
 def measure_in_child(side: str, task: str, precision: str, folder: Path, steps: int) -> Measurement:
     """Measure one side in a child process."""
     command = [sys.executable, "-m", "bench.alignment", side, task, precision, str(folder), str(steps)]
@@ -313,8 +352,14 @@ def run(argument: str = "") -> str:
             for precision in precisions
             for side in ("jingu", "trl")
         }
+        servers = {
+            (task, precision): measure_server(task, precision, folder, steps)
+            for task in tasks
+            for precision in precisions
+            if task != "dpo"
+        }
     lines = [] if "dpo" not in tasks else [*_dpo_table(figures), ""]
-    return "\n".join([*lines, *_grpo_table(figures)])
+    return "\n".join([*lines, *_grpo_table(figures), "", *_server_table(figures, servers)])
 
 
 def _dpo_table(figures: Figures) -> list[str]:
@@ -348,6 +393,18 @@ def _grpo_table(figures: Figures) -> list[str]:
             f" | {one.generation:.2f} | {rest:.2f} | {share} | {one.peak_bytes / 2**20:,.0f}"
             f" | {one.peak_bytes / theirs.peak_bytes:.2f} |"
         )
+    return lines
+
+
+def _server_table(figures: Figures, servers: dict[tuple[str, str], float]) -> list[str]:
+    lines = [
+        "| generation (target: 0.9 of the server's rate) | in training, CPU s/step | `jingu serve`, CPU s | ratio |",
+        "|---|---|---|---|",
+    ]
+    for (task, precision), seconds in servers.items():
+        one = figures[task, precision, "jingu"]
+        whole = one.generation + one.bookkeeping
+        lines.append(f"| {task} prompts, {precision} | {whole:.2f} | {seconds:.2f} | {seconds / whole:.2f} |")
     return lines
 
 
