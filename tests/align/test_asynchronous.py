@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from jingu.align import policy_learning
 from jingu.align.commands import train
 from jingu.align.generation_sources import GenerationServer
-from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
@@ -29,9 +26,8 @@ from jingu.infer.engine import Engine
 from jingu.infer.inference_model import load
 from jingu.model.decoder import Decoder
 from jingu.text.tokenizer import Tokenizer
-from tests.align.test_policy_learning import FATAL_REWARD, make, prompts, rollout, train_here
+from tests.align.test_policy_learning import make, prompts, rollout, train_here, train_with_kills
 from tests.conftest import Done, MakeRun
-from tests.limits import PATIENCE
 from tests.rank_pool import RankPool
 from tests.serve.conftest import Serve, serve, tiny_model, tokenizer
 
@@ -230,17 +226,9 @@ def test_bad_settings_are_refused_before_a_model_is_built(make: MakeRun, monkeyp
 def test_a_run_that_is_killed_while_processes_generate_ends_with_the_same_weights(
     make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
 ) -> None:
-    runs = []
-    for name, kills in (("undisturbed", ()), ("killed", (2, 4))):
-        (tmp_path / f"{name}.py").write_text(f"KILLS = {kills}\n{FATAL_REWARD}")
-        rewards = [{"type": "python", "function": f"{tmp_path}/{name}.py:reward"}]
-        config = make({**RESUMED, **processes(1), "task.rewards": rewards}, name=name)
-        (tmp_path / f"{name}.yaml").write_bytes(dump_yaml(config).encode())
-        command = [sys.executable, "-m", "jingu", "train", str(tmp_path / f"{name}.yaml")]
-        codes = []
-        while 0 not in codes and len(codes) < 4:
-            codes.append(subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode)
-        assert codes == [-signal.SIGKILL] * len(kills) + [0]
-        runs.append(done(config))
+    runs = [
+        done(train_with_kills(partial(make, {**RESUMED, **processes(1)}), name, tmp_path, kills))
+        for name, kills in (("undisturbed", ()), ("killed", (2, 4)))
+    ]
     assert_equal_runs(*runs)
     assert rollout(runs[0], 4) == rollout(runs[1], 4)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -774,22 +775,28 @@ def reward(completions):
 """
 
 
+def train_with_kills(make: Callable[..., RunConfig], name: str, folder: Path, kills: tuple[int, ...]) -> RunConfig:
+    """Train a run to its end by starting it again after each kill: its reward kills it in these calls."""
+    (folder / f"{name}.py").write_text(f"KILLS = {kills}\n{FATAL_REWARD}")
+    rewards = [{"type": "python", "function": f"{folder}/{name}.py:reward"}]
+    config = make(**{"task.rewards": rewards, "name": name})
+    (folder / f"{name}.yaml").write_bytes(dump_yaml(config).encode())
+    command = [sys.executable, "-m", "jingu", "train", str(folder / f"{name}.yaml")]
+    codes = []
+    while 0 not in codes and len(codes) <= len(kills) + 1:
+        codes.append(subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode)
+    assert codes == [-signal.SIGKILL] * len(kills) + [0]
+    return config
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
     make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
 ) -> None:
-    finished = []
-    for name, kills in (("undisturbed", ()), ("killed", (1, 3, 4))):
-        (tmp_path / f"{name}.py").write_text(f"KILLS = {kills}\n{FATAL_REWARD}")
-        rewards = [{"type": "python", "function": f"{tmp_path}/{name}.py:reward"}]
-        config = make({"task.rewards": rewards, "checkpoint.every": 1}, name=name)
-        (tmp_path / f"{name}.yaml").write_bytes(dump_yaml(config).encode())
-        command = [sys.executable, "-m", "jingu", "train", str(tmp_path / f"{name}.yaml")]
-        codes = []
-        while 0 not in codes and len(codes) < 6:
-            codes.append(subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode)
-        assert codes == [-signal.SIGKILL] * len(kills) + [0]
-        finished.append(done(config))
+    finished = [
+        done(train_with_kills(partial(make, {"checkpoint.every": 1}), name, tmp_path, kills))
+        for name, kills in (("undisturbed", ()), ("killed", (1, 3, 4)))
+    ]
     undisturbed, killed = (run.tensors() for run in finished)
     assert all(torch.equal(tensor, killed[name]) for name, tensor in undisturbed.items())
     assert rollout(finished[0], 3) == rollout(finished[1], 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,14 +72,20 @@ def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
     return losses.mean()
 
 
+def check_loss(
+    settings: Any, compute_reference: Callable[..., Tensor], rtols: tuple[float, float], atol: float
+) -> None:
+    """Check that a loss and its gradient are those of a reference, each within its relative tolerance."""
+    policy, reference = draw()
+    values = [function(settings, policy, reference) for function in (compute, compute_reference)]
+    gradients = [torch.autograd.grad(value, policy)[0] for value in values]
+    for pair, rtol in zip((values, gradients), rtols, strict=True):
+        torch.testing.assert_close(*pair, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_equals_the_formula_of_the_paper(settings: Any) -> None:
-    policy, reference = draw()
-    loss = compute(settings, policy, reference)
-    expected = from_paper(settings, policy, reference)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(value, policy)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+    check_loss(settings, from_paper, (1e-12, 1e-11), atol=1e-12)
 
 
 def from_trl(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
@@ -157,12 +164,7 @@ TRL_SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", TRL_SETTINGS, ids=str)
 def test_equals_trl(settings: Any) -> None:
-    policy, reference = draw()
-    loss = compute(settings, policy, reference)
-    expected = from_trl(settings, policy, reference)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    gradients = [torch.autograd.grad(value, policy)[0] for value in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+    check_loss(settings, from_trl, (1e-6, 1e-6), atol=1e-6)
 
 
 @pytest.mark.parametrize("margin", [0.0, 1.5])

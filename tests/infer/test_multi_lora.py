@@ -25,6 +25,7 @@ from jingu.model.decoder import Decoder
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.infer.answers import answer_together
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "small": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
@@ -65,20 +66,9 @@ def make_request(prompt: tuple[int, ...], adapter: str | None) -> Request:
     return Request(prompt, SamplingParams(), 12, logprobs=0, adapter=adapter, ignore_eos=True)
 
 
-def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
-    """Return ids and log-probabilities of requests that run together."""
-    result: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
-    while engine.busy:
-        for event in engine.step():
-            assert event.token is not None and event.token.logprob is not None
-            result[event.request_id][0].append(event.token.id)
-            result[event.request_id][1].append(event.token.logprob)
-    return list(result.values())
-
-
 def test_rows_of_a_batch_use_different_adapters(folder: Path, loaded: InferenceModel) -> None:
     requests = [make_request(prompt, name) for prompt in PROMPTS for name in (None, "small", "large")]
-    result = answers(Engine(loaded), requests)
+    result = answer_together(Engine(loaded), requests)
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     theirs: dict[str | None, Any] = {None: base.eval()}
     for name in ("small", "large"):
@@ -97,9 +87,9 @@ def test_rows_of_a_batch_use_different_adapters(folder: Path, loaded: InferenceM
 
 def test_answers_do_not_depend_on_other_adapters_in_the_batch(loaded: InferenceModel) -> None:
     requests = [make_request(prompt, name) for prompt in PROMPTS for name in ("small", None, "large")]
-    together = answers(Engine(loaded), requests)
-    assert together == [answers(Engine(loaded), [request])[0] for request in requests]
-    assert together == answers(Engine(loaded, EngineSettings(max_num_seqs=3, prefill_chunk_size=7)), requests)
+    together = answer_together(Engine(loaded), requests)
+    assert together == [answer_together(Engine(loaded), [request])[0] for request in requests]
+    assert together == answer_together(Engine(loaded, EngineSettings(max_num_seqs=3, prefill_chunk_size=7)), requests)
 
 
 def test_unsupported_adapters_are_refused(folder: Path, loaded: InferenceModel, tmp_path: Path) -> None:

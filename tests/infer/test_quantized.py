@@ -39,6 +39,7 @@ from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
+from tests.infer.answers import answer_together
 
 SPECS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 96},
@@ -171,15 +172,9 @@ def test_answers_to_long_prompts_do_not_depend_on_the_batch(
 
 
 def _answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[list[int], list[float]]]:
-    """Return ids and log-probabilities of the answers to prompts that run together."""
-    requests = [Request(prompt, SamplingParams(), 20, logprobs=0, ignore_eos=True) for prompt in prompts]
-    answers: dict[int, tuple[list[int], list[float]]] = {engine.submit(request): ([], []) for request in requests}
-    while engine.busy:
-        for event in engine.step():
-            assert event.token is not None and event.token.logprob is not None
-            answers[event.request_id][0].append(event.token.id)
-            answers[event.request_id][1].append(event.token.logprob)
-    return list(answers.values())
+    return answer_together(
+        engine, [Request(prompt, SamplingParams(), 20, logprobs=0, ignore_eos=True) for prompt in prompts]
+    )
 
 
 def test_quantized_matrices_are_not_rounded_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jingu.model.families.llama import MIXTRAL, QWEN3_MOE
 from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity.greedy_generation import check_greedy_generation
 
 TOKENS = 17
 BASE = {
@@ -226,15 +228,7 @@ def test_cached_generation_equals_uncached_and_transformers(
     theirs = reference(name, torch.float32)
     ours = converted(theirs, tmp_path, torch.float32).eval()
     prompt = sample(rows=1)[0, :5].tolist()
-    expected = theirs.generate(
-        torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0, 5:].tolist()
-    cached = [token.id for token in answer(ours, tokenizer, prompt, 16, ignore_eos=True)]
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(16):
-            ids.append(int(ours.logits(ours(torch.tensor([ids])))[0, -1].argmax()))
-    assert cached == ids[5:] == expected
+    check_greedy_generation(ours, theirs, prompt, 16, partial(answer, ours, tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity.fp64 import fp64_in_place_of_fp32
+from tests.parity.greedy_generation import check_greedy_generation
 
 
 @dataclass(frozen=True)
@@ -446,15 +448,7 @@ def test_cached_generation_equals_uncached_and_transformers(
     theirs = reference(case, torch.float32)
     ours = converted(theirs, torch.float32)
     prompt = sample_tokens(case, rows=1)[0, :5].tolist()
-    expected = theirs.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0, 5:].tolist()
-    cached = [token.id for token in answer(ours, tokenizer, prompt, 20, ignore_eos=True)]
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(20):
-            ids.append(int(ours.logits(ours(torch.tensor([ids])))[0, -1].argmax()))
-    assert cached == ids[5:] == expected
+    check_greedy_generation(ours, theirs, prompt, 20, partial(answer, ours, tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,19 @@ def test_a_run_resumes(adapted: MakeRun, train_on: Train, done: Read, capsys: py
         torch.testing.assert_close(result[name], tensor, rtol=1e-12, atol=0)
 
 
+def peft_logits(base: Path, run: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Export a base model to `folder`/hf, adapters to `folder`/adapter; return peft's logits without and with them."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    convert(base, folder / "hf", "fp32")
+    export(run, folder / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    with torch.no_grad():
+        before = model(TOKENS).logits
+        return before, PeftModel.from_pretrained(model, folder / "adapter").eval()(TOKENS).logits
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -143,18 +156,10 @@ def test_a_run_resumes(adapted: MakeRun, train_on: Train, done: Read, capsys: py
 def test_peft_loads_exported_adapters(
     changes: dict[str, Any], adapted: MakeRun, base: Path, train_on: Train, tmp_path: Path
 ) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     config = adapted(changes)
     train_on(1, config)
     run = Path(config.runs_dir) / "adapted"
-    convert(base, tmp_path / "hf", "fp32")
-    export(run, tmp_path / "adapter")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    with torch.no_grad():
-        before = reference(TOKENS).logits
-        result = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()(TOKENS).logits
+    before, result = peft_logits(base, run, tmp_path)
     apart = unmerged(run)
     assert (apart - before).abs().max() > 0.001
     torch.testing.assert_close(result, apart, rtol=1e-4, atol=1e-4)
@@ -185,9 +190,6 @@ def test_peft_loads_what_is_trained_beside_lora(
     case: str, base: Path, adapted: MakeRun, tiny_run: MakeRun, train_on: Train, tmp_path: Path
 ) -> None:
     """peft, the run, the exported folder read back and the merged model compute the same, far from the base model."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     if case in ("saved tied embedding", "tokens of both"):
         base_config = tiny_run({"train.steps": 2, "model.tie_word_embeddings": True}, name="tied")
         train_on(1, base_config)
@@ -196,12 +198,7 @@ def test_peft_loads_what_is_trained_beside_lora(
     config = adapted({**settings, "initialize": {"from": str(base)}, "train.steps": 4, "optimizer.lr": 0.02})
     train_on(1, config)
     run = Path(config.runs_dir) / "adapted"
-    convert(base, tmp_path / "hf", "fp32")
-    export(run, tmp_path / "adapter")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    with torch.no_grad():
-        before = reference(TOKENS).logits
-        expected = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()(TOKENS).logits
+    before, expected = peft_logits(base, run, tmp_path)
     assert (expected - before).abs().max() > 0.01
     result = logits(open_model(run))
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
