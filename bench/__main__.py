@@ -14,7 +14,7 @@ from pathlib import Path
 
 # Headings of the page, by module.
 TITLES = {
-    "infer": "Generation with SmolLM2-135M in bf16, prompts of 100 tokens, 2 threads",
+    "infer": "Generation with SmolLM2-135M, prompts of 100 tokens, 2 threads",
     "startup": "Startup time",
     "train_step": "Training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "Training loop compared with a bare loop around the same model (17M Llama, fp32, not compiled)",

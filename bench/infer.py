@@ -1,4 +1,4 @@
-"""Generation with SmolLM2-135M on 2 threads, for one client and 16.
+"""Generation with SmolLM2-135M on 2 threads, for one client and 16, in the default precision of the machine.
 
 It is compared with transformers, llama.cpp and the matrix products alone. `python -m bench infer=FOLDER` takes
 llama.cpp from a folder in which `npm install --ignore-scripts node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64` was run;
@@ -42,8 +42,9 @@ def run(llama: str = "", size: str = "full") -> str:
     prompts = torch.randint(100, 40_000, (clients, prompt), generator=generator).tolist()
     with TemporaryDirectory() as folder:
         path = find_smollm2(Path(folder))
-        model = load(path, "bf16")
-        reference = _load_transformers(path, Path(folder))
+        model = load(path)
+        dtype = model.parameter.dtype
+        reference = _load_transformers(path, Path(folder), dtype)
         quantized = {"int8": load(path, "int8"), "int4": load(path, "int4")}
         sides: dict[str, Callable[[], float]] = {
             "one client": lambda: _run_engine(model, prompts[:1], answer)[0],
@@ -54,7 +55,9 @@ def run(llama: str = "", size: str = "full") -> str:
                 _run_products(model, 4, answer, packed=True) / 4
             ),
             "one client, int8": lambda: _run_engine(quantized["int8"], prompts[:1], answer)[0],
+            f"{clients} clients, int8": lambda: _run_engine(quantized["int8"], prompts, answer)[0],
             "one client, int4": lambda: _run_engine(quantized["int4"], prompts[:1], answer)[0],
+            f"{clients} clients, int4": lambda: _run_engine(quantized["int4"], prompts, answer)[0],
             "one client of llama.cpp, 4 bits": lambda: _run_llama(llama, path, prompts[0], answer),
         }
         figures: dict[str, list[float]] = {name: [] for name in sides}
@@ -68,11 +71,12 @@ def run(llama: str = "", size: str = "full") -> str:
     rates = {name: median(values) for name, values in figures.items()}
     one = rates["one client"]
     together = rates[f"{clients} clients"]
-    bytes_per_token = 2 * sum(rows * columns for rows, columns in _matrix_shapes(model))
+    bytes_per_token = dtype.itemsize * sum(rows * columns for rows, columns in _matrix_shapes(model))
     lines = ["| | tokens/s | × one client |", "|---|---|---|"]
     lines += [f"| {name} | {_format_rate(rate)} | {_format_rate(rate / one)} |" for name, rate in rates.items()]
     lines += [
         "",
+        f"The default precision is {str(dtype).removeprefix('torch.')}. "
         f"One client reaches {one / rates[PRODUCTS]:.2f} of the rate of PyTorch's matrix products (target: 0.8) and "
         f"{one / rates[ONE_BY_ONE]:.2f} times the rate of transformers (target: 1.5). {clients} clients together reach "
         f"{together / one:.2f} times the rate of one (target: 6) and {together / rates[ONE_BY_ONE]:.2f} times the rate "
@@ -117,14 +121,13 @@ def _run_engine(model: Any, prompts: list[list[int]], answer: int) -> tuple[floa
     return rate, overhead / seconds, sum(empty_shares) / len(empty_shares)
 
 
-def _load_transformers(path: Path, folder: Path) -> Any:
-    import torch
+def _load_transformers(path: Path, folder: Path, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     from jingu.formats.export import convert
 
     convert(path, folder / "model")
-    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).eval()
 
 
 def _run_transformers(model: Any, prompt: list[int], answer: int) -> float:
@@ -181,9 +184,10 @@ def _run_products(model: Any, rows: int, passes: int, *, packed: bool) -> float:
     from jingu.model.matmul_kernels import linear
     from jingu.model.quantized_weight import PrepackedWeight
 
-    weights = [torch.randn(shape).to(torch.bfloat16) for shape in _matrix_shapes(model)]
+    dtype = model.parameter.dtype
+    weights = [torch.randn(shape).to(dtype) for shape in _matrix_shapes(model)]
     matrices = [PrepackedWeight.pack(weight) for weight in weights] if packed else weights
-    inputs = {size: torch.randn(rows, size).to(torch.bfloat16) for size in {weight.shape[1] for weight in weights}}
+    inputs = {size: torch.randn(rows, size).to(dtype) for size in {weight.shape[1] for weight in weights}}
     with torch.inference_mode(not packed), torch.no_grad():
         for number in range(1 + passes):
             if number < 2:  # the first pass warms up

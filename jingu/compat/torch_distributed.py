@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,19 @@ if TYPE_CHECKING:
 def default_store() -> Any:
     """Return the key-value store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def may_be_store(connection: socket.socket) -> bool:
+    """Return False if what answers at a connection is not the store of a process group."""
+    # Two messages of the store's protocol, "validate" and "ping", of which the second is answered with its number.
+    number = 4242
+    connection.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, number))
+    try:
+        answer = connection.recv(4)
+    except TimeoutError:
+        return True
+    # A store of another version may not know the messages, and hangs up.
+    return answer in (b"", struct.pack("=I", number))
 
 
 def process_groups() -> Iterator[tuple[str, str, list[int]]]:

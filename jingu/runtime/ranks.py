@@ -193,14 +193,20 @@ def _wait_for_master(address: str, port: int) -> None:
     """Wait until the process where the ranks meet answers.
 
     Raises:
-        JinguError: its machine cannot be reached, or it has not started within the timeout.
+        JinguError: its machine cannot be reached, it has not started within the timeout, or another program answers.
     """
+    # Imported here, as it imports DTensor.
+    from jingu.compat.torch_distributed import may_be_store
+
     start = time.monotonic()
     is_announced = False
     while True:
         try:
-            socket.create_connection((address, port), timeout=REACH_SECONDS).close()
-            return
+            with socket.create_connection((address, port), timeout=REACH_SECONDS) as connection:
+                if may_be_store(connection):
+                    return
+            what = f"what answers at the master address {address}:{port} is not rank 0, but another program."
+            raise JinguError(what, fix="Check MASTER_ADDR, and choose a MASTER_PORT that nothing else uses.")
         except OSError as error:
             waited = time.monotonic() - start
             # A machine that refuses is there, and rank 0 may start later than this rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,6 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.compat.conftest import Compat
 
 compat: Any = Compat("torch_distributed")
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP", b""])
+def test_the_store_of_a_process_group_is_told_from_others(answer: bytes | None) -> None:
+    if answer is None:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        with socket.create_connection(("127.0.0.1", store.port), timeout=60) as connection:
+            assert compat.may_be_store(connection)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    else:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(answer)
+            theirs.shutdown(socket.SHUT_WR)
+            assert compat.may_be_store(ours) == (answer == b"")
 
 
 def collectives(rank: int, world: int) -> None:

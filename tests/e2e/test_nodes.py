@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,30 @@ from tests.e2e.test_dying_rank import LOCAL, LONG
 from tests.limits import PATIENCE, free_port
 
 ROOT = str(Path(jingu.__file__).parents[1])
+
+
+def test_another_program_at_the_master_address_is_one_sentence(monkeypatch):
+    """PyTorch would try again for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(JinguError) as caught, ranks_module.join_process_group("cpu", 1):
+            pass
+        thread.join()
+    assert (
+        caught.value.what == f"what answers at the master address 127.0.0.1:{port} is not rank 0, but another program."
+    )
 
 
 def start_node(number: int, port: int, *words: str) -> subprocess.Popen[str]:
