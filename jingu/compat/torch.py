@@ -64,15 +64,10 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
     module._apply(function)
 
 
-def call_forward_directly(module: nn.Module) -> None:
-    """Let calls of a module without hooks go straight to `forward`, without the search for hooks at every call."""
-    if not module._forward_pre_hooks and not module._forward_hooks:
-        call_directly(module, module.forward)
-
-
 def call_directly(module: nn.Module, function: Callable[..., object]) -> None:
-    """Let calls of a module go straight to a function."""
-    module._compiled_call_impl = function
+    """Let calls of a module without hooks go straight to a function, without the search for hooks at every call."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        module._compiled_call_impl = function
 
 
 def in_backward() -> bool:

@@ -92,12 +92,15 @@ class InferenceOptions:
         return compile_blocks(inference_model) if self.compile else inference_model
 
     def _warn_of_slow_products(self, model: InferenceModel, device: torch.device) -> None:
-        """Say in what a quantized format is slower than the default."""
-        if self.precision not in ("int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
+        """Say in what a format is slower than the default."""
+        if self.precision not in ("bf16", "int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
             return
-        drawback = "is slower than the default (fp32) for prompts and for several requests at once"
-        if model.world_size == 1 and use_byte_kernels(model.spec, device):
+        if self.precision == "bf16":
+            drawback = "is several times slower than the default (fp32)"
+        elif model.world_size == 1 and use_byte_kernels(model.spec, device):
             drawback = "generates faster than the default (fp32), but reads prompts more slowly"
+        else:
+            drawback = "is slower than the default (fp32) for prompts and for several requests at once"
         print(f"--precision {self.precision} saves memory. On this CPU it {drawback}.", file=sys.stderr)
 
     def use_int4_blocks(self, model: Path) -> InferenceOptions:

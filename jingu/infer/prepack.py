@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from jingu.compat.torch import call_directly, call_forward_directly
+from jingu.compat.torch import call_directly
 from jingu.model.attention import SelfAttention
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder
@@ -78,8 +78,8 @@ def prepack_weights(
             elif module.weight.dtype == dtype:
                 module.wide_weight = module.weight.detach()
         # The search for hooks at every call of a module takes a twentieth of a step with one token.
-        call_forward_directly(module)
         layer: Any = module
+        call_directly(module, layer.forward)
         if type(module) is Linear and layer.bias is None and isinstance(layer.weight, PrepackedWeight | ByteWeight):
             call_directly(module, layer.weight.times)
 

@@ -74,18 +74,20 @@ def test_apply_to_tensors(torch_compat: Any) -> None:
     assert all(bool((tensor == 7).all()) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def test_call_forward_directly(torch_compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_directly(torch_compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = nn.Linear(2, 2)
     hooked = nn.Linear(2, 2)
     calls = []
     hooked.register_forward_hook(lambda *_: calls.append(1))
     for module in (plain, hooked):
-        torch_compat.call_forward_directly(module)
+        torch_compat.call_directly(module, module.forward)
     monkeypatch.setattr(nn.Module, "_call_impl", lambda *_: pytest.fail("hooks were searched"))
     assert plain(torch.ones(2)).shape == (2,)
     monkeypatch.undo()
     hooked(torch.ones(2))
     assert calls == [1]
+    torch_compat.call_directly(plain, torch.neg)
+    assert torch.equal(plain(torch.ones(2)), -torch.ones(2))
 
 
 def test_in_backward(torch_compat: Any) -> None:
