@@ -27,6 +27,7 @@ RANKS = 4
 CALIBRATING, COMPARED = 20, 10
 GAP = 0.1
 SHAPE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8}
+TINY = {"num_layers": 4, "hidden_size": 128, "num_heads": 4}
 EXPERTS = {"num_experts": 8, "num_experts_per_token": 2}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor 2 × pipeline 2": ("llama", {"tensor": 2, "pipeline": 2}),
@@ -100,9 +101,7 @@ def run(argument: str = "") -> str:
     """Return plan and actual of each run as tables."""
     from examples.quickstart import collect
 
-    is_tiny = argument == "tiny"
-    calibrating, compared = (3, 2) if is_tiny else (CALIBRATING, COMPARED)
-    shape = {"num_layers": 4, "hidden_size": 128, "num_heads": 4} if is_tiny else SHAPE
+    shape = TINY if argument == "tiny" else SHAPE
     tables, summary = [], ["| run | plan, s | actual, s | error | after calibration |", "|---|---|---|---|---|"]
     errors = []
     with tempfile.TemporaryDirectory() as name:
@@ -115,7 +114,7 @@ def run(argument: str = "") -> str:
         machine = find_machine(str(folder / "machine.yaml"))
         for number, (title, (family, parallel)) in enumerate(RUNS.items()):
             # The first logged step is left out: it warms up.
-            settings = {"name": f"run{number}"} | run_file(family, parallel, calibrating + compared + 1, shape)
+            settings = {"name": f"run{number}"} | run_file(family, parallel, CALIBRATING + COMPARED + 1, shape)
             (folder / "run.yaml").write_text(json.dumps(settings), encoding="utf-8")
             if not number:
                 jingu(folder, "tokenizer", "train", "run.yaml")
@@ -128,7 +127,7 @@ def run(argument: str = "") -> str:
             lines = (folder / "runs" / f"run{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             actual = next(line for line in map(json.loads, reversed(lines)) if line["type"] == "plan")
             step = actual["actual_seconds"]
-            error, after = calibrated_error(read_run(folder / "runs" / f"run{number}", machine), calibrating)
+            error, after = calibrated_error(read_run(folder / "runs" / f"run{number}", machine), CALIBRATING)
             errors.append((abs(error), abs(after)))
             summary.append(f"| {title} | {plan['step_seconds']:.3f} | {step:.3f} | {error:+.1%} | {after:+.1%} |")
             tables += [f"\n{title} ({plan['layout']}):\n", "| term | plan, s | actual, s | gap, of the step |"]

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from jingu.plan.actual import computing_clock
+from jingu.plan.calibration import fit_efficiency
+from jingu.plan.machine import Machine
 from jingu.runtime.device import total_memory
 from jingu.runtime.gpus import num_usable_cores
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, count_ranks, gather_from_all
+from jingu.training.reference_steps import measure_reference_steps
 
 # Seconds for which each operation is repeated: long enough that ranks that share a core take turns.
 _SECONDS = 0.2
@@ -21,23 +24,29 @@ _SECONDS = 0.2
 _PRODUCTS = ((64, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
 # Rows, heads, tokens and dims of attention.
 _ATTENTION = (4, 8, 256, 64)
+# Where the fit to reference steps starts for collectives, and how far it may move the constants, as a logarithm.
+_LINK_GBS, _HOP_US = 1.0, 300.0
+_PRIOR_WIDTH = 2.0
 
 
 def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     """Return the fields of a machine that CPU ranks share, as each of them finds it; every rank calls this."""
-    peak, half = fit_products({shape: _product_seconds(shape) for shape in _PRODUCTS})
+    # 1. Single operations.
+    local, cores = count_ranks(ranks.world)[1], num_usable_cores()
+    share = max(1.0, local / cores)
+    peak, half = fit_products({shape: _product_seconds(shape, share) for shape in _PRODUCTS})
     batch, heads, length, size = _ATTENTION
     query = torch.randn(_ATTENTION)
     attention = _mean_seconds(
-        lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True),
+        share,
     )
     # A token sees half of the others.
     attended = 4 * batch * heads * length * (length / 2) * size
     a, b, c = torch.randn(3, 2**20)
-    memory = 3 * a.nbytes / _mean_seconds(lambda: torch.add(a, b, out=c))
+    memory = 3 * a.nbytes / _mean_seconds(lambda: torch.add(a, b, out=c), share)
     small = torch.ones(8, requires_grad=True)
-    launch = _mean_seconds(lambda: small + 1)
-    local = count_ranks(ranks.world)[1]
+    launch = _mean_seconds(lambda: small + 1, share)
     fields: dict[str, Any] = {
         "matmul_tflops": peak / 1e12,
         "peak_tflops": peak / 1e12,
@@ -45,7 +54,8 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
         "memory_gib": total_memory(ranks.device) / 2**30 / local,
         "gpus_per_node": local,
         "is_shared": True,
-        "cores": num_usable_cores(),
+        "cores": cores,
+        "link_gbs": _LINK_GBS,
     }
     efficiency = {
         "matmul": 1.0,
@@ -53,12 +63,13 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
         "attention": attended / attention / peak,
         "memory": 1.0,
         "kernel_us": launch * 1e6,
+        "link": 1.0,
+        "hop_us": _HOP_US,
     }
-    if ranks.world > 1:
-        latency, rate = _collective_speed(ranks.world)
-        fields["link_gbs"] = rate / 1e9
-        efficiency |= {"link": 1.0, "hop_us": latency * 1e6}
-    return fields | {"efficiency": efficiency}
+    # 2. Steps of small models, in which they and collectives occur as they do in training.
+    start = Machine.model_validate({"nic_gbs": 1.0} | fields | {"efficiency": efficiency})
+    fitted = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency, _PRIOR_WIDTH)
+    return fields | {"efficiency": fitted.model_dump()}
 
 
 def fit_products(seconds: dict[tuple[int, int, int], float]) -> tuple[float, float]:
@@ -75,35 +86,18 @@ def fit_products(seconds: dict[tuple[int, int, int], float]) -> tuple[float, flo
     return float(1 / inverse_peak), float(max(overhead / inverse_peak, 1e3))
 
 
-def _product_seconds(shape: tuple[int, int, int]) -> float:
+def _product_seconds(shape: tuple[int, int, int], ranks_per_core: float) -> float:
     rows, inputs, outputs = shape
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
-    return _mean_seconds(lambda: torch.nn.functional.linear(x, weight))
+    return _mean_seconds(lambda: torch.nn.functional.linear(x, weight), ranks_per_core)
 
 
-def _collective_speed(world: int) -> tuple[float, float]:
-    """Return the seconds of a hop, and the bytes per second of a ring, from all-reduces of two sizes."""
-    sizes = (2**10, 2**22)
-    times = []
-    for size in sizes:
-        tensor = torch.ones(size // 4)
-        rounds = []
-        for _ in range(10):
-            all_ranks_agree(True)
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            rounds.append(time.perf_counter() - start)
-        times.append(median(gather_from_all(median(rounds))))
-    moved = 2 * (sizes[1] - sizes[0]) * (world - 1) / world
-    return times[0] / (2 * (world - 1)), moved / max(times[1] - times[0], 1e-6)
-
-
-def _mean_seconds(function: Callable[[], object]) -> float:
+def _mean_seconds(function: Callable[[], object], ranks_per_core: float) -> float:
     """Return the seconds of a call, the median over ranks of their means while all of them repeat it."""
     function()
     all_ranks_agree(True)
-    calls, start = 0, time.perf_counter()
+    calls, own_start, start = 0, computing_clock(), time.perf_counter()
     while time.perf_counter() < start + _SECONDS:
         function()
         calls += 1
-    return median(gather_from_all((time.perf_counter() - start) / calls))
+    return ranks_per_core * median(gather_from_all((computing_clock() - own_start) / calls))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from jingu.compat.torch import TorchDispatchMode, tree_leaves
 from jingu.compat.torch_distributed import collective_group
+from jingu.parallel.mesh import AxisSizes
+from jingu.watch.activity import Activity
 
 _PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_product", "grouped_outer")
@@ -27,78 +30,136 @@ _WHOLE_PHASES = {
 }
 
 
+@dataclass
+class StepSeconds:
+    """The seconds of a step on a rank, by term.
+
+    Attributes:
+        computing: of local operations, by this rank's own clock (`computing_clock`).
+        waiting: wall-clock seconds of collectives, and of phases that are terms as a whole.
+        used: what the own clock shows of `waiting`.
+    """
+
+    computing: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, float] = field(default_factory=dict)
+    used: float = 0.0
+
+
+def widest_axis(sizes: AxisSizes) -> str:
+    """Return the axis to which all ranks belong: data, unless another one takes them all."""
+    ranks = prod(sizes.shape)
+    return next((axis for axis in _AXES if getattr(sizes, axis) == ranks > 1 and axis != "expert"), "data")
+
+
+def computing_clock() -> float:
+    """Return the seconds that this thread has computed, or of a rank with several threads, that have passed."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 class StepTimer(TorchDispatchMode):
     """Sums up the seconds of the operations of a step by term, on a CPU, where an operation ends when it returns.
 
     Args:
-        phase: returns the present phase of the step.
+        activity: knows the present phase of the step.
         waits: whether collectives end before the next operation begins, so that their time counts. Only where all
             ranks call the same collectives in the same order: stages of a pipeline would wait for each other forever.
+        widest: the axis of all ranks, which PyTorch lets use the default group.
 
     Attributes:
         seconds: by term of `jingu.plan.step_time.TERMS` and of `jingu.plan.alignment`. What Python takes between
             operations is not among them, except in the phases of learning from rewards.
     """
 
-    def __init__(self, phase: Callable[[], str], *, waits: bool) -> None:
+    def __init__(self, activity: Activity, *, waits: bool, widest: str) -> None:
         super().__init__()
         self._waits = waits
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._phase = phase
-        self._collective = "data"
-        self._last = ("", 0.0)
+        self.seconds = StepSeconds()
+        self._activity = activity
+        self._collective = self._widest = widest
+        self._last = ("", 0.0, 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What a DTensor does comes here again, as operations on its local tensor.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        term = self._term(func, args)
-        start = time.perf_counter()
+        term, is_local = self._term(func, args)
+        start, own_start = time.perf_counter(), computing_clock()
         result = func(*args, **(kwargs or {}))
         # A send ends when its peer receives, which may come later.
         if self._waits and func.namespace == "c10d" and not func.name().startswith(("c10d::send", "c10d::recv")):
             works: list[Any] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
             for work in works:
                 work.wait()
-        end = time.perf_counter()
-        last_term, last_end = self._last
-        self.seconds[term] += end - (last_end if term == last_term and term in _WHOLE_PHASES.values() else start)
-        self._last = (term, end)
+        own_end, end = computing_clock(), time.perf_counter()
+        if is_local:
+            computing = self.seconds.computing
+            computing[term] = computing.get(term, 0.0) + own_end - own_start
+            return result
+        last_term, last_end, last_own = self._last
+        if term == last_term and term in _WHOLE_PHASES.values():
+            start, own_start = last_end, last_own
+        self.seconds.waiting[term] = self.seconds.waiting.get(term, 0.0) + end - start
+        self.seconds.used += own_end - own_start
+        self._last = (term, end, own_end)
         return result
 
-    def _term(self, func: Any, args: Any) -> str:
-        whole = _WHOLE_PHASES.get(self._phase())
+    def _term(self, func: Any, args: Any) -> tuple[str, bool]:
+        """Return the term of an operation, and whether only this rank computes it."""
+        whole = _WHOLE_PHASES.get(self._activity.phase)
         if whole is not None:
-            return whole
+            return whole, False
         group = collective_group(func, args)
         if group is not None:
             axis = group.removeprefix("mesh_")
             if axis not in _AXES:
-                # Data, or experts over all ranks, which PyTorch lets use the default group. They alone exchange rows.
-                axis = "expert" if "all_to_all" in func.name() or "alltoall" in func.name() else "data"
+                # Data, another axis of all ranks, or experts over all ranks, which alone exchange rows.
+                is_exchange = self._widest == "data" and ("all_to_all" in func.name() or "alltoall" in func.name())
+                axis = "expert" if is_exchange else self._widest
             self._collective = axis
-            return self._collective
+            return axis, False
         name = func.name().partition("::")[2].partition(".")[0]
         if name == "wait_tensor":
-            return self._collective
-        phase = _PHASES.get(self._phase())
+            return self._collective, False
+        phase = _PHASES.get(self._activity.phase)
         if phase is not None:
-            return phase
+            return phase, True
         if name in _PRODUCTS:
-            return "matmuls"
-        return "attention" if "scaled_dot_product" in name else "elementwise"
+            return "matmuls", True
+        return "attention" if "scaled_dot_product" in name else "elementwise", True
 
 
-def complete_terms(measured: Mapping[str, float], step: float, *, is_pipeline: bool) -> dict[str, float]:
-    """Return the seconds of a step by term: those measured, and what is left, a pipeline's idle time or the host's.
+def complete_terms(
+    ranks: Sequence[StepSeconds], computing: float, step: float, *, ranks_per_core: float, is_pipeline: bool
+) -> dict[str, float]:
+    """Return the seconds of a step by term: the operations of the mean rank, what Python takes, and collectives.
 
-    Where the measured step was slower than others, its terms are shortened.
+    Ranks that share cores compute in turns, so each takes as many times as long as it has a core for itself. A
+    collective's wall-clock time contains the computation of others; what counts is the time in which no rank computes.
 
     Args:
-        step: seconds of a step that nobody measured in detail.
+        ranks: what each of them measured in one step.
+        computing: seconds of a step by the own clock of the mean rank, without timing each operation.
+        step: wall-clock seconds of such a step.
     """
-    total = max(step, sum(measured.values()))
-    rest = "bubble" if is_pipeline else "launch"
-    terms = {rest: 0.0, **measured}
-    terms[rest] += total - sum(measured.values())
-    return {term: seconds * step / total for term, seconds in terms.items()}
+    terms = {term: ranks_per_core * _mean(ranks, "computing", term) for term in _terms(ranks, "computing")}
+    waiting = {term: _mean(ranks, "waiting", term) for term in _terms(ranks, "waiting")}
+    host = ranks_per_core * (computing - sum(rank.used for rank in ranks) / len(ranks)) - sum(terms.values())
+    terms["launch"] = terms.get("launch", 0.0) + max(0.0, host)
+    # What is left of the step, or a pipeline's idle time.
+    rest = max(0.0, step - sum(terms.values()))
+    if is_pipeline:
+        waiting["bubble"] = max(0.0, rest - sum(waiting.values()))
+    scale = rest / (sum(waiting.values()) or 1.0)
+    terms |= {term: seconds * scale for term, seconds in waiting.items()}
+    total = sum(terms.values())
+    if not waiting:
+        terms["launch"] += max(0.0, step - total)
+    return {term: seconds * min(1.0, step / total) for term, seconds in terms.items()}
+
+
+def _terms(ranks: Sequence[StepSeconds], kind: str) -> set[str]:
+    return {term for rank in ranks for term in getattr(rank, kind)}
+
+
+def _mean(ranks: Sequence[StepSeconds], kind: str, term: str) -> float:
+    return sum(getattr(rank, kind).get(term, 0.0) for rank in ranks) / len(ranks)

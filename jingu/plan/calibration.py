@@ -69,7 +69,9 @@ def residual_interval(measurements: Sequence[Measurement], start: Efficiency | N
     return float(low), float(high)
 
 
-def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None = None) -> Efficiency:
+def fit_efficiency(
+    measurements: Sequence[Measurement], start: Efficiency | None = None, prior_width: float = PRIOR_WIDTH
+) -> Efficiency:
     """Return the efficiency that explains measured steps best, near the default where they say little.
 
     It minimizes squared logarithms of predicted over measured seconds, of steps and of their terms, by Gauss-Newton
@@ -87,7 +89,7 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
         totals = [log(sum(plan.values()) / m.seconds) / NOISE for m, plan in pairs]
         scaled = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
         robust = np.sign(scaled) * np.sqrt(np.where(abs(scaled) < 2, scaled**2, 4 * abs(scaled) - 4))
-        return np.concatenate([robust, (x - origin) / PRIOR_WIDTH])
+        return np.concatenate([robust, (x - origin) / prior_width])
 
     return Efficiency(**dict(zip(names, np.exp(_least_squares(residuals, origin)), strict=True)))
 

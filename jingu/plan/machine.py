@@ -39,6 +39,7 @@ class Efficiency(_Part):
         attention: share of the best measured product that fused attention reaches.
         memory: share of the memory bandwidth that elementwise operations reach.
         kernel_us: time in which the host launches a kernel, in µs; small operations take no less.
+        operation_us: time that an elementwise operation takes on a CPU, however small it is, in µs.
         link: share of the bandwidth within a node that collectives reach.
         nic: share of the network bandwidth that collectives reach.
         hop_us: latency of a collective between two neighbours of a ring, in µs.
@@ -49,6 +50,7 @@ class Efficiency(_Part):
     attention: Positive = 0.5
     memory: Positive = 0.7
     kernel_us: Positive = 9.0
+    operation_us: Positive = 5.0
     link: Positive = 0.8
     nic: Positive = 0.7
     hop_us: Positive = 6.0
@@ -188,7 +190,17 @@ def nominal_machine(device: torch.device) -> Machine:
             gpus_per_node=1,
             is_shared=True,
             cores=num_usable_cores(),
-            efficiency=Efficiency(half_gflop=0.01, kernel_us=5.0),
+            # About what `jingu doctor` finds for four ranks on two cores.
+            efficiency=Efficiency(
+                matmul=1.0,
+                half_gflop=0.002,
+                attention=0.35,
+                memory=0.5,
+                kernel_us=30.0,
+                operation_us=100.0,
+                link=0.4,
+                hop_us=700.0,
+            ),
         )
     # A card that the library does not name is taken to be a common one.
     card = find_card(device_name(device)) or machine_library()["a100-80"]

@@ -244,10 +244,10 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
         computing = terms["matmuls"] + terms["attention"]
         terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
     # The host launches kernels while the card computes, and the slower of them counts. A CPU is both.
-    kernels = soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)
-    launch = kernels * (2 * passes - 1) + calls * (sizes.tensor > 1)
-    seconds = launch * machine.efficiency.kernel_us * 1e-6
+    kernels = (soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)) * (2 * passes - 1)
+    seconds = (kernels + calls * (sizes.tensor > 1)) * machine.efficiency.kernel_us * 1e-6
     terms["launch"] = seconds if machine.is_shared else max(0.0, seconds - sum(terms.values()))
+    terms["elementwise"] += kernels * machine.efficiency.operation_us * 1e-6 * machine.is_shared
     return terms, 1 / (3.0 + full)
 
 
@@ -376,7 +376,8 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     gathered = sum(part.gathered * count for part, count in parts)
     reduced = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
     rounds = work.accumulation
-    calls = stage.num_blocks * soft.gathers_per_block
+    # What stands before and after the blocks is a call of its own, which only small models notice.
+    calls = (stage.num_blocks + machine.is_shared) * soft.gathers_per_block
     gather = ring_seconds(gathered, groups["fsdp"], machine, calls)
     reduce = ring_seconds(reduced, groups["fsdp"], machine, calls)
     replicas = 2 * ring_seconds(reduced / groups["fsdp"].ranks, groups["replicate"], machine, calls)
@@ -384,7 +385,8 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
         gathers, reductions = 2 * rounds, rounds
     else:
         gathers, reductions = 1, rounds if zero == 2 else 1
-    if not soft.overlap:
+    # What overlaps takes cores from the computation, where ranks share them.
+    if not soft.overlap or machine.is_shared:
         return gathers * gather + reductions * reduce + replicas
     # What overlaps competes for the card; blocks at both ends of a pass have nothing to hide behind.
     first = 1.0 / max(1, stage.num_blocks)

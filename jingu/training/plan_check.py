@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from statistics import median
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from jingu.parallel.mesh import resolve_axis_sizes
-from jingu.plan.actual import StepTimer, complete_terms
+from jingu.plan.actual import StepSeconds, StepTimer, complete_terms, computing_clock, widest_axis
 from jingu.plan.forecast import Forecast, run_software, run_workload
 from jingu.plan.machine import Machine, nominal_machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import step_time
 from jingu.runtime.device import peak_memory
-from jingu.runtime.ranks import count_ranks
+from jingu.runtime.ranks import count_ranks, gather_from_all
 from jingu.training.plan_task import add_task
 from jingu.training.precision import choose_precision
 
@@ -34,18 +36,24 @@ class PlanCheck:
     def __init__(self) -> None:
         self._steps = 0
         self._speeds: list[float] = []
+        self._computing: deque[float] = deque(maxlen=100)
         self._is_warm = self._is_written = False
-        self._measured: Mapping[str, float] = {}
+        self._measured: StepSeconds | None = None
 
-    def step(self, trainer: Trainer) -> AbstractContextManager[object]:
-        """Return the context of the next step."""
+    @contextmanager
+    def step(self, trainer: Trainer) -> Iterator[None]:
+        """Watch the next step, which is taken inside of this context."""
         self._steps += 1
+        start = computing_clock()
         if self._steps != _timed_step(trainer) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
-            return nullcontext()
-        is_pipeline = trainer.model.sharding.mesh["pipeline"].size() > 1
-        timer = StepTimer(lambda: trainer.model.activity.phase, waits=not is_pipeline)
+            yield
+            self._computing.append(computing_clock() - start)
+            return
+        sizes = resolve_axis_sizes(trainer.run.config.parallel, trainer.ranks.world, trainer.run.spec)
+        timer = StepTimer(trainer.model.activity, waits=sizes.pipeline == 1, widest=widest_axis(sizes))
         self._measured = timer.seconds
-        return timer
+        with timer:
+            yield
 
     def log(self, trainer: Trainer, step: int, speed: float, write: WriteMetrics) -> None:
         """Take the speed of the logged steps, in tokens per second; write a line `plan` once, and at the end."""
@@ -65,8 +73,16 @@ class PlanCheck:
         updates = Forecast(work, machine, config.train.steps, step_time(work, machine), memory, None, [])
         planned = add_task(updates, config, spec)
         actual = {}
-        if self._measured:
-            actual = complete_terms(self._measured, seconds, is_pipeline=sizes.pipeline > 1)
+        if self._measured is not None:
+            # All ranks log at the same time.
+            everywhere = gather_from_all([asdict(self._measured), median(self._computing)])
+            actual = complete_terms(
+                [StepSeconds(**measured) for measured, _ in everywhere],
+                mean(computing for _, computing in everywhere),
+                seconds,
+                ranks_per_core=machine.ranks_per_core,
+                is_pipeline=sizes.pipeline > 1,
+            )
         write(
             "plan",
             step,

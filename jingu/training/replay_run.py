@@ -5,6 +5,8 @@ All ranks but one may be pretended: their collectives then return at once. Value
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,7 @@ from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh
+from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
 from jingu.plan.replay import StepRecord, record_step
 from jingu.training.optimizer import build_optimizer, optimizer_settings
@@ -33,8 +36,10 @@ class _AnyText(Pretraining):
         return Batch(ids[:, :-1], ids[:, 1:])
 
 
-def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int) -> StepRecord:
-    """Build this rank's part of a run in an existing process group, take two steps, and return what the second did."""
+def prepare_step(
+    config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int
+) -> tuple[Callable[[int], None], ParallelModel, torch.optim.Optimizer]:
+    """Build this rank's part of a run in an existing process group; return what takes a step, model and optimizer."""
     sizes, plan = plan_layout(config, ranks, spec)
     mesh = build_mesh(sizes, torch.device("cpu"))
     model = materialize(spec, mesh, training_layout(config, compile=False), precision, config.seed)
@@ -44,6 +49,12 @@ def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ran
     def step(number: int) -> None:
         train_step(model, optimizer, task, plan, step=number, max_grad_norm=config.train.max_grad_norm)
 
+    return step, model, optimizer
+
+
+def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int) -> StepRecord:
+    """Build this rank's part of a run in an existing process group, take two steps, and return what the second did."""
+    step, model, optimizer = prepare_step(config, spec, precision, ranks)
     # The first step also builds what stays: schedules, buffers, the optimizer's kernels.
     step(0)
     state = [list(model.parameters()), list(optimizer.state.values())]
