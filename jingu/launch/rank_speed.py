@@ -24,9 +24,8 @@ _SECONDS = 0.2
 _PRODUCTS = ((64, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
 # Rows, heads, tokens and dims of attention.
 _ATTENTION = (4, 8, 256, 64)
-# Where the fit to reference steps starts for collectives, and how far it may move the constants, as a logarithm.
+# Where the fit to reference steps starts for collectives.
 _LINK_GBS, _HOP_US = 1.0, 300.0
-_PRIOR_WIDTH = 2.0
 
 
 def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     }
     # 2. Steps of small models, in which they and collectives occur as they do in training.
     start = Machine.model_validate({"nic_gbs": 1.0} | fields | {"efficiency": efficiency})
-    fitted = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency, _PRIOR_WIDTH)
+    fitted = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency)
     return fields | {"efficiency": fitted.model_dump()}
 
 

@@ -14,6 +14,8 @@ from jingu.plan.workload import Workload
 
 # Few measurements move a constant by about this factor, as a logarithm, away from its default.
 PRIOR_WIDTH = 0.3
+# On CPUs, of which each is another one.
+CPU_PRIOR_WIDTH = 2.0
 # Logarithm of a measurement's typical error.
 NOISE = 0.05
 # That of a term of a single step; terms below this share of a step say little.
@@ -69,9 +71,7 @@ def residual_interval(measurements: Sequence[Measurement], start: Efficiency | N
     return float(low), float(high)
 
 
-def fit_efficiency(
-    measurements: Sequence[Measurement], start: Efficiency | None = None, prior_width: float = PRIOR_WIDTH
-) -> Efficiency:
+def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None = None) -> Efficiency:
     """Return the efficiency that explains measured steps best, near the default where they say little.
 
     It minimizes squared logarithms of predicted over measured seconds, of steps and of their terms, by Gauss-Newton
@@ -79,6 +79,7 @@ def fit_efficiency(
     """
     start = start or Efficiency()
     names = list(Efficiency.model_fields)
+    width = CPU_PRIOR_WIDTH if any(m.machine.is_shared for m in measurements) else PRIOR_WIDTH
     origin = np.log([getattr(start, name) for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -89,7 +90,7 @@ def fit_efficiency(
         totals = [log(sum(plan.values()) / m.seconds) / NOISE for m, plan in pairs]
         scaled = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
         robust = np.sign(scaled) * np.sqrt(np.where(abs(scaled) < 2, scaled**2, 4 * abs(scaled) - 4))
-        return np.concatenate([robust, (x - origin) / prior_width])
+        return np.concatenate([robust, (x - origin) / width])
 
     return Efficiency(**dict(zip(names, np.exp(_least_squares(residuals, origin)), strict=True)))
 

@@ -69,7 +69,8 @@ def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float =
     if group.in_node < ranks:
         # A node's cards of the group share its traffic, each with its own network card.
         bandwidth = min(bandwidth, machine.nic_gbs * rates.nic * group.in_node)
-    hops = min(ranks - 1, 2 * log2(ranks) + group.in_node)
+    # Ranks that share cores wait for their turn, whatever the number of hops: a tree's depth is nearer to it.
+    hops = log2(ranks) if machine.ranks_per_core > 1 else min(ranks - 1, 2 * log2(ranks) + group.in_node)
     return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
 
 
@@ -84,7 +85,9 @@ def exchange_seconds(size: float, group: Neighbors, machine: Machine, share_far:
     rates = machine.efficiency
     near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
     far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9) * share_far
-    return rates.hop_us * 1e-6 * min(group.ranks - 1, 8) + max(near, far)
+    # All send at once, so that ranks that share cores wait once for their turn.
+    hops = 1 if machine.ranks_per_core > 1 else min(group.ranks - 1, 8)
+    return rates.hop_us * 1e-6 * hops + max(near, far)
 
 
 # Blocks
