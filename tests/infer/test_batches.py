@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from jingu.compat.torch import has_byte_kernels
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.infer.engine import Engine
@@ -40,6 +41,7 @@ PREPACKED = {
     "llama-bf16": {**KINDS["llama-bf16"], "intermediate_size": 1100},  # long sums, which kernels may divide
     "llama-int8": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 192},
     "llama-int4": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 192},
+    "llama-bytes": {"hidden_size": 64, "num_heads": 4, "intermediate_size": 192},
     "gpt2": KINDS["gpt2"],
     "mixtral": KINDS["mixtral"],
 }
@@ -56,10 +58,10 @@ def model_of(kind: str, tokenizer: Tokenizer, prepacked: bool = False) -> Infere
     model = build_model(spec)
     init_weights(model, spec, 1)
     model = model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval()
-    if kind.endswith(("int8", "int4")):
-        model = quantize_model(model, "int8" if kind.endswith("int8") else "int4")
+    if kind.endswith(("int8", "int4", "bytes")):
+        model = quantize_model(model, "int4" if kind.endswith("int4") else "int8")
     if prepacked:
-        prepack_weights(model)
+        prepack_weights(model, as_bytes=kind.endswith("bytes") and has_byte_kernels())
     return InferenceModel(model, spec, tokenizer)
 
 
