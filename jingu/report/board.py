@@ -54,6 +54,15 @@ def watch_run(run: Path, web: int | None = None, once: bool = False) -> None:
 def render_board(run: Path) -> str:
     """Return progress, losses, rates, memory, the last samples and the watchdog's verdict as text."""
     record = read_run(run)
+    lines = describe_progress(run, record)
+    for (_, prompt), row in islice(reversed(record.samples.items()), 2):
+        text = show_control_characters(f"{prompt}{row.get('text', '')}")
+        lines += ["", text[:_SAMPLE_CHARS]]
+    return "\n".join([*lines, *describe_faults(run)])
+
+
+def describe_progress(run: Path, record: RunRecord) -> list[str]:
+    """Return lines about the progress of a run, its losses, rates and memory, its plan, and its ranks."""
     step, steps = _progress(record)
     last = record.train.get(step, {})
     time_left = format_duration(_seconds_left(record))
@@ -73,14 +82,17 @@ def render_board(run: Path) -> str:
     if record.evaluations:
         evaluation = record.evaluations[max(record.evaluations)]
         lines.append(f"validation loss {format_number(get_number(evaluation, 'loss'))}")
-    for (_, prompt), row in islice(reversed(record.samples.items()), 2):
-        text = show_control_characters(f"{prompt}{row.get('text', '')}")
-        lines += ["", text[:_SAMPLE_CHARS]]
+    return lines
+
+
+def describe_faults(run: Path) -> list[str]:
+    """Return the verdict of the watchdog, and the last stragglers."""
     verdicts = sorted(run.glob("log/jingu-watch-*/verdict.txt"), key=lambda path: path.stat().st_mtime)
-    lines += ["", verdicts[-1].read_text(encoding="utf-8")] if verdicts else []
+    lines = ["", verdicts[-1].read_text(encoding="utf-8")] if verdicts else []
     stragglers = run / "log" / STRAGGLERS
-    lines += ["", *stragglers.read_text(encoding="utf-8").splitlines()[-3:]] if stragglers.exists() else []
-    return "\n".join(lines)
+    if stragglers.exists():
+        lines += ["", *stragglers.read_text(encoding="utf-8").splitlines()[-3:]]
+    return lines
 
 
 def _format_memory(size: float) -> str:
@@ -189,9 +201,13 @@ def make_server(run: Path, port: int) -> ThreadingHTTPServer:
     Raises:
         JinguError: the port is in use.
     """
+
+    def render(record: RunRecord) -> str:
+        return render_page(record, "\n".join(describe_progress(run, record) + describe_faults(run)))
+
     # The page loads itself again.
     routes: dict[str, tuple[str, Callable[[RunRecord], str]]] = {
-        "/": ("text/html; charset=utf-8", render_page),
+        "/": ("text/html; charset=utf-8", render),
         "/metrics": ("text/plain; version=0.0.4", format_metrics),
     }
 
@@ -202,8 +218,8 @@ def make_server(run: Path, port: int) -> ThreadingHTTPServer:
             if self.path not in routes or host not in ("127.0.0.1", "localhost"):
                 self.send_error(404)
                 return
-            kind, render = routes[self.path]
-            body = render(read_run(run)).encode()
+            kind, show = routes[self.path]
+            body = show(read_run(run)).encode()
             self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Refresh", "10")

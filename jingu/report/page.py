@@ -25,14 +25,19 @@ MAX_WARNINGS = 12
 NUM_COLOURS = 6
 
 
-def render_page(record: RunRecord) -> str:
-    """Return the HTML file. All text of the run is escaped, because a model's output is not trusted."""
+def render_page(record: RunRecord, status: str = "") -> str:
+    """Return the HTML file. All text of the run is escaped, because a model's output is not trusted.
+
+    Args:
+        status: what the run does at the moment, in lines.
+    """
     rate, share, memory = run_figures(record)
     unit = memory_unit(memory)
     charts = "".join(draw_chart(chart, record.resumes, record.stages) for chart in run_charts(record, *unit))
     return render_document(
         "page.html",
         record=record,
+        status=status,
         start=record.starts[-1] if record.starts else {},
         last=last_row(record.train),
         evaluation=last_row(record.evaluations),

@@ -90,11 +90,16 @@ def test_a_folder_without_runs_is_one_sentence(tmp_path, capsys):
 
 
 def test_page_and_metrics_are_served_on_the_loopback_address_only(run):
+    folder = run / "log" / "jingu-watch-1"
+    folder.mkdir(parents=True)
+    (folder / "verdict.txt").write_text("Training has stood still for 60 s in step 21.\n")
     with make_server(run, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         with urllib.request.urlopen(address) as page:
-            assert "mine" in page.read().decode() and page.headers["Refresh"] == "10"
+            text = page.read().decode()
+            assert "mine: stopped, step 20 of 100, 2 min 57 s left\n[████████" in text
+            assert page.headers["Refresh"] == "10" and "Training has stood still" in text
         with urllib.request.urlopen(f"{address}/metrics") as metrics:
             lines = metrics.read().decode().splitlines()
         assert 'jingu_loss{run="mine"} 3.0' in lines and 'jingu_validation_loss{run="mine"} 3.25' in lines
