@@ -20,6 +20,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _PATIENCE = 30.0
 # Ranks that wait for the first one look so often.
 _POLL_SECONDS = 1.0
+# The first rank looks so often for others that arrive.
+_MEETING_SECONDS = 0.05
 # How long the name of a machine may be unknown, or the machine not answer, before it counts as unreachable.
-REACH_SECONDS = 15.0
+REACH_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,40 @@ def _open_store(rank: int, world: int) -> Any:
     """Return the store in which the ranks of a launched command meet. It stays open until the process ends."""
     # Rank 0 itself has the store, unless its launcher has it.
     if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
-        _wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
+        wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
     # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
-    attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
+    if _variable("GROUP_WORLD_SIZE", 1) == 1:
+        attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
+    else:
+        attempt = agree_on_attempt(store, rank, world)
     return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+
+
+def agree_on_attempt(store: Any, rank: int, world: int) -> int:
+    """Return a number that the ranks of this attempt have in common, and no earlier attempt had.
+
+    torchrun's own count differs between nodes: it does not grow where ranks are ended because a node has left.
+
+    Args:
+        store: which may have keys of earlier attempts.
+    """
+    if rank > 0:
+        # An answer to this name is none to an earlier rank of this number.
+        name = uuid4().hex
+        store.set(f"arrival-{rank}", name)
+        attempt = int(store.get(f"attempt-of-{name}"))
+        store.add(f"arrived-{attempt}", 1)
+        return attempt
+    attempt = int(store.add("attempts", 1))
+    end = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+    while store.add(f"arrived-{attempt}", 0) < world - 1:
+        if time.monotonic() > end:
+            raise TimeoutError("the ranks did not meet")
+        names = [name.decode() for name in store.multi_get([f"arrival-{other}" for other in range(1, world)])]
+        store.multi_set([f"attempt-of-{name}" for name in names], [str(attempt)] * len(names))
+        time.sleep(_MEETING_SECONDS)
+    return attempt
 
 
 def run_first(function: Callable[[], None]) -> None:
@@ -189,7 +221,7 @@ def run_first(function: Callable[[], None]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _wait_for_master(address: str, port: int) -> None:
+def wait_for_master(address: str, port: int) -> None:
     """Wait until the process where the ranks meet answers.
 
     Raises:
@@ -214,7 +246,7 @@ def _wait_for_master(address: str, port: int) -> None:
             if waited > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
                 what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
-                raise JinguError(what, fix=fix) from error
+                raise JinguError(what, where=socket.gethostname(), fix=fix) from error
         if waited > REACH_SECONDS and not is_announced:
             print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
             is_announced = True

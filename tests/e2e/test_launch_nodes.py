@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from jingu.checkpoint.save_folder import read_state
 from tests.launch.nodes import ROOT, interrupt, launch_words, read_output_until
 from tests.limits import PATIENCE
 
@@ -75,6 +76,24 @@ def test_the_ranks_of_a_killed_node_process_stop_and_save(nodes, run_file, tiny_
     assert f"jingu: node{number}: the connection has ended, or the node process was killed; its ranks stop." in output
     assert not psutil.wait_procs(nodes.processes(), timeout=PATIENCE)[1]
     assert done(tiny_run(name="lost")).checkpoint().is_dir()
+
+
+def test_a_run_goes_on_without_a_lost_node(nodes, run_file, tiny_run, done, train_on):
+    """All that runs on the node is killed at once. The others go on from the last checkpoint, with the same samples."""
+    settings = {"train.steps": 100, "batch.global_batch_size": 24, "checkpoint.every": 3}
+    train_on(1, tiny_run(settings, name="local"))
+    words = ["--exclude", "node4", "--min-nodes", "2", "--max-restarts", "2", run_file(settings, name="fewer")]
+    process = nodes.start(*launch_words("ssh", *words))
+    read_output_until(process, "step 10 of")
+    for own in nodes.processes(3):
+        own.kill()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "jingu: node3: the connection has ended" in output, output
+    fewer, local = (done(tiny_run(settings, name=name)) for name in ("fewer", "local"))
+    assert fewer.column("ranks", "start") == [3, 2] and fewer.column("resumed_from", "start")[1] >= 6
+    assert fewer.column("loss") == pytest.approx(local.column("loss"), rel=1e-9)
+    receipts = [read_state(run.checkpoint())["progress"]["sample_hash"]["hash"] for run in (fewer, local)]
+    assert receipts[0] == receipts[1]
 
 
 # What a node lacks, and the sentence about it over ssh and pdsh. Commands run on node2.
@@ -168,6 +187,14 @@ def test_the_doctor_finds_a_slow_link(nodes):
     code, output = nodes.launch("ssh", "doctor", "--folder", "runs")
     assert code == 2 and (nodes.folder / "failing_nodes.txt").read_text() == "node3\n", output
     assert output.count(" FAILS ") == 1 and " FAILS  pairs " in output
+
+
+@pytest.mark.parametrize("where", ["ssh", "pdsh"])
+def test_the_doctor_names_a_node_that_does_not_reach_the_first_one(nodes, where):
+    nodes.change(3, "ip route add blackhole 10.77.0.1/32")
+    code, output = nodes.launch(where, "doctor")
+    assert code == 2 and "node3: the master address " in output and " cannot be reached (" in output, output
+    assert (nodes.folder / "failing_nodes.txt").read_text() == "node3\n"
 
 
 def test_a_link_that_goes_down_ends_the_run(nodes, run_file):

@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from jingu.errors import JinguError
 from jingu.runtime import signals
@@ -23,6 +25,7 @@ from jingu.runtime.ranks import (
     COLLECTIVE_TIMEOUT,
     RankInfo,
     _prepare_nccl,
+    agree_on_attempt,
     all_ranks_agree,
     broadcast_from_first,
     choose_device,
@@ -208,6 +211,20 @@ def test_only_the_first_rank_tells_that_the_signal_came(capfd):
         os.kill(os.getpid(), signal.SIGINT)
     assert request.signal == signal.SIGINT
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_of_an_attempt_agree_on_a_number_of_their_own():
+    """The store has what an earlier attempt of more ranks has left, and the first rank comes before the others."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    attempts = []
+    for world in (4, 3, 3, 1):
+        with ThreadPoolExecutor(world) as pool:
+            numbers = list(
+                pool.map(lambda rank, world=world: agree_on_attempt(store.clone(), rank, world), range(world))
+            )
+        assert len(set(numbers)) == 1
+        attempts += numbers[:1]
+    assert attempts == [1, 2, 3, 4]
 
 
 # Words
