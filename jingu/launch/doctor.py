@@ -25,6 +25,7 @@ from uuid import uuid4
 import yaml
 
 from jingu.errors import JinguError, join_words, pluralize
+from jingu.launch.hosts import FAILING_NODES, write_failing_nodes
 from jingu.runtime.files import write_text_atomically
 
 # A check that takes longer has failed.
@@ -37,7 +38,6 @@ CLOCK_SECONDS = 1.0
 RDMA_DEVICES = Path("/sys/class/infiniband")
 # RDMA locks the buffers of all connections; below this limit it fails sooner or later.
 _LOCKED_BYTES = 2**30
-FAILING_NODES = Path("failing_nodes.txt")
 # Checks that would measure each other's work.
 _MEASUREMENTS = ("devices", "disk")
 # The check of a node that needs the names of all of them.
@@ -276,9 +276,8 @@ def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path
     """Print the table, and write the files."""
     failing = [host for host, results in by_host.items() if any_failed({host: results})]
     _print_table(by_host)
-    FAILING_NODES.unlink(missing_ok=True)
+    write_failing_nodes(failing)
     if failing:
-        write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in failing))
         print(f"{len(failing)} of {len(by_host)} nodes fail; their names are in {FAILING_NODES}.")
     if machine is not None:
         # The slowest node decides how fast a run is.

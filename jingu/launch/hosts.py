@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jingu.errors import JinguError, join_words
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_error, write_text_atomically
+
+# The names of the nodes in which `jingu doctor`, or its launcher, has found a fault.
+FAILING_NODES = Path("failing_nodes.txt")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
             raise JinguError(what, where=option)
         selected.append(Node(host, tuple(sorted({int(word) for word in words}))))
     return selected
+
+
+def write_failing_nodes(hosts: Sequence[str]) -> None:
+    """Write the file with the names of failing nodes; without any, remove it."""
+    if hosts:
+        write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in hosts))
+    else:
+        FAILING_NODES.unlink(missing_ok=True)
 
 
 def read_environment(path: Path) -> dict[str, str]:

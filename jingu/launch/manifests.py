@@ -19,6 +19,8 @@ from jingu.launch.start import START_VARIABLE, Start, prepare_start
 
 _COMMAND = ["python", "-m", "jingu.launch.node"]
 _PORT = 29_500
+# How long a cluster may take to answer.
+ANSWER_SECONDS = 9.0
 Manifest = dict[str, Any]
 
 
@@ -52,7 +54,19 @@ def write_manifest(
     program = shutil.which("kubectl")
     if program is None:
         raise JinguError("there is no kubectl on this machine.", fix="Install it, or leave out --apply.")
-    result = subprocess.run([program, "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
+    try:
+        # It asks a cluster that does not answer several times.
+        result = subprocess.run(
+            [program, "apply", "-f", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        what = f"the cluster does not answer in {ANSWER_SECONDS:.0f} s."
+        raise JinguError(what, fix="`kubectl get nodes` must work; or leave out --apply.") from None
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["no reason"])[-1].rstrip(".")
         raise JinguError(f"the cluster refuses the manifest ({reason}).", fix="Change it, and apply it with kubectl.")

@@ -130,10 +130,14 @@ def run_node(start: Start, node_rank: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from jingu.runtime.ranks import wait_for_master
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     address, port = start.master
     if node_rank == 0:
         _check_port(port)
+    elif "KUBERNETES_SERVICE_HOST" not in os.environ:  # where the first pod may start, and have a name, much later
+        wait_for_master(address, port)
     slots = start.slots[node_rank]
     os.environ.update(start.environment)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

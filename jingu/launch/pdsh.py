@@ -21,18 +21,23 @@ from threading import Thread
 from jingu.errors import JinguError
 from jingu.launch.hosts import read_hostfile, select_nodes
 from jingu.launch.node import SIGNALS_SUFFIX, free_port
-from jingu.launch.ssh import GRACE_SECONDS, POLL_SECONDS, node_command
+from jingu.launch.ssh import (
+    EXPLAINED_CODES,
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    SSH_FAILURE,
+    SSH_OPTIONS,
+    name_failing_nodes,
+    node_command,
+)
 from jingu.launch.start import prepare_start
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
 # Starts are in this folder, which the nodes must share.
 FOLDER = Path("pdsh")
-# How pdsh announces that a node has failed, and the code of a host that ssh does not reach.
+# How pdsh announces that a node has failed.
 _FAILURE = re.compile(r"pdsh@.*: (\S+): \S+ exited with exit code (\d+)")
-_UNREACHABLE = 255
-# Of these failures the reason is known: a node that is not reached, or that has explained an error.
-_EXPLAINED = (2, _UNREACHABLE)
 _EXPLAINED_SECONDS = 3.0
 
 
@@ -62,6 +67,7 @@ def launch_pdsh(
     slots = [list(node.slots) for node in nodes]
     master = (nodes[0].host, free_port())
     start = replace(start, slots=slots, min_nodes=len(nodes), max_restarts=max_restarts, master=master)
+    name_failing_nodes(start, [])
     FOLDER.mkdir(exist_ok=True)
     file = FOLDER / f"{start.name}-{os.getpid()}.json"
     signals = file.with_suffix(SIGNALS_SUFFIX)
@@ -69,12 +75,13 @@ def launch_pdsh(
     # pdsh itself replaces %n by the number of the node.
     hosts = ",".join(node.host for node in nodes)
     command = [program, "-S", "-b", "-f", str(len(nodes)), "-w", hosts, node_command(str(file), "%n")]
+    options = " ".join([*SSH_OPTIONS, os.environ.get("PDSH_SSH_ARGS_APPEND", "")]).rstrip()
     failures: dict[str, int] = {}
     pending_signals: list[int] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
         process = subprocess.Popen(
             command,
-            env={"PDSH_RCMD_TYPE": "ssh", **os.environ},
+            env={"PDSH_RCMD_TYPE": "ssh", **os.environ, "PDSH_SSH_ARGS_APPEND": options},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             process_group=0,
@@ -91,7 +98,8 @@ def launch_pdsh(
             reader.join(GRACE_SECONDS)
             for path in (file, signals):
                 path.unlink(missing_ok=True)
-    unreachable = [host for host, code in failures.items() if code == _UNREACHABLE]
+    name_failing_nodes(start, [host for host, code in failures.items() if code in EXPLAINED_CODES])
+    unreachable = [host for host, code in failures.items() if code == SSH_FAILURE]
     if unreachable:
         fix = f"`pdsh -w {unreachable[0]} true` must work without a password; or leave it out with --exclude."
         raise JinguError("the host cannot be reached by pdsh.", where=unreachable[0], fix=fix)
@@ -117,7 +125,7 @@ def _wait(process: subprocess.Popen[str], signals: Path, failures: dict[str, int
             with signals.open("a", encoding="utf-8") as file:
                 file.write(f"{pending_signals.pop(0)}\n")
         if deadline is None and failures:
-            is_explained = any(code in _EXPLAINED for code in failures.values())
+            is_explained = any(code in EXPLAINED_CODES for code in failures.values())
             deadline = time.monotonic() + (_EXPLAINED_SECONDS if is_explained else GRACE_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             return

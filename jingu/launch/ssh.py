@@ -16,20 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.launch.hosts import Node, read_hostfile, select_nodes
+from jingu.launch.hosts import FAILING_NODES, Node, read_hostfile, select_nodes, write_failing_nodes
 from jingu.launch.node import HELLO, combine_codes
-from jingu.launch.start import Start, check_versions, prepare_start
+from jingu.launch.start import Start, compare_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
-# How long a node may take to answer.
+# How long ssh may take to connect, and a node to answer in all.
 CONNECT_SECONDS = 6
-_ANSWER_SECONDS = 30
+_ANSWER_SECONDS = 30.0
 # Time for the ranks of other nodes to exit by themselves after those of one node have failed.
 GRACE_SECONDS = 15.0
 POLL_SECONDS = 0.1
 # The exit code of ssh's own failures, and where the program was killed.
-_SSH_FAILURE = 255
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15")
+SSH_FAILURE = 255
+# Of these failures the reason is known: a node that has explained an error, or is not reached.
+EXPLAINED_CODES = (2, SSH_FAILURE)
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}")
 
 
 class NodeConnection:
@@ -44,11 +46,11 @@ class NodeConnection:
         self.node = node
         self.description: dict[str, Any] = {}
         self._lines: list[str] = []
-        self._answered = threading.Event()
+        self.answered = threading.Event()
         self._is_lost = False
         # In a process group of its own, so that Ctrl-C reaches the node as a signal, and only once.
         self.process = subprocess.Popen(
-            [*_SSH, *options, node.host, command],
+            ["ssh", *SSH_OPTIONS, "-o", "ServerAliveInterval=15", *options, node.host, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,23 +69,22 @@ class NodeConnection:
                 print(f"{self.node.host}: {line}", end="", file=sys.stderr, flush=True)
             elif line.startswith(HELLO):
                 self.description = json.loads(line.removeprefix(HELLO))
-                self._answered.set()
+                self.answered.set()
             else:
                 self._lines.append(line.strip())
-        self._answered.set()
+        self.answered.set()
 
-    def wait_for_answer(self, deadline: float) -> None:
-        """Wait until the node has described itself. Raises JinguError with what ssh or the node's shell says."""
-        self._answered.wait(max(0.0, deadline - time.monotonic()))
-        if self.description:
-            return
-        reason = next((line for line in reversed(self._lines) if line), "it does not answer")
+    def describe_failure(self) -> JinguError:
+        """Return what ssh or the node's shell says about a node that has not described itself."""
+        code = self.process.poll()
+        lines = [line for line in self._lines if line] if code is not None else []
+        reason = lines[-1] if lines else "it does not answer"
         what = f"jingu does not start there ({reason.rstrip('.')})."
         fix = "Every node needs this folder, and this Python with jingu, under the same paths."
-        if self.process.poll() in (_SSH_FAILURE, None):
+        if code in (SSH_FAILURE, None):
             what = f"the host cannot be reached by ssh ({reason.rstrip('.')})."
             fix = f"`ssh {self.node.host} true` must work without a password; or leave it out with --exclude."
-        raise JinguError(what, where=self.node.host, fix=fix)
+        return JinguError(what, where=self.node.host, fix=fix)
 
     def send(self, line: str) -> None:
         """Send a line to the node, unless it has ended."""
@@ -94,18 +95,19 @@ class NodeConnection:
 
     def announce_loss(self, code: int | None) -> None:
         """Say once that the node is lost, which it cannot say itself."""
-        if code == _SSH_FAILURE and not self._is_lost:
+        if code == SSH_FAILURE and not self._is_lost:
             self._is_lost = True
             text = "the connection has ended, or the node process was killed; its ranks stop."
             print(f"jingu: {self.node.host}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End the node process, which ends its ranks first."""
+        """End the node process, which ends its ranks first. Where none has started there is nothing to wait for."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_SECONDS)
+        if self.description:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_SECONDS)
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -141,16 +143,14 @@ def launch_ssh(
         min_nodes=min(min_nodes or len(nodes), len(nodes)),
         max_restarts=max_restarts,
     )
+    name_failing_nodes(start, [])
     command = node_command()
     pending_signals: list[int] = []
     connections: list[NodeConnection] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
         try:
             connections += [NodeConnection(node, command, shlex.split(ssh_options)) for node in nodes]
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            for connection in connections:
-                connection.wait_for_answer(deadline)
-            check_versions({connection.node.host: connection.description["versions"] for connection in connections})
+            _check_nodes(connections, start)
             first = connections[0].description
             start = replace(start, master=(first["address"], first["port"]))
             for rank, connection in enumerate(connections):
@@ -159,6 +159,32 @@ def launch_ssh(
         finally:
             for connection in connections:
                 connection.close()
+
+
+def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
+    """Wait until all nodes have described themselves. Raises JinguError about the first one with a fault."""
+    begin = time.monotonic()
+    deadline = begin + _ANSWER_SECONDS
+    waiting = list(connections)
+    failed: list[NodeConnection] = []
+    while waiting and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        waiting = [own for own in connections if not own.answered.is_set()]
+        failed = [own for own in connections if own.answered.is_set() and not own.description]
+        if failed:
+            # By then it is known which other ones cannot be reached.
+            deadline = begin + CONNECT_SECONDS + 1
+    errors = {own.node.host: own.describe_failure() for own in failed or waiting}
+    errors = errors or compare_versions({own.node.host: own.description["versions"] for own in connections})
+    if errors:
+        name_failing_nodes(start, list(errors))
+        raise next(iter(errors.values()))
+
+
+def name_failing_nodes(start: Start, hosts: Sequence[str]) -> None:
+    """Write the doctor's file in its place where it has not come to that; without hosts, remove an older one."""
+    if start.words[0] == "doctor" and not (hosts and FAILING_NODES.exists()):
+        write_failing_nodes(hosts)
 
 
 def node_command(*arguments: str) -> str:
@@ -189,6 +215,8 @@ def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending
             print(f"jingu: ending {pluralize(len(hosts), 'node')} that did not exit: {join_words(hosts, 'and')}.")
             break
         time.sleep(POLL_SECONDS)
+    hosts = [own.node.host for own, code in zip(connections, codes, strict=True) if code in EXPLAINED_CODES]
+    name_failing_nodes(start, hosts)
     finished = [code for code in codes if code is not None]
     is_complete = finished.count(0) >= start.min_nodes and None not in codes
     return 0 if is_complete and start.min_nodes < len(codes) else combine_codes(finished)

@@ -112,14 +112,22 @@ def _read_file(words: list[str]) -> tuple[list[str], str, str | None]:
 
 def check_versions(versions: dict[str, dict[str, str]]) -> None:
     """Raise JinguError unless all nodes have the same versions."""
+    for error in compare_versions(versions).values():
+        raise error
+
+
+def compare_versions(versions: dict[str, dict[str, str]]) -> dict[str, JinguError]:
+    """Return an error for each node with other versions than the first one."""
     first_host, first = next(iter(versions.items()))
+    errors = {}
     for host, own in versions.items():
         differences = [
             f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
         ]
         if differences:
             fix = "Install the same versions on all nodes."
-            raise JinguError(f"the node has {join_words(differences, 'and')}.", where=host, fix=fix)
+            errors[host] = JinguError(f"the node has {join_words(differences, 'and')}.", where=host, fix=fix)
+    return errors
 
 
 def installed_versions() -> dict[str, str]:

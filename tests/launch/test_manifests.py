@@ -16,6 +16,7 @@ from jingu.cli import main
 from jingu.launch import manifests, node, slurm
 from jingu.launch.node import combine_codes, find_interface
 from jingu.launch.start import Start
+from tests.launch.programs import install
 
 
 @pytest.fixture
@@ -223,6 +224,14 @@ def test_a_refusal_of_the_cluster_is_one_sentence(run_file, monkeypatch, capsys)
     monkeypatch.setattr(manifests.subprocess, "run", lambda *_, **__: refusal)
     assert main(["launch", "kubernetes", "--apply", run_file]) == 2
     assert 'the cluster refuses the manifest (error: no matches for kind "TrainJob").' in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_is_one_sentence(run_file, tmp_path, monkeypatch, capsys):
+    assert manifests.ANSWER_SECONDS < 10
+    install(monkeypatch, tmp_path / "bin", "kubectl", "signal.pause()")
+    monkeypatch.setattr(manifests, "ANSWER_SECONDS", 0.1)
+    assert main(["launch", "kubernetes", "--apply", run_file]) == 2
+    assert "the cluster does not answer in 0 s." in capsys.readouterr().err
 
 
 def test_codes_of_ranks_become_one():

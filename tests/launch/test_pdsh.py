@@ -18,6 +18,7 @@ from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
 from jingu.launch import node
 from jingu.launch.start import Start, installed_versions
+from jingu.runtime import ranks
 from tests.e2e.conftest import read_until
 from tests.launch.programs import install
 from tests.limits import PATIENCE
@@ -27,7 +28,7 @@ from tests.limits import PATIENCE
 PDSH = """
 words = sys.argv[1:]
 hosts, command = words[words.index("-w") + 1].split(","), words[-1]
-json.dump([words, os.environ["PDSH_RCMD_TYPE"]], open(RECORD, "w"))
+json.dump([words, os.environ["PDSH_RCMD_TYPE"], os.environ["PDSH_SSH_ARGS_APPEND"]], open(RECORD, "w"))
 nodes = []
 for number, host in enumerate(hosts):
     shell = command.replace("%n", str(number)).replace("%h", host)
@@ -55,8 +56,10 @@ def test_pdsh_runs_a_node_process_on_every_node(hosts, tmp_path, monkeypatch, ca
     # The start is there while the nodes run: an interpreter in the place of the node's prints it.
     monkeypatch.setattr("jingu.launch.pdsh.node_command", lambda file, number: f"cat {file}; echo; exit 1{number}")
     assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml", "optimizer.lr=0.5"]) == 11
-    words, kind = json.loads(record.read_text())
+    words, kind, options = json.loads(record.read_text())
     assert words[:-1] == ["-S", "-b", "-f", "2", "-w", "127.0.0.1,127.0.0.2"] and kind == "ssh"
+    # ssh asks no questions on the terminal, and gives up in time.
+    assert options == "-o BatchMode=yes -o ConnectTimeout=6"
     line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("127.0.0.2: {"))
     start = Start.from_json(line.removeprefix("127.0.0.2: "))
     assert start.words == ["train", "{config}"] and start.slots == [[0], [0]] and start.master[0] == "127.0.0.1"
@@ -66,8 +69,10 @@ def test_pdsh_runs_a_node_process_on_every_node(hosts, tmp_path, monkeypatch, ca
 def test_a_node_that_pdsh_does_not_reach_is_one_sentence(hosts, tmp_path, monkeypatch, capfd):
     install(monkeypatch, tmp_path / "bin", "pdsh", PDSH)
     monkeypatch.setattr("jingu.launch.pdsh.node_command", lambda *_: "exit $((%n * 255))")
-    assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml"]) == 2
+    Path("failing_nodes.txt").write_text("of an earlier doctor\n")
+    assert main(["launch", "pdsh", "--hostfile", "hosts", "doctor"]) == 2
     assert "127.0.0.2: the host cannot be reached by pdsh." in capfd.readouterr().err
+    assert Path("failing_nodes.txt").read_text() == "127.0.0.2\n"
     monkeypatch.setenv("PATH", "")
     assert main(["launch", "pdsh", "--hostfile", "hosts", "run.yaml"]) == 2
     assert "there is no pdsh on this machine." in capfd.readouterr().err
@@ -88,6 +93,13 @@ def test_a_start_that_is_missing_or_meets_at_a_port_in_use_is_one_sentence(tmp_p
         start = Start(["doctor"], slots=[[0], [0]], master=("127.0.0.1", port))
         with pytest.raises(JinguError, match=f"the ranks cannot meet at port {port}"):
             node.run_node(start, 0)
+
+
+def test_a_node_that_does_not_reach_the_first_one_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(ranks, "REACH_SECONDS", 0.01)
+    start = Start(["doctor"], slots=[[0], [0]], master=("no-such-host.invalid", 1))
+    with pytest.raises(JinguError, match=r"the master address no-such-host.invalid:1 cannot be reached"):
+        node.run_node(start, 1)
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""`jingu launch ssh` with a stand-in for ssh: nodes that are not reached, do not answer, or differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jingu.cli import main
+from jingu.launch import ssh
+from jingu.launch.node import HELLO
+from jingu.launch.start import installed_versions
+from jingu.runtime import ranks
+from tests.launch.programs import install
+
+# node1 answers as a node does; node2 as the variable says.
+SSH = """
+words = sys.argv[1:]
+json.dump(words, open(RECORD, "w"))
+host = words[-2]
+print("Welcome!", flush=True)
+if host == "node2" and os.environ["NODE2"] == "silent":
+    signal.pause()
+if host == "node2" and os.environ["NODE2"] == "locked":
+    print("Permission denied (publickey).")
+    sys.exit(255)
+versions = json.loads(os.environ["VERSIONS"]) | ({"torch": "1.2.3"} if host == "node2" else {})
+print("HELLO" + json.dumps({"host": host, "address": host, "port": 1, "versions": versions}), flush=True)
+sys.stdin.read()
+""".replace("HELLO", HELLO)
+
+
+@pytest.fixture
+def ssh_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stand-in leaves the words that it was called with."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VERSIONS", json.dumps(installed_versions()))
+    Path("hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    return install(monkeypatch, tmp_path / "bin", "ssh", SSH)
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ("locked", "node2: the host cannot be reached by ssh (Permission denied (publickey))."),
+        ("silent", "node2: the host cannot be reached by ssh (it does not answer)."),
+        ("other", "node2: the node has torch 1.2.3 ("),
+    ],
+)
+def test_a_node_with_a_fault_is_one_sentence_and_in_the_file_of_the_doctor(
+    ssh_words, monkeypatch, capsys, state, sentence
+):
+    monkeypatch.setenv("NODE2", state)
+    if state == "silent":
+        monkeypatch.setattr(ssh, "_ANSWER_SECONDS", 0.0)
+        Path("hosts").write_text("node2 slots=1\n")
+    Path("failing_nodes.txt").write_text("of an earlier doctor\n")
+    assert main(["launch", "ssh", "--hostfile", "hosts", "doctor"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+    assert Path("failing_nodes.txt").read_text() == "node2\n"
+
+
+def test_who_is_unreachable_is_known_within_ten_seconds(ssh_words, monkeypatch):
+    """Each way to a host has a limit of its own: connecting to it, and to the place where the ranks meet."""
+    monkeypatch.setenv("NODE2", "locked")
+    assert main(["launch", "ssh", "--hostfile", "hosts", "--ssh-options=-p 22", "doctor"]) == 2
+    words = json.loads(ssh_words.read_text())
+    assert words[:-2] == [*ssh.SSH_OPTIONS, "-o", "ServerAliveInterval=15", "-p", "22"]
+    assert "BatchMode=yes" in words and f"ConnectTimeout={ssh.CONNECT_SECONDS}" in words
+    assert ssh.CONNECT_SECONDS + 1 < 10 > ranks.REACH_SECONDS
