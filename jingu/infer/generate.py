@@ -98,7 +98,9 @@ class InferenceOptions:
         if self.precision == "bf16":
             drawback = "is several times slower than the default (fp32)"
         elif model.world_size == 1 and use_byte_kernels(model.spec, device):
-            drawback = "generates faster than the default (fp32), but reads prompts more slowly"
+            drawback = (
+                "is faster than the default (fp32) for a single request, and slower for prompts and many requests"
+            )
         else:
             drawback = "is slower than the default (fp32) for prompts and for several requests at once"
         print(f"--precision {self.precision} saves memory. On this CPU it {drawback}.", file=sys.stderr)

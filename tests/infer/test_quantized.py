@@ -307,7 +307,13 @@ def test_cpus_without_bf16_units_use_the_fast_kernels(
 @pytest.mark.parametrize(
     ("model", "has_units", "has_bytes", "precision", "warning"),
     [
-        ("llama", False, True, "int8", "generates faster than the default (fp32), but reads prompts more slowly."),
+        (
+            "llama",
+            False,
+            True,
+            "int8",
+            "is faster than the default (fp32) for a single request, and slower for prompts",
+        ),
         ("llama", False, False, "int4", "is slower than the default (fp32) for prompts and for several requests at"),
         ("mixtral", False, True, "int8", "is slower than the default (fp32) for prompts and for several requests at"),
         ("llama", False, True, "bf16", "is several times slower than the default (fp32)."),
