@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -252,10 +253,17 @@ class _LayerKVCache:
     """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
 
     def __init__(self, cache: PagedKVCache, number: int) -> None:
-        self._cache = cache
+        # Without a cycle of references, the memory is free as soon as the engine is gone.
+        self._reference = weakref.ref(cache)
         self._number = number
         self.store: Tensor | None = None  # [P, block size, 2, G, K]
         self._slots: tuple[Tensor, ...] = ()  # its keys and values [1, P · block size, G, K]
+
+    @property
+    def _cache(self) -> PagedKVCache:
+        cache = self._reference()
+        assert cache is not None
+        return cache
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
         cache = self._cache
