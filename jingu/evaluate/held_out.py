@@ -20,7 +20,7 @@ import numpy as np
 from jingu.errors import JinguError
 from jingu.evaluate.contamination import read_searches
 from jingu.evaluate.ngrams import DEFAULT_NGRAM, Uint64Array, hash_words
-from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
+from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data, read_training_rows
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.formats.provenance import Record
 
@@ -36,7 +36,8 @@ class TaskProfile:
 
     Attributes:
         templates: the words of its templates, without their slots.
-        data: a hash of its rows in their order; empty without rows.
+        rows: what it is trained on, or of a held-out task also what it is evaluated on.
+        data: a hash of the rows that are evaluated or trained on, in their order; empty without rows.
     """
 
     task: str
@@ -60,8 +61,13 @@ class TaskProfile:
         return np.unique(np.concatenate(parts))
 
 
-def profile_task(task: TaskSettings, rows: Sequence[Row]) -> TaskProfile:
-    """Return the profile of a task with these rows."""
+def profile_task(task: TaskSettings, rows: Sequence[Row], more_rows: Sequence[Row] = ()) -> TaskProfile:
+    """Return the profile of a task.
+
+    Args:
+        rows: that its hash stands for.
+        more_rows: which must not be shared either.
+    """
     metadata = task.metadata
     variants = [task.model_dump(include={"doc_to_text", "description"}), *metadata.get("templates", {}).values()]
     templates = [
@@ -76,7 +82,7 @@ def profile_task(task: TaskSettings, rows: Sequence[Row]) -> TaskProfile:
         frozenset(metadata.get("related_clusters", ())),
         frozenset(metadata.get("sources", ())),
         tuple(dict.fromkeys(words for words in templates if len(words) >= MIN_TEMPLATE_WORDS)),
-        rows,
+        [*rows, *more_rows],
         fingerprint_of(rows) if rows else "",
     )
 
@@ -143,17 +149,27 @@ def check_held_out(
     ]
 
 
-def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, list[Row]]]:
-    """Yield tasks and their documents, by the name of a task, group, tag or task cluster."""
+def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, list[Row], list[Row]]]:
+    """Yield tasks with their documents and their training rows, by the name of a task, group, tag or task cluster."""
     cluster = [] if name in index.files else index.task_clusters.get(name, [])
     for task in [] if cluster else index.load(name):
-        yield index.tasks[task], load_data(index.tasks[task], needs_shots=False).rows
+        rows = load_data(index.tasks[task], needs_shots=False).rows
+        yield index.tasks[task], rows, _read_training_rows(index.tasks[task])
     for task in (task for member in cluster for task in index.load(member)):
         try:
-            yield index.tasks[task], load_data(index.tasks[task], needs_shots=False).rows
+            rows = load_data(index.tasks[task], needs_shots=False).rows
+            yield index.tasks[task], rows, _read_training_rows(index.tasks[task])
         except JinguError:
             # Without data, a task stands for its cluster, sources and templates alone.
-            yield index.tasks[task], []
+            yield index.tasks[task], [], []
+
+
+def _read_training_rows(task: TaskSettings) -> list[Row]:
+    """Return the training rows of a task; none if they are not here."""
+    try:
+        return read_training_rows(task)
+    except JinguError:
+        return []
 
 
 def training_tasks(record: Record | None) -> set[str]:

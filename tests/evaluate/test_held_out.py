@@ -84,6 +84,17 @@ def test_planted_leaks_are_refused_by_name(leak: dict[str, Any], words: str, tmp
     assert words in str(error.value) and "clean with" not in str(error.value)
 
 
+def test_a_task_under_another_name_is_refused(tmp_path: Path) -> None:
+    write_task(tmp_path, "secret", LONG, task_cluster="made_up")
+    content = (tmp_path / "secret.yaml").read_text(encoding="utf-8")
+    # Its name, cluster and template tell nothing; its training rows are those of the secret task.
+    for old, new in (("task: secret", "task: innocent"), ("made_up", "stories"), (LONG, "{{question}} =")):
+        content = content.replace(old, new)
+    (tmp_path / "innocent.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(JinguError, match=r"innocent with secret \(they share rows, or 13 words of rows, 3 in all\)"):
+        TaskMixture(write_mixture(tmp_path, "innocent"))
+
+
 def test_the_split_is_closed(tmp_path: Path) -> None:
     """A task leaks through another one, and a cluster stands for its tasks."""
     write_task(tmp_path, "secret", task_cluster="made_up")
