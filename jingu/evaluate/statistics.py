@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from random import Random
 from statistics import NormalDist
 
@@ -106,6 +107,7 @@ def student_tail(t: float, degrees: int) -> float:
     return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
 
 
+@cache
 def student_quantile(probability: float, degrees: int) -> float:
     """Return the t that Student's distribution stays below with a probability above 1/2."""
     low = 0.0

@@ -103,7 +103,7 @@ def test_windows_predict_every_token_once_with_the_full_context(tiny: InferenceM
     assert own.windows("") == [((0,), ())] and own.score_texts([""]) == [Answer(is_greedy=True)]
 
 
-def test_what_does_not_fit_is_cut_and_counted(tiny: InferenceModel) -> None:
+def test_what_does_not_fit_is_cut_and_counted(tiny: InferenceModel, write_task: WriteTask) -> None:
     own = scorer(tiny)
     long = "many things, " * 30
     (answer, same) = own.score([(long, " one"), (long[13:], " one")])
@@ -112,6 +112,9 @@ def test_what_does_not_fit_is_cut_and_counted(tiny: InferenceModel) -> None:
     assert own.counts["empty"] == 1
     with pytest.raises(JinguError, match=r"a continuation has \d+ tokens, and the model's context is 64"):
         own.score([("a", long)])
+    file = write_task([{**row, "question": long} for row in ROWS])
+    counts = evaluate_task(prepare_task(load_task(file), limit=2), own).counts
+    assert counts == {"truncated": 6, "empty": 0, "left_out": len(ROWS) - 2}
 
 
 def test_bits_of_a_text_by_its_units(tiny: InferenceModel, write_task: WriteTask) -> None:

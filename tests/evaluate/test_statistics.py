@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -93,7 +94,10 @@ def test_the_error_of_clustered_perplexity_is_that_of_whole_clusters(monkeypatch
     assert plain.stderr == pytest.approx(plain.value * statistics.mean_stderr(VALUES[:20]), rel=0.15)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(30, "shares"), (30, "numbers"), (1000, "shares"), (300, "clusters")])
+SIMULATIONS = [*product((30, 1000), ("shares", "numbers", "clusters", "shares of clusters"))]
+
+
+@pytest.mark.parametrize(("size", "kind"), SIMULATIONS)
 def test_intervals_cover(size: int, kind: str) -> None:
     """Of 2,000 simulations 93% to 97% of the intervals contain the truth."""
     generator = np.random.default_rng(7)
@@ -107,11 +111,24 @@ def test_intervals_cover(size: int, kind: str) -> None:
             values = generator.normal(size=size)
             truth = 0.0
         else:
-            # Five documents share most of their difficulty.
-            values = np.repeat(generator.normal(size=size // 5), 5) + 0.3 * generator.normal(size=size)
-            clusters = [index // 5 for index in range(size)]
+            # Three documents share most of their difficulty.
+            values = np.repeat(generator.normal(size=-(-size // 3)), 3)[:size] + 0.3 * generator.normal(size=size)
+            clusters = [index // 3 for index in range(size)]
             truth = 0.0
+            if kind == "shares of clusters":
+                values = (values > 0).astype(float)
+                truth = 0.5
         low, high = statistics.mean_interval(values, clusters)
         covered += low <= truth <= high
     assert 0.93 <= covered / 2_000 <= 0.97
     assert math.isfinite(high)
+
+
+def test_the_detectable_difference_is_detected_in_four_of_five_simulations() -> None:
+    generator = np.random.default_rng(11)
+    detected = 0
+    for _ in range(2_000):
+        values = generator.normal(size=400)
+        values += statistics.detectable_difference(1 / math.sqrt(400))
+        detected += statistics.paired_p(values) < 0.05
+    assert 0.77 <= detected / 2_000 <= 0.83

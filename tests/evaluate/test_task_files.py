@@ -10,12 +10,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jingu.cli import main
 from jingu.errors import JinguError
 from jingu.evaluate.evaluation import prepare_task
 from jingu.evaluate.scoring import check_generation_fits, generation_request
 from jingu.evaluate.task_data import read_split
 from jingu.evaluate.task_file import TaskIndex
+from jingu.formats.export import export_hf
+from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel
+from jingu.model.decoder import Decoder
 from tests.evaluate.conftest import ROWS, WriteTask, load_task
 
 GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_target": "text"}
@@ -70,6 +74,36 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
 def test_what_is_wrong_with_a_task_is_said(settings: dict[str, Any], words: str, write_task: WriteTask) -> None:
     with pytest.raises(JinguError, match=words):
         prepare_task(load_task(write_task(**settings)))
+
+
+def test_mistakes_are_reported_before_a_model_is_loaded(
+    tiny: InferenceModel,
+    write_task: WriteTask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny.tokenizer.save(tmp_path / "tokenizer")
+    assert isinstance(tiny.module, Decoder)
+    export_hf(tiny.spec, tiny.module.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "model")
+    monkeypatch.setattr(InferenceOptions, "load", lambda *_: pytest.fail("a model was loaded"))
+    for settings, words in (
+        ({"doc_to_text": "{{query}}"}, "uses a column that the data do not have"),
+        ({"doc_to_target": "{{label + 9}}"}, "a document has the label 9"),
+        ({"doc_to_target": -1}, "no right answer"),
+        ({"metric_list": [{"metric": "bits_per_byte"}]}, "does not fit tasks of type multi"),
+        ({"filter_list": [{"name": "a", "filter": [{"function": "shorten"}]}]}, "there is no filter shorten"),
+        ({"test_split": "dev"}, "its split dev has no data"),
+        (GENERATION, "leave no room"),
+    ):
+        file = write_task(**settings)
+        assert main(["evaluate", str(tmp_path / "model"), str(file), "--output", str(tmp_path / "out")]) == 2
+        assert words in capsys.readouterr().err
+    text = write_task().read_text(encoding="utf-8").replace("'{{question}}'", "!function utils.question")
+    (tmp_path / "sums.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "utils.py").write_text("def question(row):\n    return row['question']\n", encoding="utf-8")
+    assert main(["evaluate", str(tmp_path / "model"), str(tmp_path / "sums.yaml")]) == 2
+    assert "--trust" in capsys.readouterr().err
 
 
 def test_a_context_must_hold_the_generation(tiny: InferenceModel, write_task: WriteTask) -> None:
