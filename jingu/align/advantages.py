@@ -32,7 +32,8 @@ def group_advantages(reward_PG: Tensor, scale: Literal["group", "none"]) -> Tens
 
 def leave_one_out_advantages(reward_PG: Tensor) -> Tensor:
     """Return rewards minus the mean of the others in their group (RLOO, Ahmadian et al., 2024)."""
-    count_P1 = reward_PG.isfinite().sum(1, keepdim=True)
+    # Whole numbers would be divided in fp32.
+    count_P1 = reward_PG.isfinite().sum(1, keepdim=True).to(reward_PG.dtype)
     return group_advantages(reward_PG, "none") * (count_P1 / (count_P1 - 1).clamp_min(1))
 
 
@@ -79,7 +80,7 @@ def whiten(advantage_RT: Tensor, mask_RT: Tensor) -> Tensor:
     """Return advantages with mean 0 and standard deviation 1 over the tokens of the mask, and 0 elsewhere."""
     values_N = advantage_RT[mask_RT]
     if len(values_N) < 2:
-        return advantage_RT * 0.0
+        return torch.zeros_like(advantage_RT)
     scaled_RT = (advantage_RT - values_N.mean()) / (values_N.var().sqrt() + BATCH_EPSILON)
     return scaled_RT.where(mask_RT, 0.0)
 

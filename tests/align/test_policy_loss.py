@@ -81,6 +81,8 @@ def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
         off_policy_mask_threshold=None,
         beta=0.0,
         use_vllm=False,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_clip_max=2.0,
         max_completion_length=9,
     )
     vars(trainer).update(options)
@@ -93,6 +95,10 @@ def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
         "num_items_in_batch": mask_BT.sum().double(),
         "old_per_token_logps": batch.old,
     }
+    assert batch.old is not None and batch.sampled is not None
+    # TRL computes it with the rollout, and multiplies the loss by it.
+    ratio_BT = (batch.old - batch.sampled).exp()
+    inputs["importance_sampling_ratio"] = ratio_BT.clamp_max(trainer.vllm_importance_sampling_clip_max)
     loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
     return loss.detach(), torch.autograd.grad(loss, logprob_BT)[0]
 
@@ -104,6 +110,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": ({"loss": "grpo", "ratio": "sequence"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     # TRL bounds the weight from above alone, by its absolute value.
     "cispo": ({"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
+    # Weights of tokens between training and sampling, which differ by exp(-0.1) there.
+    "tis": ({"importance_cap": 2.0}, {"use_vllm": True}),
+    "tis_capped": ({"importance_cap": 0.8}, {"use_vllm": True, "vllm_importance_sampling_clip_max": 0.8}),
     "narrow": ({"clip_low": 0.05, "clip_high": 0.05}, {"epsilon_low": 0.05, "epsilon_high": 0.05}),
 }
 
@@ -180,8 +189,8 @@ def test_bias_of_baselines_by_enumeration(group: int) -> None:
         ):
             surrogate = (logprob_A[chosen_G] * advantage_1G[0]).mean()
             totals[name] += probability * torch.autograd.grad(surrogate, logits_A, retain_graph=True)[0]
-    assert torch.allclose(totals["group"], expected_A * (group - 1) / group, rtol=1e-12)
-    assert torch.allclose(totals["rloo"], expected_A, rtol=1e-12)
+    assert torch.allclose(totals["group"], expected_A * (group - 1) / group, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(totals["rloo"], expected_A, rtol=1e-12, atol=1e-15)
     factors = totals["std"] / expected_A
     assert factors.max() - factors.min() > 0.01  # the standard deviation changes the direction
 
@@ -207,6 +216,8 @@ def test_whitening_and_overlong_penalty() -> None:
     white_RT = whiten(values_RT, mask_RT)
     assert white_RT[mask_RT].mean().item() == pytest.approx(0.0) and white_RT[mask_RT].std().item() == pytest.approx(1)
     assert white_RT[:, 2].tolist() == [0.0, 0.0]
+    # Where nothing is scorable, there is nothing to learn.
+    assert whiten(torch.full((2, 3), torch.nan), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
     penalties = overlong_penalty(torch.tensor([10.0, 80.0, 85.0, 90.0, 100.0]), 100, 20)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
 

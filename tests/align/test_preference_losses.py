@@ -168,13 +168,46 @@ def test_equals_trl(settings: Any) -> None:
 
 
 @pytest.mark.parametrize("margin", [0.0, 1.5])
-def test_reward_loss_equals_that_of_trl(margin: float) -> None:
-    """`RewardTrainer.compute_loss`: logsigmoid of the difference minus the margin, and the centering term."""
+def test_reward_loss_equals_its_formula(margin: float) -> None:
+    """Logsigmoid of the difference minus the margin, and the centering term."""
     chosen = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64, requires_grad=True)
     rejected = torch.tensor([0.1, 0.4, -3.0], dtype=torch.float64)
     losses = reward_losses(chosen, rejected, torch.full((3,), margin, dtype=torch.float64), 0.01)
     expected = -torch.log(torch.sigmoid(chosen - rejected - margin)) + 0.01 * (chosen + rejected) ** 2
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("centering", [None, 0.01])
+def test_reward_loss_equals_that_of_trl(centering: float | None) -> None:
+    from trl import RewardTrainer
+
+    scores = torch.tensor([0.3, -1.2, 2.0, 0.1, 0.4, -3.0], dtype=torch.float64, requires_grad=True)
+    margins = torch.tensor([0.0, 1.5, 0.2], dtype=torch.float64)
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(center_rewards_coefficient=centering),
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"margin": margins, "attention_mask": torch.ones(6, 1)}
+    expected = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
+    loss = reward_losses(scores[:3], scores[3:], margins, centering or 0.0).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(value, scores)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.55, 0.9])
+def test_rewards_differ_by_the_log_odds_of_the_preference(share: float) -> None:
+    """The minimum of the loss by Bradley and Terry; the gradient there is 0, and it is convex."""
+    rewards = torch.tensor([math.log(share / (1 - share)) + 3.0, 3.0], dtype=torch.float64, requires_grad=True)
+    first, second = rewards[:1], rewards[1:]
+    zero = torch.zeros(1, dtype=torch.float64)
+    loss = share * reward_losses(first, second, zero, 0.0) + (1 - share) * reward_losses(second, first, zero, 0.0)
+    assert torch.autograd.grad(loss.sum(), rewards)[0].abs().max() < 1e-12
 
 
 def minimize(settings: DpoSettings, share: float) -> float:

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from jingu.align.commands import align
+from jingu.cli import main
 from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig
 from jingu.config.sections.policies import PpoSettings, SeparateCriticSettings
@@ -57,7 +58,7 @@ def test_stages_run_and_resume(
         assert align(file) == 0
         assert sorted(path.name for path in Path(base.runs_dir).iterdir()) == ["base", "dpo"]
         capsys.readouterr()
-        assert align(file, first="dpo") == 0
+        assert main(["align", str(file), "--from", "dpo"]) == 0
     output = capsys.readouterr()
     assert "stage base" not in output.out and "complete already" in output.err
 
