@@ -40,7 +40,7 @@ from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_po
 from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
-from jingu.align.reference import check_vocabulary
+from jingu.align.reference import check_vocabulary, fingerprint_model
 from jingu.align.reward_list import Rewards
 from jingu.align.rollout_rewards import add_rewards, is_dead, rewards_of, split_groups
 from jingu.align.rollouts import Generator, Sample, write_rollout
@@ -113,9 +113,10 @@ class PolicyLearning:
         self._shares_prompts = can_share_prompts(run)
         self._has_few_lengths = compile or mesh["pipeline"].size() > 1
         self._reference: ParallelModel | None = None
+        self._fingerprint: str | None = None  # of the reference
         self._divergence: TeacherDivergence | None = None
         if isinstance(settings, DistillationSettings):
-            self._reference = _load_reference(run, mesh, settings.teacher, "task.teacher")
+            self._reference, self._fingerprint = _load_reference(run, mesh, settings.teacher, "task.teacher")
             if settings.beta is not None:
                 if mesh["pipeline"].size() > 1:
                     what = "the teacher's distributions do not travel through a pipeline."
@@ -124,7 +125,8 @@ class PolicyLearning:
                     self._reference, mesh, run.spec.vocab_size, settings.beta, settings.temperature
                 )
         elif settings.penalty is not None:
-            self._reference = _load_reference(run, mesh, settings.penalty.reference, "task.kl.reference")
+            path = settings.penalty.reference
+            self._reference, self._fingerprint = _load_reference(run, mesh, path, "task.kl.reference")
         self._critic: SeparateCritic | None = None
         self._value_head: RewardHead | None = None
         if isinstance(settings, PpoSettings):
@@ -200,9 +202,8 @@ class PolicyLearning:
         self._metrics = self._describe(num_resampled)
         if dist.get_rank() == 0:
             folder = self._run.folder / "rollouts"
-            write_rollout(
-                folder, number + 1, self._samples, weights_step=rollout.weights_step, seed=self._run.config.seed
-            )
+            common = {"weights_step": rollout.weights_step, "seed": self._run.config.seed}
+            write_rollout(folder, number + 1, self._samples, **common, reference=self._fingerprint)
             self._alarms.check(self._observations(), self._rewards.audit_names if self._rewards else [])
 
     def _generate(self, model: ParallelModel, number: int) -> tuple[Rollout, int]:
@@ -319,11 +320,8 @@ class PolicyLearning:
         penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
         if settings.penalty is not None and settings.penalty.estimator == "k1":
             for index in range(len(samples)):
-                k1_T = (
-                    torch.tensor(self._logprobs(index)).double()
-                    - torch.tensor(self._reference_logprobs[index]).double()
-                )
-                penalty_RT[index, : len(k1_T)] = settings.penalty.beta * k1_T
+                both_2T = torch.tensor([self._logprobs(index), self._reference_logprobs[index]], dtype=torch.float64)
+                penalty_RT[index, : both_2T.shape[1]] = settings.penalty.beta * (both_2T[0] - both_2T[1])
         mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
         # Per token: the reward comes with the last one.
         token_reward_RT = -penalty_RT
@@ -573,8 +571,8 @@ class PolicyLearning:
         return Evaluation({}, generate_samples(self._run, model))
 
 
-def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> ParallelModel:
-    """Return the reference model or the teacher, laid out as the trained one.
+def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> tuple[ParallelModel, str]:
+    """Return the reference model or the teacher, laid out as the trained one, and its fingerprint.
 
     Args:
         path: the model; None: the model that the run starts from.
@@ -590,7 +588,7 @@ def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) ->
     layout = training_layout(run.config, compile=False)
     reference = materialize(stored.spec, mesh, layout, precision, stored.read)
     reference.requires_grad_(False)
-    return reference
+    return reference, fingerprint_model(stored, run)
 
 
 POLICY_LEARNING = TaskFactory(PolicyLearning, check=check_policy_run)

@@ -103,7 +103,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     stored = None
     if fingerprint is None:
         stored = open_model(Path(source))
-        fingerprint = _fingerprint(stored, run)
+        fingerprint = fingerprint_model(stored, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
     datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
     folders = {_split_path(dataset): _folder(dataset, fingerprint) for dataset in datasets}
@@ -124,7 +124,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     return References(tables, has_labels=isinstance(run.config.task, KtoSettings))
 
 
-def _fingerprint(stored: StoredModel, run: Run) -> str:
+def fingerprint_model(stored: StoredModel, run: Run) -> str:
     """Return a hash of what decides about log-probabilities beside the data: spec, weights, and how they compute."""
     digest = xxhash.xxh3_128()
     digest.update(f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}".encode())
@@ -158,7 +158,7 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
 def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
     """Raise JinguError for a model that is not the one of the fingerprint, or that reads other token ids."""
     check_vocabulary(stored, run, "task.reference")
-    if _fingerprint(stored, run) != fingerprint:
+    if fingerprint_model(stored, run) != fingerprint:
         raise JinguError(
             "the reference model has changed since the run was started, and its log-probabilities are no longer there.",
             where=stored.where,

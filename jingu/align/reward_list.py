@@ -40,6 +40,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
+from jingu.runtime.log import log_warning
 from jingu.runtime.sandbox import SandboxError
 from jingu.text.tokenizer import Tokenizer
 
@@ -121,9 +122,9 @@ class Rewards:
         """Return the values of each answer by reward.
 
         Raises:
-            JinguError: a reward failed, or gave something else than a number for each answer.
+            JinguError: a reward failed, or gave something else than a number for each answer, and is not to be skipped.
         """
-        parts = {reward.name: _checked(reward, reward.scorer.score(answers), answers) for reward in self._rewards}
+        parts = {reward.name: _score(reward, answers) for reward in self._rewards}
         return [{name: values[index] for name, values in parts.items()} for index in range(len(answers))]
 
     def total(self, parts: Mapping[str, float | None]) -> float | None:
@@ -176,6 +177,17 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
         raise JinguError(f"it needs the {name} package.", where=where, fix=f"Install it: `pip install {name}`.")
 
 
+def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
+    """Return the values of answers by a reward; None of all if it failed and may be skipped."""
+    try:
+        return _checked(reward, reward.scorer.score(answers), answers)
+    except JinguError as error:
+        if reward.settings.on_error == "stop":
+            raise
+        log_warning(f"{reward.name} scores no answer of this step: {error}")
+        return [None] * len(answers)
+
+
 def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
     where = f"the reward {reward.name}"
     if len(values) != len(answers):
@@ -184,14 +196,17 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
             where=where,
             fix="Return one for each, None for what cannot be scored.",
         )
+    checked: Values = []
     for value, answer in zip(values, answers, strict=True):
-        if value is not None and not math.isfinite(value):
-            raise JinguError(
-                f"it returned {value} for an answer to the prompt {str(answer['prompt'])[:80]!r}.",
-                where=where,
-                fix="Return a finite number, or None for what cannot be scored.",
-            )
-    return values
+        if value is None or math.isfinite(value):
+            checked.append(value)
+            continue
+        what = f"it returned {value} for an answer to the prompt {str(answer['prompt'])[:80]!r}."
+        if reward.settings.on_error == "stop":
+            raise JinguError(what, where=where, fix="Return a finite number, or None for what cannot be scored.")
+        log_warning(f"{where}: {what} It is not scored.")
+        checked.append(None)
+    return checked
 
 
 class Worker:
@@ -205,6 +220,7 @@ class Worker:
     def __init__(self, module: str = "jingu.align.reward_worker") -> None:
         self._module = module
         self._process: subprocess.Popen[str] | None = None
+        self._ready: set[str] = set()  # rewards that the process has imported
         self._end: Callable[[], object] = lambda: None
 
     def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
@@ -214,9 +230,11 @@ class Worker:
             TimeoutError: it took too long.
             JinguError: the reward failed.
         """
-        if self._process is None and answers:
-            # Its start does not count.
+        key = settings.model_dump_json()
+        if answers and key not in self._ready:
+            # Its start, and what a reward imports, do not count.
             self.ask(settings, columns, [], START_SECONDS)
+            self._ready.add(key)
         request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
         reply = self.exchange(request, timeout)
         if "error" in reply:
@@ -255,6 +273,7 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         self._process = None
+        self._ready.clear()
         self._end()
 
 

@@ -94,10 +94,13 @@ def build_score(settings: dict[str, Any], columns: Sequence[str]) -> Score:
         return build_python_reward(settings["function"], columns)
     from pydantic import TypeAdapter
 
-    from jingu.align.verifiers import VERIFIERS
+    from jingu.align.verifiers import REQUIRED_PACKAGES, VERIFIERS
     from jingu.config.sections.rewards import Reward
 
     reward = TypeAdapter(Reward).validate_python(settings)
+    if reward.type in REQUIRED_PACKAGES:
+        # Now, so that it does not count as time of the first answer.
+        importlib.import_module(REQUIRED_PACKAGES[reward.type])
     verify = VERIFIERS[reward.type]
     return lambda answers: [float(verify(reward, answer)) for answer in answers]
 

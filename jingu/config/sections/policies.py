@@ -31,10 +31,11 @@ class KlSettings(Settings):
     """KL divergence from a reference model, of which beta times is subtracted from the objective.
 
     Only two estimators have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 = (log π/π_ref)²/2
-    in the loss (Tang and Munos, 2025). k1 in the loss has none on average, and k3 that of another divergence.
+    in the loss (Tang and Munos, 2025).
 
     Attributes:
-        estimator: k1, in the reward; k2, in the loss.
+        estimator: k1, in the reward; k2, in the loss; no others, as k1 in the loss has no gradient on average, and k3
+            that of another divergence.
         beta: Coefficient.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """

@@ -20,6 +20,8 @@ class RewardBase(Settings):
         weight: Factor on its values in the sum of all rewards.
         audit: Only measure it, and never train on it: what training does not see shows whether it deceives itself.
         timeout: Seconds that it may take for the answers of a step (a verifier: for one answer).
+        on_error: What to do if it fails during a run, or returns no finite number: stop, after saving, or skip what it
+            should have scored.
     """
 
     type: str
@@ -27,6 +29,7 @@ class RewardBase(Settings):
     weight: float = 1.0
     audit: bool = False
     timeout: Seconds = 60.0
+    on_error: Literal["stop", "skip"] = "stop"
 
 
 class PythonReward(RewardBase):
