@@ -303,7 +303,7 @@ def measure_server(task: str, precision: str, folder: Path, rounds: int) -> floa
     ]
 
     def ask(prompt: str) -> None:
-        body = {"model": "any", "prompt": prompt, "max_tokens": NEW_TOKENS, "n": ANSWERS, "temperature": 1.0}
+        body = {"model": "tgi", "prompt": prompt, "max_tokens": NEW_TOKENS, "n": ANSWERS, "temperature": 1.0}
         request = urllib.request.Request(f"{address}/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request) as reply:
@@ -330,7 +330,9 @@ def measure_in_child(side: str, task: str, precision: str, folder: Path, steps: 
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
-    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
+    line = process.stdout.splitlines()[-1]
+    print(side, task, precision, line, file=sys.stderr, flush=True)
+    return Measurement(**json.loads(line))
 
 
 def run(argument: str = "") -> str:
