@@ -59,8 +59,8 @@ def load(
 
     Args:
         path: a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or the name of a packaged model.
-        precision: fp32, bf16, fp64, or int8 or int4 for quantized weights; auto: bf16 where the device is fast at it,
-            else fp32.
+        precision: fp32, bf16, fp64, or int8, int4 or fp8 for quantized weights; auto: bf16 where the device is fast at
+            it, else fp32.
         device: cpu, cuda, xpu, npu or mps; auto: the machine's accelerator if there is one.
         adapters: LoRA adapters by name: runs that trained them, or peft folders. `generate` selects one by its name.
         template: name or file of a chat template; None: the model's own.

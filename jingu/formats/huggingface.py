@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -26,6 +26,9 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# Endings of the scales of matrices in FP8, and of those for inputs, which are not needed.
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_INPUT_SCALES = (".input_scale", ".activation_scale")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -50,7 +53,8 @@ def open_hf(folder: Path) -> StoredModel:
             weights are pickled, damaged, or not those that the config describes.
     """
     config = read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
-    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder))
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, block))
     generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         model = replace(model, generation_config=read_json(generation_config))
@@ -139,15 +143,23 @@ def _find_family(config: Mapping[str, Any], where: Path) -> Family:
     )
 
 
-def _open_weights(folder: Path, family: Family, expected: Shapes) -> StoredWeights:
-    """Open the weight files of a Hugging Face folder."""
+def _open_weights(folder: Path, block: Sequence[int] | None, family: Family, expected: Shapes) -> StoredWeights:
+    """Open the weight files of a Hugging Face folder. Matrices in FP8 are dequantized as they are read.
+
+    Args:
+        block: rows and columns of a matrix in FP8 that share a scale; None: its scales divide it evenly.
+    """
     tensors = {
         key: (path, key, location) for path in _weight_files(folder) for key, location in read_header(path).items()
     }
     # A model may be stored without the head, and then with names that lack the prefix of the body.
     has_prefix = not family.base or any(key.startswith(family.base) for key in tensors)
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
+    scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
+    scales = set(scale_keys.values())
     for key, tensor in tensors.items():
+        if key in scales or key.endswith(_INPUT_SCALES):
+            continue
         name = key if has_prefix or key in expected else family.base + key
         # A tied head may be stored all the same; it is a copy of the embedding.
         if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
@@ -155,6 +167,12 @@ def _open_weights(folder: Path, family: Family, expected: Shapes) -> StoredWeigh
 
     def read(name: str) -> Tensor:
         path, key, location = by_name[name]
+        if location.dtype == torch.float8_e4m3fn and key in scale_keys:
+            values = map_tensor(path, location.begin, location.shape, location.dtype)
+            return _dequantize_fp8(values, read_stored(*tensors[scale_keys[key]]), block)
+        return read_stored(path, key, location)
+
+    def read_stored(path: Path, key: str, location: TensorLocation) -> Tensor:
         if location.dtype not in FLOAT_DTYPES:
             raise JinguError(
                 f"the tensor {key} is stored as {location.dtype}: the weights are quantized.",
@@ -166,6 +184,18 @@ def _open_weights(folder: Path, family: Family, expected: Shapes) -> StoredWeigh
     largest = max((location for _, _, location in by_name.values()), key=lambda location: location.bytes, default=None)
     dtype = largest.dtype if largest and largest.dtype in FLOAT_DTYPES else torch.float32
     return StoredWeights({name: location.shape for name, (_, _, location) in by_name.items()}, read, dtype)
+
+
+def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None) -> Tensor:
+    """Return matrices [..., O, I] in fp32 from FP8 and one scale for each block [..., O / block, I / block], or for
+    all."""
+    scales = scales.float()
+    if scales.numel() > 1:
+        for dim in (-2, -1):
+            size = values.shape[dim]
+            repeats = block[dim] if block else size // scales.shape[dim]
+            scales = scales.repeat_interleave(repeats, dim).narrow(dim, 0, size)
+    return values.float() * scales
 
 
 def _weight_files(folder: Path) -> list[Path]:

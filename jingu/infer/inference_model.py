@@ -23,19 +23,27 @@ from jingu.infer.prepack import prepack_weights
 from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.model.decoder import Decoder
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
-from jingu.model.quantized_weight import PromptRows
+from jingu.model.quantized_weight import PromptRows, has_int4_kernel
 from jingu.model.spec import Experts, ModelSpec, QuantizationFormat
 from jingu.parallel.layout import Layout
 from jingu.parallel.layout import Precision as Dtypes
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
 from jingu.parallel.pipeline import Model
-from jingu.runtime.device import DTYPES, check_number_format, find_device_type, has_fast_bf16
+from jingu.runtime.device import (
+    DTYPES,
+    check_fp8,
+    check_number_format,
+    device_name,
+    find_device_type,
+    has_fast_bf16,
+)
+from jingu.runtime.log import log_warning
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 
-Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4"]
-_KINDS: dict[str, QuantizationFormat] = {"int8": "int8", "int4": "int4"}
+Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4", "fp8"]
+_KINDS: dict[str, QuantizationFormat] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 
 
 @dataclass(eq=False)
@@ -146,8 +154,8 @@ def load(
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
     Args:
-        precision: auto computes in bf16 where the device has units for it, else in fp32; int8 and int4 do the same with
-            matrices that are rounded to so many bits.
+        precision: auto computes in bf16 where the device has units for it, else in fp32; int8, int4 and fp8 do the same
+            with matrices that are rounded to so many bits, and fp8 rounds their inputs, too.
         adapters: name → a run that trained adapters, or a folder of peft's.
         resident_experts: how much of a mixture's experts is in memory (25%, 3GB), the rest being read when it is
             needed from the model's files, or from one that holds them rounded; None: all.
@@ -165,11 +173,15 @@ def load(
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
-    use_bytes = kind is not None and ranks is None and use_byte_kernels(stored_model.spec, place)
+    if kind == "fp8":
+        check_fp8(place, "--precision")
+    use_bytes = kind not in (None, "fp8") and ranks is None and use_byte_kernels(stored_model.spec, place)
     # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
     is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu" and not use_bytes)
     default_precision = "bf16" if is_bf16 else "fp32"
     dtype = check_number_format(DTYPES[precision if precision in DTYPES else default_precision], place)
+    if kind is not None:
+        _warn_of_slow_products(kind, stored_model.spec, dtype, place)
     offloader: ExpertOffloader | None = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
@@ -179,6 +191,7 @@ def load(
             offloader.take_over(model)
         if kind is not None:
             quantize_blocks(model, kind)
+        if kind not in (None, "fp8"):
             quantize_embedding_and_head(model, dtype)
 
     model = _load_module(stored_model, dtype, place, ranks, pipeline, prepare)
@@ -221,7 +234,22 @@ def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.d
     """Return the selection of rows that a model's quantized matrices share; None if it has no use for one."""
     # Experts and encoders have rows of their own, and other devices dequantize for every row.
     is_dense = spec.num_encoder_layers is None and not isinstance(spec.feed_forward, Experts)
-    return PromptRows(kind) if is_dense and device.type == "cpu" else None
+    return PromptRows(kind) if is_dense and device.type == "cpu" and kind != "fp8" else None
+
+
+def _warn_of_slow_products(kind: QuantizationFormat, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Say where quantized matrices save memory and no time."""
+    name = device_name(device)
+    dequantized = "dequantized for each product, which saves memory, but no time."
+    if device.type == "cpu":
+        if kind == "fp8":
+            log_warning(f"{name} has no units for FP8: the products of --precision fp8 are computed in fp32, slowly.")
+    elif isinstance(spec.feed_forward, Experts):
+        log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {dequantized}")
+    elif kind == "int4" and dtype != torch.bfloat16:
+        log_warning(f"{name}'s kernel for int4 computes in bf16, which this card lacks: matrices are {dequantized}")
+    elif kind == "int4" and not has_int4_kernel(device):
+        log_warning(f"PyTorch has no kernel for int4 on {name}: matrices are {dequantized}")
 
 
 def load_chat_model(

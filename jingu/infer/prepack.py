@@ -151,7 +151,7 @@ def _pack_quantized(
     """Prepack the values and scales of a matrix for activations of `dtype`."""
     if as_bytes:
         return ByteWeight.pack(dequantize(values, scales, kind))
-    prepacked = PrepackedQuantizedWeight if values.device.type == "cpu" else CardQuantizedWeight
+    prepacked = PrepackedQuantizedWeight if kind == "fp8" or values.device.type == "cpu" else CardQuantizedWeight
     return prepacked.pack(kind, values, scales, dtype, prompt_rows)
 
 
@@ -181,7 +181,7 @@ def _has_kernel(weight: Any) -> bool:
     if not isinstance(weight, QuantizedWeight):
         return False
     outputs, columns = weight.values.shape[-2:]
-    return can_quantize(outputs, columns if weight.kind == "int8" else 2 * columns, weight.kind)
+    return can_quantize(outputs, columns if weight.kind in ("int8", "fp8") else 2 * columns, weight.kind)
 
 
 def _num_rows(layer: Any) -> int:

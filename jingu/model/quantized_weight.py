@@ -1,8 +1,9 @@
 """Quantized weights: matrices of 8 or 4 bits per element, for inference and as the frozen base of adapters.
 
-int8: each row has a scale. int4: each group of 32 elements of a row has a scale and a midpoint (as Q4_1 of GGUF). nf4:
-each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by bitsandbytes. The
-dequantized matrix depends on the stored bits only, neither on the device nor on the dtype of the activations.
+int8 and fp8 (E4M3): each row has a scale. int4: each group of 32 elements of a row has a scale and a midpoint (as Q4_1
+of GGUF). nf4: each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by
+bitsandbytes. The dequantized matrix depends on the stored bits only, neither on the device nor on the dtype of the
+activations.
 
 Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
 """
@@ -36,11 +37,12 @@ from jingu.compat.torch import (
     unpack_int4,
 )
 from jingu.errors import JinguError
+from jingu.model import scaled_matmul
 from jingu.model.spec import QuantizationFormat
 
 TensorReader = Callable[[str], Tensor]
-# Elements of a row that share a scale; for int8 the number that kernels process at once.
-GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64}
+# Elements of a row that share a scale; for int8 and fp8 the number that kernels process at once.
+GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64, "fp8": scaled_matmul.SIZE_MULTIPLE}
 # Shares of a group's range to try: values beyond it are clipped, and the others are rounded more finely.
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 
@@ -58,9 +60,10 @@ class QuantizedWeight(nn.Module):
     """A quantized matrix [O, I], or one for each expert [E, O, I], in place of a module's weight. It is not trained.
 
     Attributes:
-        values: int8 [O, I]; 4 bits [O, I / 2], with the even elements in the low halves of bytes.
-        scales: int8 [O, 1] and int4 [O, 2 G] (scale and midpoint alternate) in bf16; nf4 [O, G] in fp32. They are
-            stored as integers of the same bits, so that casting the model to another dtype leaves them alone.
+        values: int8 and fp8 [O, I]; 4 bits [O, I / 2], with the even elements in the low halves of bytes.
+        scales: int8 [O, 1] and int4 [O, 2 G] (scale and midpoint alternate) in bf16; nf4 [O, G] and fp8 [O, 1] in fp32.
+
+    Both are stored as integers of the same bits, so that casting the model to another dtype leaves them alone.
     """
 
     def __init__(self, kind: QuantizationFormat, shape: Sequence[int], *, unit_rows: bool = False) -> None:
@@ -75,8 +78,10 @@ class QuantizedWeight(nn.Module):
             import_bitsandbytes()
         *before, inputs = shape
         groups = inputs // GROUP_SIZES[kind]
-        sizes = {"int8": (inputs, 1), "int4": (inputs // 2, 2 * groups), "nf4": (inputs // 2, groups)}[kind]
-        dtypes = (torch.int8 if kind == "int8" else torch.uint8, torch.int32 if kind == "nf4" else torch.int16)
+        packed = inputs // 2
+        sizes = {"int8": (inputs, 1), "fp8": (inputs, 1), "int4": (packed, 2 * groups), "nf4": (packed, groups)}[kind]
+        scale_dtype = torch.int32 if kind in ("nf4", "fp8") else torch.int16
+        dtypes = (torch.int8 if kind == "int8" else torch.uint8, scale_dtype)
         self.values, self.scales = (
             nn.Parameter(torch.empty(*before, size, dtype=dtype), requires_grad=False)
             for size, dtype in zip(sizes, dtypes, strict=True)
@@ -157,6 +162,8 @@ class PrepackedQuantizedWeight:
         prompt_rows: PromptRows | None = None,
     ) -> PrepackedQuantizedWeight:
         """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
+        if kind == "fp8":
+            return ScaledWeight(kind, values.detach().view(torch.float8_e4m3fn), scales.detach().view(torch.float32))
         if values.device.type != "cpu":
             return PrepackedQuantizedWeight(kind, values, scales)
         wide = scales.detach().view(torch.bfloat16).to(dtype)
@@ -236,6 +243,30 @@ class CardQuantizedWeight(PrepackedQuantizedWeight):
             y = y_NO.view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, dequantize(self.values, self.scales, self.kind).to(x.dtype))
+        return y if bias is None else y + bias.to(x.dtype)
+
+
+class ScaledWeight(PrepackedQuantizedWeight):
+    """A matrix [O, I] in FP8 for inference, whose inputs are rounded to FP8, too, with a scale for each row.
+
+    Cards with units for FP8 multiply it as it is. CPUs multiply the same numbers in fp32.
+
+    Attributes:
+        values: FP8.
+        scales: [O, 1] in fp32.
+    """
+
+    def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ self.T + bias`."""
+        x_NI = x.reshape(-1, x.shape[-1])
+        rows = len(x_NI)
+        x_NI = F.pad(x_NI, (0, 0, 0, -rows % max(scaled_matmul.SIZE_MULTIPLE, BATCH_INVARIANT_ROWS)))
+        x8_NI, scale_N1 = scaled_matmul.quantize(x_NI, torch.float8_e4m3fn, "row")
+        if x.device.type == "cpu":
+            y_NO = F.linear(x8_NI.float(), self.values.float()) * (scale_N1 * self.scales.t())
+        else:
+            y_NO = scaled_matmul.multiply_fp8(x8_NI, scale_N1, self.values, self.scales, "row", x.dtype)
+        y = y_NO[:rows].to(x.dtype).view(*x.shape[:-1], -1)
         return y if bias is None else y + bias.to(x.dtype)
 
 
@@ -335,6 +366,9 @@ def quantize(weight: Tensor, kind: QuantizationFormat) -> tuple[Tensor, Tensor]:
         return values_OI.to(torch.int8), scale_O1.view(torch.int16)
     if kind == "int4":
         return _quantize_int4(wide_OI)
+    if kind == "fp8":
+        values_OI, scale_O1 = scaled_matmul.quantize(wide_OI, torch.float8_e4m3fn, "row")
+        return values_OI.view(torch.uint8), scale_O1.view(torch.int32)
     from bitsandbytes.functional import quantize_4bit
 
     values, state = quantize_4bit(wide_OI.contiguous(), blocksize=GROUP_SIZES[kind], quant_type=kind)
@@ -345,6 +379,8 @@ def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tens
     """Return the matrix, or matrices, of quantized values and scales, in fp32."""
     if kind == "int8":
         return values.float() * scales.view(torch.bfloat16).float()
+    if kind == "fp8":
+        return values.view(torch.float8_e4m3fn).float() * scales.view(torch.float32)
     if kind == "int4":
         scale, midpoint = scales.view(torch.bfloat16).float().unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
         groups = _unpack_nibbles(values).unflatten(-1, (-1, GROUP_SIZES[kind])).float() - 8

@@ -62,10 +62,22 @@ def scaled_product(
     """
     a8_MK, a_scale = quantize(a_MK, left, scaling)
     b8_LK, b_scale = quantize(b_LK, torch.float8_e4m3fn, scaling)
+    return multiply_fp8(a8_MK, a_scale, b8_LK, b_scale, scaling, a_MK.dtype, fast=fast)
+
+
+def multiply_fp8(
+    a8_MK: Tensor,
+    a_scale: Tensor,
+    b8_LK: Tensor,
+    b_scale: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+) -> Tensor:
+    """Return the product `a @ b.T` of what `quantize` returned for both; M is a multiple of SIZE_MULTIPLE, too."""
     recipe = F.ScalingType.RowWise if scaling == "row" else F.ScalingType.TensorWise
-    return F.scaled_mm(
-        a8_MK, b8_LK.t(), a_scale, recipe, b_scale.t(), recipe, output_dtype=a_MK.dtype, use_fast_accum=fast
-    )
+    return F.scaled_mm(a8_MK, b8_LK.t(), a_scale, recipe, b_scale.t(), recipe, output_dtype=dtype, use_fast_accum=fast)
 
 
 def quantize(x_MK: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Formats of quantized matrices (`jingu.model.quantized_weight`).
-QuantizationFormat = Literal["int8", "int4", "nf4"]
+QuantizationFormat = Literal["int8", "int4", "nf4", "fp8"]
 
 
 # How the matrices of a LoRA begin.

@@ -209,7 +209,9 @@ def check_quantization_groups(model: Decoder, tensor: int) -> None:
 
     for name, part, style in iterate_styles(model):
         weight = getattr(part, "weight", None)
-        if style not in ("row", "from_heads") or not isinstance(weight, QuantizedWeight) or weight.kind == "int8":
+        if style not in ("row", "from_heads") or not isinstance(weight, QuantizedWeight):
+            continue
+        if weight.kind in ("int8", "fp8"):
             continue
         if (inputs := 2 * weight.values.shape[-1]) % (tensor * GROUP_SIZES[weight.kind]):
             raise JinguError(

@@ -69,16 +69,16 @@ def check_number_format(dtype: torch.dtype, device: torch.device) -> torch.dtype
     return dtype
 
 
-def check_fp8(device: torch.device) -> None:
+def check_fp8(device: torch.device, where: str = "precision.type") -> None:
     """Raise JinguError if the device does not multiply in FP8. CPUs do, slowly."""
     problem = None
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
-        problem = "training in FP8 supports only NVIDIA GPUs, and CPUs to try it."
+        problem = "FP8 is supported only on NVIDIA GPUs, and to try it on CPUs."
     elif device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         problem = f"{name} has no units for FP8; Ada, Hopper and later GPUs have."
     if problem is not None:
-        raise JinguError(problem, where="precision.type", fix="Choose bf16.")
+        raise JinguError(problem, where=where, fix="Choose bf16.")
 
 
 def card_uuid(device: torch.device) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,8 +100,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quantization_config": {"bits": 4}},
-        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None). "
-        "Without this option its numbers would be wrong, so it is not loaded.",
+        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None, or "
+        "matrices in FP8). Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
         {"hidden_size": "absent"},
@@ -113,6 +116,63 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_configs_that_are_refused(exported: Path, changes: dict[str, Any], words: str) -> None:
     change_config(exported, **changes)
     assert refusal(exported).startswith(words)
+
+
+def store_fp8(folder: Path, quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    """Replace the matrices of the blocks in a folder's weights."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors.update(quantize(name, tensors.pop(name)))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_blocks_in_fp8_are_read_as_by_transformers(exported: Path) -> None:
+    """As DeepSeek-V3 and Qwen3-FP8 are stored."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [4, 6]}
+    quantizer = SimpleNamespace(quantization_config=transformers.FineGrainedFP8Config(weight_block_size=(4, 6)))
+    store_fp8(exported, lambda name, weight: Fp8Quantize(quantizer).convert({name: weight}))
+    assert load_file(exported / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    change_config(exported, quantization_config=config)
+    dequantized = transformers.FineGrainedFP8Config(weight_block_size=(4, 6), dequantize=True)
+    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": dequantized}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, **options)
+    tokens_BT = torch.arange(3, 15)[None]
+    mine = load_model(open_hf(exported), torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(mine.logits(mine(tokens_BT)), theirs(tokens_BT).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_matrices_in_fp8_of_compressed_tensors(strategy: str, exported: Path) -> None:
+    plain = load_file(exported / "model.safetensors")
+    change_config(exported, quantization_config={"quant_method": "compressed-tensors", "format": "float-quantized"})
+    if strategy == "block":
+        # The last blocks of rows and columns are cut.
+        change_config(exported, quantization_config={"quant_method": "fp8", "weight_block_size": [5, 7]})
+
+    def quantize(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = (weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().amax()[None]) / 448
+        if strategy == "block":
+            grid = (-(-weight.shape[0] // 5), -(-weight.shape[1] // 7))
+            scale = torch.arange(1, 1 + grid[0] * grid[1]).view(grid) / 1000
+            rows, columns = (torch.arange(size) // number for size, number in zip(weight.shape, (5, 7), strict=True))
+            weight8 = (weight / scale[rows][:, columns]).to(torch.float8_e4m3fn)
+            plain[name] = weight8.float() * scale[rows][:, columns]
+        else:
+            weight8 = (weight / scale).to(torch.float8_e4m3fn)
+            plain[name] = weight8.float() * scale
+        suffix = "_scale_inv" if strategy == "block" else "_scale"
+        return {name: weight8, f"{name}{suffix}": scale, name.replace("weight", "input_scale"): torch.ones(1)}
+
+    copy = shutil.copytree(exported, exported.parent / "plain")
+    change_config(copy, quantization_config="absent")
+    store_fp8(exported, quantize)
+    save_file(plain, copy / "model.safetensors", {"format": "pt"})
+    result, expected = open_hf(exported), open_hf(copy)
+    for name in parameter_shapes(expected.spec):
+        assert torch.equal(result.read(name), expected.read(name)), name
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from jingu.cli import main
 from jingu.compat.torch import has_byte_kernels
@@ -31,6 +32,7 @@ from jingu.model.quantized_weight import (
     PrepackedQuantizedWeight,
     PromptRows,
     QuantizedWeight,
+    ScaledWeight,
     can_quantize,
     dequantize,
     quantize,
@@ -100,8 +102,34 @@ def test_kernels_multiply_by_the_dequantized_matrix(
         assert off.norm() < 0.1 * matrix.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (176, 1024)])
+def test_products_in_fp8_are_those_of_pytorch(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    matrix = torch.randn(outputs, inputs, generator=generator) * 0.1 + 0.02
+    matrix[3] = 0.0
+    x = torch.randn(2, 8, inputs, generator=generator).to(dtype)
+    # Each row is divided by what brings its largest number to the largest one of E4M3, which is 448.
+    (x8, x_scale), (matrix8, scale) = (
+        (rows.div(scale).to(torch.float8_e4m3fn), scale)
+        for rows in (x[:, :].flatten(0, 1), matrix)
+        for scale in [(rows.float().abs().amax(1, keepdim=True) / 448).clamp_min(1e-14)]
+    )
+    bias = torch.randn(outputs, generator=generator)
+    recipe = F.ScalingType.RowWise
+    arguments = (x8, matrix8.t(), x_scale, recipe, scale.t().contiguous(), recipe)
+    expected = F.scaled_mm(*arguments, output_dtype=torch.float32) + bias
+    mine = PrepackedQuantizedWeight.quantize(matrix, "fp8", dtype)
+    result = mine.times(x, bias).flatten(0, 1).float()
+    torch.testing.assert_close(result, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=2**-6)
+    # They are not those of the unrounded numbers.
+    exact = x.flatten(0, 1).double() @ matrix.double().T + bias
+    assert 0.005 < (result - exact).norm() / exact.norm() < 0.05
+    assert mine.nbytes == outputs * (inputs + 4)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int) -> None:
     """This keeps answers independent of the rest of the batch."""
     generator = torch.Generator().manual_seed(2)
@@ -220,7 +248,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> d
     return {name: place / name for name in SPECS}
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "partly"])
 def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], name: str, precision: Any) -> None:
     whole, rounded = load(folders[name], "fp32"), load(folders[name], precision)
@@ -232,15 +260,16 @@ def test_quantized_models_give_nearly_the_same_logits(folders: dict[str, Path], 
             for each in (whole, rounded)
         )
     off = ((result - expected).square().mean() / expected.var()).sqrt()
-    assert off < {"int8": 0.06, "int4": 0.5}[precision]
+    assert off < {"int8": 0.06, "int4": 0.5, "fp8": 0.2}[precision]
     few_bits = [
         each
         for each in weights(rounded.module)
         if isinstance(each, QuantizedWeight | PrepackedQuantizedWeight | ByteWeight)
     ]
     assert bool(few_bits) == (name != "odd")
-    if name != "odd":
-        assert off > 1e-4
+    assert name == "odd" or off > 1e-4
+    # FP8 leaves embedding and head as they are.
+    if name != "odd" and precision != "fp8":
         remaining = sum(parameter.numel() for parameter in rounded.module.parameters() if parameter.is_floating_point())
         assert remaining < 0.05 * sum(shape.numel() for shape in parameter_shapes(whole.spec).values())
     requests = [Request(tuple(range(5, 5 + length)), SamplingParams(), 6, ignore_eos=True) for length in (2, 9)]
@@ -253,7 +282,7 @@ def weights(model: torch.nn.Module) -> list[Any]:
     return [each for weight in result for each in (weight if isinstance(weight, tuple) else (weight,))]
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["mixtral", "partly"])
 def test_offloaded_experts_are_quantized_alike(folders: dict[str, Path], name: str, precision: Any) -> None:
     whole, some = load(folders[name], precision), load(folders[name], precision, resident_experts="40%")
@@ -267,9 +296,8 @@ def test_offloaded_experts_are_quantized_alike(folders: dict[str, Path], name: s
     experts = [weight for layer in whole.module.modules() for weight in expert_weights(layer)]
     assert result.total_bytes == sum(weight.nbytes for weight in experts)
     in_part = name == "partly" and precision == "int4"
-    assert {type(weight) for weight in experts} == (
-        {PrepackedQuantizedWeight, torch.Tensor} if in_part else {PrepackedQuantizedWeight}
-    )
+    rounded = ScaledWeight if precision == "fp8" else PrepackedQuantizedWeight
+    assert {type(weight) for weight in experts} == ({rounded, torch.Tensor} if in_part else {rounded})
     assert 0 < result.resident_bytes <= 0.4 * result.total_bytes and result.bytes_read > 0
 
 
@@ -400,3 +428,18 @@ def test_supported_shapes_of_kernels() -> None:
 def test_the_command(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "int4"]) == 0
     assert capsys.readouterr().out.startswith("the ")
+
+
+def test_fp8_is_slow_on_cpus_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "fp8"]) == 0
+    expected = "CPU has no units for FP8: the products of --precision fp8 are computed in fp32, slowly."
+    assert caplog.messages == [expected]
+
+
+def test_fp8_is_refused_where_it_is_missing(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jingu.infer.inference_model.find_device_type", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(JinguError, match=r"^--precision: NVIDIA A100-SXM4-80GB has no units for FP8"):
+        load(folders["llama"], "fp8", "cuda")

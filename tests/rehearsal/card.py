@@ -244,6 +244,9 @@ class CardModule(_DummyBackendModule):
     def is_bf16_supported(self) -> bool:
         return False
 
+    def get_device_name(self, _device: Any = None) -> str:
+        return "Pretended Card"
+
     def get_device_properties(self, _device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(total_memory=2**30)
 

@@ -22,6 +22,7 @@ from jingu.infer.sampling import SamplingParams
 from jingu.model import quantized_weight
 from jingu.model.decoder import Decoder
 from jingu.model.layers import Linear
+from jingu.model.quantized_weight import PrepackedQuantizedWeight, ScaledWeight
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
@@ -239,11 +240,12 @@ def use_int4_kernel(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(quantized_weight, "pack_int4_on_card", pack)
     patch.setattr(quantized_weight, "int4_matmul_on_card", multiply)
-    patch.setattr(quantized_weight, "has_int4_kernel", lambda _device: True)
+    for module in ("jingu.model.quantized_weight", "jingu.infer.inference_model"):
+        patch.setattr(f"{module}.has_int4_kernel", lambda _device: True)
 
 
 def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: bool) -> Any:
-    """Return the scores on the CPU and on the card, and the waits there."""
+    """Return the scores on the CPU and on the card, the waits there, and what loading warned of."""
     card.install()
     requests = [Request((7, 8, first), GREEDY, 3, continuations=((4, 5), (6, 7, 8))) for first in (9, 10)]
     expected, _ = answer(Engine(load(folder, kind, "cpu")), requests)
@@ -253,17 +255,34 @@ def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: 
         patch.setattr("jingu.runtime.device.has_fast_bf16", lambda _device: True)
         if has_kernel:
             use_int4_kernel(patch)
+        warnings: list[str] = []
+        patch.setattr("jingu.infer.inference_model.check_fp8", lambda _device, _where: None)
+        patch.setattr("jingu.infer.inference_model.log_warning", warnings.append)
         model = load(folder, kind, "card")  # type: ignore[arg-type]
         blocks: Any = model.module.blocks
         weights = [module.weight for module in blocks.modules() if isinstance(module, Linear)]
-        assert all(isinstance(weight, quantized_weight.CardQuantizedWeight) for weight in weights)
+        card_kinds = (quantized_weight.CardQuantizedWeight, quantized_weight.ScaledWeight)
+        assert all(isinstance(weight, card_kinds) for weight in weights)
         result, waits = answer(Engine(model), requests)
-    return [[event[6] for event in each] for each in expected], [[event[6] for event in each] for each in result], waits
+    scores = ([[event[6] for event in each] for each in answers] for answers in (expected, result))
+    return *scores, waits, warnings
 
 
-@pytest.mark.parametrize(("kind", "has_kernel"), [("int8", False), ("int4", False), ("int4", True)])
-def test_quantized_matrices(kind: str, has_kernel: bool, folder: Path, cards: RankPool) -> None:
-    expected, result, waits = cards.run(run_quantized, 1, folder.parent / "wide", kind, has_kernel)[0]
+NO_KERNEL = (
+    "PyTorch has no kernel for int4 on Pretended Card: matrices are dequantized for each product, which saves memory, "
+    "but no time."
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_kernel", "expected_warnings"),
+    [("int8", False, []), ("int4", False, [NO_KERNEL]), ("int4", True, []), ("fp8", True, [])],
+)
+def test_quantized_matrices(
+    kind: str, has_kernel: bool, expected_warnings: list[str], folder: Path, cards: RankPool
+) -> None:
+    expected, result, waits, warnings = cards.run(run_quantized, 1, folder.parent / "wide", kind, has_kernel)[0]
+    assert warnings == expected_warnings
     # In bf16, whose rounding differs in every product.
     differences = torch.tensor(flatten(result)) - torch.tensor(flatten(expected))
     assert differences.abs().mean() < 0.1
@@ -282,6 +301,10 @@ def multiply(_rank: int, _world: int) -> None:
         parts = (values.to(card.NAME), scales.to(card.NAME), torch.float32)
         result = quantized_weight.CardQuantizedWeight.pack(kind, *parts).times(x_NI.to(card.NAME))
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+    mine = PrepackedQuantizedWeight.quantize(weight_OI, "fp8", torch.float32)
+    on_card = ScaledWeight("fp8", mine.values.to(card.NAME), mine.scales.to(card.NAME))
+    torch.testing.assert_close(on_card.times(x_NI.to(card.NAME)).cpu(), mine.times(x_NI), rtol=1e-5, atol=1e-5)
 
 
 def test_quantized_products(cards: RankPool) -> None:

@@ -188,7 +188,7 @@ def test_fp8_follows_fp32(scaling: str, tiny_run, train_on, done):
 
 def test_fp8_is_refused_where_it_is_missing(monkeypatch):
     assert choose_precision(FP8Settings(), torch.device("cpu")).scaling == "row"
-    with pytest.raises(JinguError, match="training in FP8 supports only NVIDIA GPUs"):
+    with pytest.raises(JinguError, match="FP8 is supported only on NVIDIA GPUs"):
         choose_precision(FP8Settings(), torch.device("xpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

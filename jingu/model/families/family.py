@@ -98,8 +98,9 @@ class Family:
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
         """Return the spec of a `config.json`. Raises JinguError for an option that would change the numbers."""
-        if config.get("quantization_config") is not None:
-            raise unsupported_option("quantization_config", config["quantization_config"], "expected None")
+        quantization = config.get("quantization_config")
+        if quantization is not None and not stores_fp8(quantization):
+            raise unsupported_option("quantization_config", quantization, "expected None, or matrices in FP8")
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
@@ -224,6 +225,13 @@ def parse_activation(key: str, name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise unsupported_option(key, name, f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def stores_fp8(quantization: Mapping[str, Any]) -> bool:
+    """Return whether a config says that matrices are stored in FP8: by transformers, or by compressed-tensors."""
+    if quantization.get("quant_method") == "fp8":
+        return quantization.get("expert_dtype", "fp8") == "fp8"
+    return quantization.get("quant_method") == "compressed-tensors" and quantization.get("format") == "float-quantized"
 
 
 def unsupported_option(key: str, value: Any, detail: str) -> JinguError:
