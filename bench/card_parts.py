@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -388,7 +388,8 @@ def decode(place: Place, name: str) -> Rows:
     ways = [Way()]
     if place.device.type == "cuda":
         # Compiled blocks stay compiled, so they come last.
-        ways = [Way(graphs=True), Way(graphs=True, backend="flash"), Way(), Way(graphs=True, compiled=True)]
+        flex = Way(graphs=True, backend="flex")
+        ways = [flex, Way(graphs=True), Way(graphs=True, backend="flash"), Way(), replace(flex, compiled=True)]
     # Compiled blocks are shared by all figures of compiled ways.
     models = {False: model}
     for way in ways:
@@ -464,7 +465,7 @@ def _decoding_engine(place: Place, model: Any, way: Way, streams: int) -> Any:
     from jingu.infer.request import Request
     from jingu.infer.sampling import SamplingParams
 
-    settings = EngineSettings(max_num_seqs=streams, block_size=16, attention_backend=way.backend)
+    settings = EngineSettings(max_num_seqs=streams, attention_backend=way.backend)
     engine = Engine(model, settings, None, CudaGraphRunner() if way.graphs else None)
     # All steps have keys in one span, so that one graph serves them.
     prompt, answer = (8, 16) if place.small else (130, 120)

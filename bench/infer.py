@@ -111,7 +111,7 @@ def _run_engine(model: Any, prompts: list[list[int]], answer: int) -> tuple[floa
         engine.step()
         stats = engine.stats()
         if stats.used_blocks:
-            positions = stats.used_blocks * engine.settings.block_size
+            positions = stats.used_blocks * engine.settings.tokens_per_block(engine.model)
             empty_shares.append(1 - stats.cached_tokens / positions)
     seconds = time.perf_counter() - start
     after = engine.stats()

@@ -1,12 +1,13 @@
 """How attention over the KV blocks of a step is computed.
 
 `gather` copies each sequence's blocks together and calls PyTorch's scaled dot-product attention: on every device, for
-every model. `flash` reads the blocks in place with FlashAttention-3, through PyTorch's `varlen_attn`.
+every model. `flash` and `flex` read the blocks in place: with FlashAttention-3, through PyTorch's `varlen_attn`, and
+with FlexAttention, which needs only Triton.
 
 A token's result does not depend on the other tokens of a step, to the last bit. `gather` computes it in operations on
 operands of fixed sizes: keys and values up to the next multiple of KV_SPAN positions, and queries in a multiple of
 QUERY_ROW_MULTIPLE rows; in none of the kernels does a row's result depend on the number of rows. `flash` does not split
-keys (`num_splits=1`), which is PyTorch's condition for the same guarantee.
+keys (`num_splits=1`), which is PyTorch's condition for the same guarantee, and `flex` computes in tiles of one size.
 
 Shapes: T tokens of a step, H query heads in G groups of R (one for each KV head), K head dim, P blocks, S keys; in an
 attention group N sequences with Q tokens each, M = Q·R rows, padded.
@@ -15,21 +16,27 @@ attention group N sequences with Q tokens each, M = Q·R rows, padded.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from jingu.compat.torch import has_triton
 from jingu.errors import JinguError
 from jingu.model.attention import attention_bias
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.spec import AlibiPositions, ModelSpec, RelativeBias
 
-BackendName = Literal["auto", "gather", "flash"]
+BackendName = Literal["auto", "gather", "flash", "flex"]
 KV_SPAN = 128
 QUERY_ROW_MULTIPLE = 4
+# Tokens of a block, if no setting says otherwise: kernels of cards read whole blocks at a time.
+DEFAULT_BLOCK_SIZES = {"cpu": 8, "other": 64}
+# Triton multiplies tiles of at least so many rows.
+MIN_TILE = 16
 
 
 @dataclass(eq=False)
@@ -44,7 +51,8 @@ class AttentionGroup:
         contiguous: the same blocks as a slice, where one sequence's blocks are neighbours in memory.
         positions: of the tokens [N, Q].
         bidirectional: positions that see each other, in a prefix LM.
-        bias: of the scores [N, G or 1, M, S]; computed by the first layer, shared by the others.
+        mask: what the backend masks with; made in the first layer, shared by the others. `gather`: a bias of the scores
+            [N, G or 1, M, S].
     """
 
     num_seqs: int
@@ -54,7 +62,7 @@ class AttentionGroup:
     contiguous: slice | None
     positions: Tensor
     bidirectional: range
-    bias: Tensor | None = None
+    mask: Any = None
 
 
 class AttentionBackend(Protocol):
@@ -84,15 +92,15 @@ class GatherBackend(AttentionBackend):
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
         """Return what a group's tokens see; see `AttentionBackend`."""
-        if group.bias is None:
+        if group.mask is None:
             heads = range(first_head, first_head + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
-            group.bias = self.bias(group, heads, num_keys, store.shape[3], q_BXHK.dtype)
+            group.mask = self.bias(group, heads, num_keys, store.shape[3], q_BXHK.dtype)
         # Neighbouring blocks are read where they are.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.bias, scale)
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.mask, scale)
 
     def bias(self, group: AttentionGroup, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
@@ -112,10 +120,14 @@ class GatherBackend(AttentionBackend):
         return pad_rows(bias.flatten(2, 3))
 
 
-class FlashBackend(AttentionBackend):
-    """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded."""
+class FlashBackend(GatherBackend):
+    """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded.
+
+    Prefixes whose tokens see each other are gathered.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
         # Imported here, as it imports the compiler.
         from torch.nn.attention.varlen import varlen_attn
 
@@ -124,6 +136,8 @@ class FlashBackend(AttentionBackend):
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
         """Return what a group's tokens see; see `AttentionBackend`."""
+        if group.bidirectional:
+            return super().attend(q_BXHK, store, group, scale, first_head)
         block_table = group.blocks.view(group.num_seqs, -1).int()
         tokens = group.num_seqs * group.num_tokens
         y_THK = self._varlen_attn(
@@ -145,19 +159,105 @@ class FlashBackend(AttentionBackend):
         return y_THK.unsqueeze(0)
 
 
-def select_backend(name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """Return an attention backend; auto: flash where it can be used.
+class FlexBackend(GatherBackend):
+    """FlexAttention over the block table: nothing is copied or padded.
+
+    Masks name the blocks of memory that a sequence has, as those of PyTorch's experimental `PagedAttention`. Prefixes
+    whose tokens see each other are gathered.
+
+    Attributes:
+        kernel: `flex_attention`, on cards compiled.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        super().__init__(spec)
+        # Imported here, as it imports the compiler.
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        self._block_mask = BlockMask.from_kv_blocks
+        self._window = spec.attention.sliding_window
+        self._is_compiled = device.type != "cpu"
+        self.kernel: Any = torch.compile(flex_attention, dynamic=True) if self._is_compiled else flex_attention
+
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+        """Return what a group's tokens see; see `AttentionBackend`."""
+        if group.bidirectional:
+            return super().attend(q_BXHK, store, group, scale, first_head)
+        if group.mask is None:
+            group.mask = self._mask(group, len(store), store.shape[1])
+        q_NHQK = q_BXHK.unflatten(1, (group.num_seqs, -1))[0].transpose(1, 2)
+        # All blocks as one row of keys and values [1, G, P · block size, K].
+        k_BGSK, v_BGSK = store.flatten(0, 1).permute(1, 2, 0, 3).unsqueeze(1).unbind()
+        # Tiles of one size, and no division of the keys, keep a token's result independent of other sequences.
+        options = {"BACKEND": "TRITON", "BLOCK_M": MIN_TILE, "BLOCK_N": min(store.shape[1], 64)}
+        # Around this, compiled blocks may be run eagerly.
+        with torch.compiler.set_stance("default") if self._is_compiled else nullcontext():
+            y_NHQK: Tensor = self.kernel(
+                q_NHQK, k_BGSK, v_BGSK, block_mask=group.mask, scale=scale, enable_gqa=True, kernel_options=options
+            )
+        return y_NHQK.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+
+    def _mask(self, group: AttentionGroup, num_blocks: int, block_size: int) -> Any:
+        """Return the block mask of a group: each token sees those of its sequence up to itself, within the window."""
+        positions_NQ = group.positions
+        table_NS = group.blocks.view(group.num_seqs, -1)
+        # At which position of its sequence a block of memory begins; -1 for those of others.
+        begins_S = torch.arange(0, table_NS.shape[1] * block_size, block_size, device=table_NS.device)
+        begins_NP = table_NS.new_full((group.num_seqs, num_blocks), -1)
+        begins_NP.scatter_(1, table_NS, begins_S.expand_as(table_NS))
+        window = self._window
+
+        def is_visible(sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            begin = begins_NP[sequence, key // block_size]
+            distance = positions_NQ[sequence, query] - begin - key % block_size
+            visible = (begin >= 0) & (distance >= 0)
+            return visible if window is None else visible & (distance < window)
+
+        return self._block_mask(
+            (positions_NQ[:, -1:, None] // block_size + 1).int(),
+            table_NS[:, None, None].int(),
+            BLOCK_SIZE=(KV_SPAN, block_size),
+            mask_mod=is_visible,
+            seq_lengths=(group.num_tokens, num_blocks * block_size),
+            compute_q_blocks=False,
+        )
+
+
+def select_backend(
+    name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+) -> AttentionBackend:
+    """Return an attention backend; auto: flash or else flex where they can be used, on CUDA.
 
     Raises:
-        JinguError: flash is asked for, and cannot be used.
+        JinguError: flash or flex is asked for, and cannot be used.
     """
-    obstacle = None if name == "gather" else _flash_obstacle(spec, dtype, device)
-    if name == "gather" or (name == "auto" and obstacle is not None):
+    if name == "gather" or (name == "auto" and device.type != "cuda"):
         return GatherBackend(spec)
-    if obstacle is not None:
-        raise JinguError(f"flash {obstacle}.", where="attention_backend", fix="Use auto or gather.")
+    obstacles = {"flash": _flash_obstacle(spec, dtype, device), "flex": _flex_obstacle(spec, dtype, device, block_size)}
+    usable = [kind for kind, obstacle in obstacles.items() if obstacle is None and name in ("auto", kind)]
+    if not usable and name == "auto":
+        return GatherBackend(spec)
+    if not usable:
+        raise JinguError(f"{name} {obstacles[name]}.", where="attention_backend", fix="Use auto or gather.")
+    if usable[0] == "flex":
+        return FlexBackend(spec, device)
     torch.nn.attention.activate_flash_attention_impl("FA3")
     return FlashBackend(spec)
+
+
+def _flex_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+    """Return what flex lacks for a model, a device and an installation; None: nothing."""
+    if device.type not in ("cuda", "cpu"):
+        return "needs a CUDA device, or a CPU to try it"
+    if isinstance(spec.position, AlibiPositions | RelativeBias) or spec.num_encoder_layers is not None:
+        return "supports only decoders without position biases"
+    if device.type == "cpu":
+        return None
+    if dtype == torch.float64:
+        return "does not compute in fp64"
+    if block_size < MIN_TILE:
+        return f"needs a block_size of {MIN_TILE} or more"
+    return None if has_triton() else "needs Triton"
 
 
 def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

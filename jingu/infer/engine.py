@@ -79,7 +79,7 @@ class Engine:
         self._any_rank_has_work = any_rank_has_work
         self.settings = settings or EngineSettings()
         num_blocks = self.settings.num_blocks(model)
-        block_size = self.settings.block_size
+        block_size = self.settings.tokens_per_block(model)
         chunk_size = self.settings.prefill_chunk_size
         self._blocks = BlockManager(num_blocks, block_size)
         self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
@@ -142,7 +142,7 @@ class Engine:
     ) -> list[int]:
         """Submit the continuations of a context; return the ids of the requests."""
         # As many as can run at a time share one computation of the context.
-        block_size = self.settings.block_size
+        block_size = self._blocks.block_size
         longest = max(map(len, continuations), default=0)
         num_free = self.stats().total_blocks - (len(context) + self.model.spec.prompts[0]) // block_size
         num_forks = max(1, min(self.settings.max_num_seqs, num_free // (1 + -(-longest // block_size))))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jingu.errors import refuse
-from jingu.infer.attention_backend import KV_SPAN, BackendName
+from jingu.infer.attention_backend import DEFAULT_BLOCK_SIZES, KV_SPAN, BackendName
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import MAX_MEMORY_SHARE, block_bytes
@@ -20,17 +20,18 @@ class EngineSettings:
 
     Attributes:
         max_num_seqs: the most sequences that run at a time.
-        block_size: tokens of a KV cache block; a divisor of 128.
+        block_size: tokens of a KV cache block, a divisor of 128; None: 8 on CPUs, 64 elsewhere.
         kv_cache_bytes: size of the KV cache; None: what `max_num_seqs` sequences as long as the context need, or a
             quarter of the memory, whichever is less. On CPUs memory is only used as blocks are first written.
         prefill_chunk_size: the most prompt tokens in a step.
         num_speculative_tokens: draft tokens in a step, proposed by a draft model, or else by prompt lookup. Outputs
             stay the same. 0: none; None: 4 with a draft model, else none.
-        attention_backend: gather: on every device; flash: FlashAttention-3 on CUDA; auto: flash where it can be used.
+        attention_backend: gather: on every device; flash: FlashAttention-3 on CUDA; flex: FlexAttention on CUDA; auto:
+            the first of flash, flex and gather that can be used.
     """
 
     max_num_seqs: int = 64
-    block_size: int = 8
+    block_size: int | None = None
     kv_cache_bytes: int | None = None
     prefill_chunk_size: int = 512
     num_speculative_tokens: int | None = None
@@ -38,8 +39,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         refuse(self.max_num_seqs < 1, "max_num_seqs", self.max_num_seqs, "1 or more")
-        refuse(self.block_size < 1, "block_size", self.block_size, "1 or more")
-        refuse(KV_SPAN % self.block_size > 0, "block_size", self.block_size, f"a divisor of {KV_SPAN}")
+        size = self.block_size
+        refuse(size is not None and size < 1, "block_size", size, "1 or more")
+        refuse(size is not None and KV_SPAN % size > 0, "block_size", size, f"a divisor of {KV_SPAN}")
         refuse(self.prefill_chunk_size < 1, "prefill_chunk_size", self.prefill_chunk_size, "1 or more")
         count = self.num_speculative_tokens
         refuse(count is not None and count < 0, "num_speculative_tokens", count, "0 or more")
@@ -50,12 +52,18 @@ class EngineSettings:
             return self.num_speculative_tokens
         return 0 if draft_model is None else 4
 
+    def tokens_per_block(self, model: InferenceModel) -> int:
+        """Return the tokens of a KV cache block."""
+        kind = "cpu" if model.parameter.device.type == "cpu" else "other"
+        return self.block_size or DEFAULT_BLOCK_SIZES[kind]
+
     def num_blocks(self, model: InferenceModel) -> int:
         """Return the number of KV cache blocks, with the two that no sequence owns."""
-        size = block_bytes(model.spec, self.block_size, model.parameter.itemsize)
+        block_size = self.tokens_per_block(model)
+        size = block_bytes(model.spec, block_size, model.parameter.itemsize)
         budget = self.kv_cache_bytes
         if budget is None:
-            blocks_per_seq = -(-model.spec.max_position_embeddings // self.block_size)
+            blocks_per_seq = -(-model.spec.max_position_embeddings // block_size)
             limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
             budget = min(self.max_num_seqs * blocks_per_seq * size, limit)
         return max(budget // size, 1) + 2

@@ -141,6 +141,16 @@ def _open_supported_model(path: Path, ranks: RankInfo | None) -> StoredModel:
     return stored_model
 
 
+def _choose_dtype(precision: Precision, device: torch.device, use_bytes: bool) -> torch.dtype:
+    """Return the dtype of activations. Raise JinguError if the device does not compute in the precision."""
+    if precision == "fp8":
+        check_fp8(device, "--precision")
+    # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
+    is_bf16 = has_fast_bf16(device) or (precision in _KINDS and device.type == "cpu" and not use_bytes)
+    default_precision = "bf16" if is_bf16 else "fp32"
+    return check_number_format(DTYPES[precision if precision in DTYPES else default_precision], device)
+
+
 def load(
     path: Path,
     precision: Precision = "auto",
@@ -173,13 +183,8 @@ def load(
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
     kind = _KINDS.get(precision)
-    if kind == "fp8":
-        check_fp8(place, "--precision")
     use_bytes = kind not in (None, "fp8") and ranks is None and use_byte_kernels(stored_model.spec, place)
-    # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
-    is_bf16 = has_fast_bf16(place) or (kind is not None and place.type == "cpu" and not use_bytes)
-    default_precision = "bf16" if is_bf16 else "fp32"
-    dtype = check_number_format(DTYPES[precision if precision in DTYPES else default_precision], place)
+    dtype = _choose_dtype(precision, place, use_bytes)
     if kind is not None:
         _warn_of_slow_products(kind, stored_model.spec, dtype, place)
     offloader: ExpertOffloader | None = None

@@ -194,7 +194,7 @@ class PagedKVCache:
         for group, blocks, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
             group.blocks = blocks
             group.positions = positions
-            group.bias = None
+            group.mask = None
 
     def begin(self, bias_NH: Tensor | None) -> None:
         """Take the biases of relative positions, before the first layer."""

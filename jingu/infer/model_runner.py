@@ -51,7 +51,7 @@ class ModelRunner:
         self.model = model
         self._graphs = graphs
         parameter = model.parameter
-        attention = select_backend(backend, model.spec, parameter.dtype, parameter.device)
+        attention = select_backend(backend, model.spec, parameter.dtype, parameter.device, block_size)
         self.cache = PagedKVCache(model.spec, num_blocks, block_size, parameter.device, attention)
         self.cache.row_multiple = _row_multiple(model, self.cache.row_multiple)
         if graphs is not None:

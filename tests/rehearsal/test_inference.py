@@ -13,6 +13,8 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.formats.export import export_hf
+from jingu.infer import attention_backend
+from jingu.infer.attention_backend import BackendName, FlexBackend
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
@@ -27,6 +29,7 @@ from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.infer.test_attention_backend import read_named_blocks
 from tests.infer.test_cuda_graphs import Again
 from tests.rank_pool import RankPool
 from tests.rehearsal import card
@@ -122,7 +125,7 @@ def test_decoding(drafts: int, folder: Path, cards: RankPool) -> None:
     assert waits == 1
 
 
-def run_with_graphs(_rank: int, _world: int, folder: Path, fault: str) -> Any:
+def run_with_graphs(_rank: int, _world: int, folder: Path, fault: str, backend: BackendName = "gather") -> Any:
     """Return the answers on the card with captured steps and without, the waits, and how many steps were captured."""
     card.install()
     again = Again()
@@ -135,7 +138,13 @@ def run_with_graphs(_rank: int, _world: int, folder: Path, fault: str) -> Any:
     expected, _ = answer(Engine(load(folder, "fp32", "card")), requests)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
-        engine = Engine(load(folder, "fp32", "card"), graphs=CudaGraphRunner(record))  # type: ignore[arg-type]
+        patch.setattr(attention_backend, "_flex_obstacle", lambda *_: None)
+        settings = EngineSettings(attention_backend=backend)
+        engine = Engine(load(folder, "fp32", "card"), settings, graphs=CudaGraphRunner(record))  # type: ignore[arg-type]
+        attention = engine._runner.cache.backend
+        assert isinstance(attention, FlexBackend) == (backend == "flex")
+        if isinstance(attention, FlexBackend):
+            attention.kernel = read_named_blocks
         result, most = answer(engine, requests)
     return expected, result, most, again.recorded
 
@@ -159,8 +168,9 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         patch.setattr(Decoder, "forward", forward)
 
 
-def test_captured_steps_read_their_inputs_on_the_card(folder: Path, cards: RankPool) -> None:
-    expected, result, waits, recorded = cards.run(run_with_graphs, 1, folder, "")[0]
+@pytest.mark.parametrize("backend", ["gather", "flex"])
+def test_captured_steps_read_their_inputs_on_the_card(backend: str, folder: Path, cards: RankPool) -> None:
+    expected, result, waits, recorded = cards.run(run_with_graphs, 1, folder, "", backend)[0]
     assert_equal(result, expected)
     assert waits == 1
     assert recorded >= 1
