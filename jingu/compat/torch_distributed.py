@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,6 +181,18 @@ def all_to_all(
 def all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
     """Return the sum ("sum") or the maximum ("max") over ranks; no gradient flows through."""
     return collectives.all_reduce(x, op, group)
+
+
+def overlap_tensor_parallel(group: ProcessGroup) -> None:
+    """Let `torch.compile` divide products beside all-gathers and reduce-scatters of a group, so that both overlap."""
+    from torch._inductor import config
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        # The compiler still asks whether this was called.
+        warnings.filterwarnings("ignore", ".*enable_symm_mem_for_group", FutureWarning)
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    config._micro_pipeline_tp = True
 
 
 # Meshes and DTensor

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jingu.compat.torch import apply_to_tensors, set_recompile_limit
+from jingu.compat.torch_distributed import overlap_tensor_parallel
 from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear
@@ -141,6 +142,8 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
     # Tensor, context and expert parallelism: leave this rank's part of each parameter, and compute with it.
     shard_parameters(stage, plan)
     apply_tensor_parallel(stage, plan.mesh, ring=layout.parallel.context_method == "ring")
+    if layout.compile and layout.parallel.async_tensor_parallel:
+        overlap_tensor_parallel(plan.mesh.get_group("tensor"))
     if plan.experts is not None:
         apply_expert_parallel(stage, plan.experts["expert"])
     # Activation checkpointing lies inside of compiled code, which may then keep what is cheap to keep.

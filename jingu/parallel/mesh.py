@@ -85,6 +85,12 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
     folded = axis_sizes["shard"] * axis_sizes["context"]
     sizes = AxisSizes(**axis_sizes, expert=expert_size(settings, folded, spec))
     _check(sizes, spec, by_heads=settings.context_method == "ulysses")
+    if settings.async_tensor_parallel and sizes.tensor == 1:
+        raise JinguError(
+            "there are no messages to overlap, since parallel.tensor is 1.",
+            where="parallel.async_tensor_parallel",
+            fix="Leave it out.",
+        )
     return sizes
 
 

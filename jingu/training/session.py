@@ -22,7 +22,7 @@ from jingu.compat.torch import raised_by_compiler
 from jingu.compat.torch_distributed import set_group_timeouts
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
-from jingu.config.sections.parallel import DiskOffloadSettings
+from jingu.config.sections.parallel import DiskOffloadSettings, ParallelSettings
 from jingu.data.local_cache import copy_shards_in_background
 from jingu.data.open_sources import count_epochs
 from jingu.errors import JinguError, pluralize
@@ -98,6 +98,7 @@ def train_run(
     tokens = config.train.steps * plan.tokens_per_step
     training_seconds = tokens * meter.flops_per_token / (0.5 * meter.peak)
     compile = all_ranks_agree(should_compile(config, mesh, training_seconds))
+    _check_async_tensor_parallel(config.parallel, mesh.device_type, compile=compile)
     trainer = build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=compile)
 
     # 3. The newest checkpoint, or the initial weights.
@@ -312,6 +313,17 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
     if setting is True:
         log_info(f"{obstacle}; training continues without it.")
     return False
+
+
+def _check_async_tensor_parallel(settings: ParallelSettings, device_type: str, *, compile: bool) -> None:
+    """Raise JinguError if asynchronous tensor parallelism is set where nothing does it."""
+    if not settings.async_tensor_parallel or (compile and device_type == "cuda"):
+        return
+    where = "parallel.async_tensor_parallel"
+    if device_type != "cuda":
+        raise JinguError(f"it needs CUDA, and the run computes on {device_type}.", where=where, fix="Leave it out.")
+    fix = "Set train.compile to true, or leave it out."
+    raise JinguError("it is a part of compiled blocks, and nothing is compiled.", where=where, fix=fix)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jingu.compat import torch_distributed
 from tests.compat.conftest import Compat
 
 compat: Any = Compat("torch_distributed")
@@ -67,6 +69,41 @@ def collectives(rank: int, world: int) -> None:
 
 def test_collectives_and_their_gradients(ranks: Any) -> None:
     ranks.run(collectives, 2)
+
+
+def overlap(rank: int, world: int) -> None:
+    """Compile products between messages on CPUs, whose operations are the ordinary ones in PyTorch's test mode."""
+    from torch._inductor import config
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(rank)
+    x_BSD, up_FD, down_DF = (torch.randn(*size, generator=generator) for size in ((2, 4, 16), (32, 16), (16, 32)))
+
+    def feed_forward(x_BSD: torch.Tensor) -> torch.Tensor:
+        hidden_BTF = torch.relu(F.linear(torch_distributed.all_gather(x_BSD, 1, group), up_FD))
+        return torch_distributed.reduce_scatter(F.linear(hidden_BTF, down_DF), 1, group)
+
+    expected = feed_forward(x_BSD)
+    operations: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, symmetric_memory._test_mode():
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr(config, "_micro_pipeline_tp", False)
+        patch.setattr(
+            config,
+            "post_grad_custom_post_pass",
+            lambda graph: operations.extend(str(node.target) for node in graph.nodes),
+        )
+        compat.overlap_tensor_parallel(group)
+        assert symmetric_memory.is_symm_mem_enabled_for_group(group.group_name)
+        with torch.no_grad():
+            result = torch.compile(feed_forward, dynamic=False)(x_BSD)
+    assert {"symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"} <= {*operations}
+    torch.testing.assert_close(result, expected)
+
+
+def test_tensor_parallelism_overlaps(ranks: Any) -> None:
+    ranks.run(overlap, 2)
 
 
 def meshes(rank: int, world: int) -> None:

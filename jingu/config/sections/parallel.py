@@ -47,6 +47,8 @@ class ParallelSettings(Settings):
         replicate: Data-parallel replicas, each with the whole model; auto: 1, or with ZeRO 0 all remaining ranks.
         shard: Data-parallel ranks that share one copy of the model (ZeRO 1 to 3); auto: all remaining ranks.
         tensor: Ranks that split the heads, inner dimensions and vocabulary of each block; auto: all remaining ranks.
+        async_tensor_parallel: Whether compiled blocks split the products around the messages of `tensor`, so that both
+            overlap; CUDA only.
         context: Ranks that split the tokens of each row; auto: all remaining ranks.
         context_method: ulysses: ranks exchange tokens for heads around attention, and the number of heads must be
             divisible; ring: keys and values are passed around a ring, with any number of heads.
@@ -64,6 +66,7 @@ class ParallelSettings(Settings):
     replicate: Positive | Literal["auto"] = "auto"
     shard: Positive | Literal["auto"] = "auto"
     tensor: Positive | Literal["auto"] = 1
+    async_tensor_parallel: bool = False
     context: Positive | Literal["auto"] = 1
     context_method: Literal["ulysses", "ring"] = "ulysses"
     pipeline: Positive | Literal["auto"] = 1
