@@ -17,15 +17,18 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import AdamWSettings, BatchSettings
 from jingu.errors import JinguError
+from jingu.infer.attention_backend import BackendName
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model
+from jingu.model.quantized_weight import CardQuantizedWeight, PrepackedQuantizedWeight, quantize
 from jingu.model.scaled_matmul import Scaling, scaled_linear
-from jingu.model.spec import ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, QuantizationFormat, replace_fields
 from jingu.model.weight_init import init_weights
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -91,6 +94,23 @@ def test_products_in_fp8_equal_the_cpu(scaling: Scaling, device: torch.device) -
         results.append([tensor.detach().cpu().float() for tensor in (y, x.grad, weight.grad)])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_quantized_products_equal_the_cpu(kind: QuantizationFormat, device: torch.device) -> None:
+    if kind == "fp8":
+        try:
+            check_fp8(device)
+        except JinguError as error:
+            pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(1)
+    x_NI = torch.randn(5, 64, generator=generator).bfloat16()
+    values, scales = quantize(torch.randn(48, 64, generator=generator), kind)
+    expected = PrepackedQuantizedWeight.pack(kind, values, scales, torch.bfloat16).times(x_NI)
+    packed = (PrepackedQuantizedWeight if kind == "fp8" or device.type == "cpu" else CardQuantizedWeight).pack(
+        kind, values.to(device), scales.to(device), torch.bfloat16
+    )
+    torch.testing.assert_close(packed.times(x_NI.to(device)).cpu(), expected, rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -164,11 +184,13 @@ def answers(engine: Engine) -> list[list[int]]:
     return list(ids.values())
 
 
+@pytest.mark.parametrize("backend", ["gather", "flex"])
 @pytest.mark.parametrize("kind", ["plain", "graphs", "compiled"])
-def test_generation_equals_the_cpu(kind: str, device: torch.device) -> None:
-    if kind != "plain" and device.type != "cuda":
+def test_generation_equals_the_cpu(kind: str, backend: BackendName, device: torch.device) -> None:
+    if (kind != "plain" or backend == "flex") and device.type != "cuda":
         pytest.skip("CUDA's alone")
     expected = answers(Engine(model_on(torch.device("cpu"))))
     model = model_on(device)
     graphs = CudaGraphRunner() if kind == "graphs" else None
-    assert answers(Engine(compile_blocks(model) if kind == "compiled" else model, None, None, graphs)) == expected
+    model = compile_blocks(model) if kind == "compiled" else model
+    assert answers(Engine(model, EngineSettings(attention_backend=backend), None, graphs)) == expected
