@@ -83,6 +83,25 @@ def test_layouts_are_equal(tiny_run: MakeRun, base: str, tmp_path: Path, done: A
             assert own == pytest.approx(expected, rel=1e-9), (layout, name)
 
 
+@pytest.mark.slow
+def test_experts_that_are_divided_change_nothing(
+    tiny_run: MakeRun, tmp_path: Path, done: Any, train_on: Any, ranks: RankPool
+) -> None:
+    experts = {"model.family": "mixtral", "model.experts": {"num_experts": 4, "num_experts_per_token": 2}}
+    base = tiny_run({"train.steps": 3, **experts}, name="base")
+    train_on(1, base)
+    changes = {**LABELS, **experts, "initialize.from": f"{base.runs_dir}/base", "train.steps": 3}
+    layout = {"parallel.shard": 2, "parallel.expert": 2, "parallel.zero_stage": 2}
+    one, many = (
+        preference_run(tiny_run, tmp_path, {**changes, **more}, name=name)
+        for name, more in (("one", {}), ("many", layout))
+    )
+    train_here(one)
+    assert ranks.run(train_on_ranks, 2, many) == [0, 0]
+    for name in ("loss", "grad_norm", "balance_loss"):
+        assert done(many).column(name) == pytest.approx(done(one).column(name), rel=1e-9), name
+
+
 def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Policy and reference of 4 answers of 3 tokens, and both of mismatched ones."""
     generator = torch.Generator().manual_seed(2)

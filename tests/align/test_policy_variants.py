@@ -1,4 +1,4 @@
-"""Learning from rewards: exact ratios, rewards with KL by hand, memory, and what is refused."""
+"""Variants of learning from rewards: exact ratios of every family, rewards with KL by hand, and layouts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,43 @@ from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
 from jingu.infer.kv_cache import PagedKVCache
 from tests.align.test_asynchronous import own_logprobs
-from tests.align.test_policy_learning import make, make_ppo, prompts, rollout
+from tests.align.test_policy_learning import LAYOUTS, make, make_ppo, prompts, rollout, train_here
 from tests.conftest import Done, MakeRun
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peak")
 __all__ = ["make", "make_ppo", "prompts"]
 
+LORA = {"tune": {"type": "lora", "rank": 4}}
+FAMILIES = ("baichuan2", "bloom", "chatglm3", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+# Families whose keys and values have as many heads as their queries.
+ALL_HEADS = ("baichuan2", "bloom", "gpt2")
 
+
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [
+        ("mixtral", {}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow, id=name) for name in FAMILIES if name != "mixtral"),
+        *(
+            pytest.param(name, LORA, marks=pytest.mark.slow, id=f"{name}-lora")
+            for name in ("bloom", "llama", "mixtral")
+        ),
+    ],
+)
 def test_exact_ratios_are_1_at_learning_rate_0(
-    make: MakeRun, done: Callable[[RunConfig], Done], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    adapter: dict[str, Any],
+    make: MakeRun,
+    done: Callable[[RunConfig], Done],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {"model.family": "mixtral", "precision": {"type": "fp32"}, "task.exact": True, "task.updates_per_step": 2}
+    model = {"model.family": family, "model.num_kv_heads": 4 if family in ALL_HEADS else 2}
+    changes: dict[str, Any] = {**model, "precision": {"type": "fp32"}, "task.exact": True, "task.updates_per_step": 2}
+    if adapter:
+        start = make({**model, "train.steps": 1}, name="start")
+        assert train(start) == 0
+        changes |= {**adapter, "initialize": {"from": str(done(start).folder)}}
     differences: list[float] = []
     compute_loss = policy_learning.batch_loss
 
@@ -39,7 +65,7 @@ def test_exact_ratios_are_1_at_learning_rate_0(
         return compute_loss(batch, logprob_RA, settings)
 
     monkeypatch.setattr(policy_learning, "batch_loss", record)
-    config = make({**changes, "optimizer.lr": 1e-300, "train.steps": 2})
+    config = make({**changes, "optimizer.lr": 1e-300, "train.steps": 2}, name="exact")
     assert train(config) == 0
     assert len(differences) >= 8 and set(differences) == {0.0}
     assert done(config).column("mismatch_max") == [0.0, 0.0]
@@ -96,6 +122,37 @@ def test_kl_in_the_reward_by_hand(
     returns = torch.cat([values.flip(0).cumsum(0).flip(0) for values in expected])
     white = (returns - returns.mean()) / (returns.std() + 1e-8)
     torch.testing.assert_close(torch.cat(advantages), white, rtol=1e-9, atol=1e-12)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss": "grpo", "clip_high": 0.2},
+    "dr_grpo": {"loss": "dr_grpo", "scale": "none"},
+    "gspo": {"loss": "grpo", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "importance_cap": 2.0},
+    "reinforce++": {"advantage": "reinforce++", "kl": {"type": "kl", "estimator": "k1", "beta": 0.1}},
+    "remax": {"advantage": "remax", "overlong_tokens": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layouts_agree_on_variants(
+    variant: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done]
+) -> None:
+    task = {f"task.{key}": value for key, value in VARIANTS[variant].items()}
+    task |= {"task.updates_per_step": 2, "train.steps": 2, "optimizer.lr": 3e-2}
+    for family, layouts in (("llama", ("zero3", "tensor", "pipeline", "context")), ("mixtral", ("expert",))):
+        start = make({"model.family": family, "train.steps": 1}, name=f"start-{family}")
+        assert train(start) == 0
+        base = {**task, "model.family": family, "initialize": {"from": str(done(start).folder)}}
+        single = make(base, name=f"single-{family}")
+        assert train(single) == 0
+        configs = [make({**base, "batch.micro_batch_size": 2, **LAYOUTS[name][1]}, name=name) for name in layouts]
+        assert ranks.run(train_here, 2, configs) == [[0] * len(layouts)] * 2
+        for config in configs:
+            for name in ("loss", "grad_norm", "reward", "entropy"):
+                expected = done(single).column(name)
+                assert done(config).column(name) == pytest.approx(expected, rel=1e-9, abs=1e-12), (config.name, name)
 
 
 def test_the_cache_is_given_back_before_training(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

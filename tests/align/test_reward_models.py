@@ -12,15 +12,19 @@ from pydantic import TypeAdapter
 
 from jingu.align.commands import train
 from jingu.align.reward_list import Rewards
+from jingu.config.sections.model import ModelSettings
 from jingu.config.sections.rewards import Reward
 from jingu.errors import JinguError
-from jingu.formats.export import convert
+from jingu.formats.export import convert, export_hf
 from jingu.formats.models import open_model
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import load
+from jingu.model.decoder import build_model
+from jingu.model.resolve import spec_from_settings
+from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
 from tests.align.preferences import preference_run, train_here
-from tests.conftest import MakeRun
+from tests.conftest import Library, MakeRun
 
 
 def reward_run(tiny_run: MakeRun, folder: Path, **changes: Any) -> Any:
@@ -49,6 +53,33 @@ def test_a_reward_model_learns_and_transformers_agrees(tiny_run: MakeRun, tmp_pa
     model = load_decoder(folder)
     hidden = model(ids)
     torch.testing.assert_close((hidden @ model.head_weight().t())[0, -1, 0], expected, rtol=1e-6, atol=1e-6)
+
+
+CLASSIFIERS = ("bloom", "gpt2", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_classifiers_of_every_family_are_exchanged_with_transformers(
+    family: str, library: Library, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    num_kv_heads = None if family in ("bloom", "gpt2") else 2
+    sizes = ModelSettings(family=family, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads)
+    spec = spec_from_settings(sizes, 389, 64).model_copy(update={"score_head": True})
+    model = build_model(spec)
+    init_weights(model, spec, 3)
+    model.double()
+    export_hf(spec, model.state_dict().__getitem__, library.tokenizer, tmp_path / "exported")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert type(theirs).__name__.endswith("ForSequenceClassification") and theirs.num_labels == 1
+    ids = torch.arange(5, 25).view(1, -1)
+    with torch.no_grad():
+        expected = theirs.double()(ids).logits[0, 0]
+        for own in (model, load_decoder(tmp_path / "exported")):
+            score = (own(ids) @ own.head_weight().t())[0, -1, 0]
+            torch.testing.assert_close(score, expected, rtol=1e-6, atol=1e-6)
 
 
 def load_decoder(folder: Path) -> Any:

@@ -229,8 +229,9 @@ def test_results_are_those_of_the_harness(
     monkeypatch.setattr(statistics, "BOOTSTRAP_DRAWS", DRAWS)
     datasets.disable_progress_bars()
     folder = model_folder(tmp_path, kind)
+    harness = HFLM(pretrained=str(folder), dtype="float32", batch_size=7, device="cpu")
     theirs = simple_evaluate(
-        model=HFLM(pretrained=str(folder), dtype="float32", batch_size=7, device="cpu"),
+        model=harness,
         tasks=["both_endings", *(name for name in TASKS if name not in GROUP)],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=DRAWS,
@@ -244,6 +245,12 @@ def test_results_are_those_of_the_harness(
         compare_samples(ours[name], theirs["samples"][name], is_t5=kind == "t5")
         if (name, kind) != ("whole_texts", "t5"):
             compare_metrics(ours[name].metrics, theirs["results"][name])
+    pairs = {pair for result in ours.values() for record in result.records for pair in record["pairs"] if all(pair)}
+    assert len(pairs) > 400
+    for pair in pairs:
+        context, continuation = harness._encode_pair(*pair)
+        # The engine appends the end token of an encoder's source.
+        assert scorer.encode_pair(*pair) == (tuple(context[: -1 if kind == "t5" else None]), tuple(continuation))
     # Its files, read back: prompts, scores and metrics are equal to the last document.
     tracker = EvaluationTracker(output_path=str(tmp_path / "theirs"))
     tracker.general_config_tracker.model_name_sanitized = "model"
@@ -253,10 +260,10 @@ def test_results_are_those_of_the_harness(
     harness_results = read_records(tmp_path / "theirs")
     for name in ("endings", "last_word", "answers"):
         write_result(ours[name], tmp_path / "ours", {})
-        pairs = match_records(read_records(tmp_path / "ours")[name], harness_results[name])
-        assert len(pairs) == 23
+        matches = match_records(read_records(tmp_path / "ours")[name], harness_results[name])
+        assert len(matches) == 23
         if kind != "t5":
-            assert explain(pairs) == "prompts, scores and metrics are equal."
+            assert explain(matches) == "prompts, scores and metrics are equal."
     # The harness itself, with jingu in place of transformers.
     own = simple_evaluate(
         model=JinguLM(pretrained=str(folder), batch_size=1, device="cpu"),
@@ -406,7 +413,7 @@ def test_official_tasks_give_the_same_results(name: str, tmp_path: Path) -> None
         model=HFLM(pretrained=str(folder), dtype="float32", batch_size=7, device="cpu"),
         tasks=[name],
         task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
-        bootstrap_iters=0,
+        bootstrap_iters=DRAWS,
         limit=limit,
         log_samples=True,
     )
@@ -415,8 +422,7 @@ def test_official_tasks_give_the_same_results(name: str, tmp_path: Path) -> None
     scorer = Scorer(Engine(load(folder, "fp32", "cpu")), AnswerCache(None))
     ours = evaluate_task(prepare_task(index.tasks[name], limit=limit), scorer)
     compare_samples(ours, theirs["samples"][name], is_t5=False)
-    for key, metric in ours.metrics.items():
-        assert metric.value == pytest.approx(theirs["results"][name][key], rel=1e-5)
+    compare_metrics(ours.metrics, theirs["results"][name])
 
 
 # Chinese rows: premises and hypotheses with a label; questions of an exam; causes and effects.
