@@ -450,7 +450,9 @@ class PolicyLearning:
         inputs = model_inputs(batch)
         if self._row_attention is None:
             return inputs
+        # Padding may reach beyond the positions that were learned.
         positions_T = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        positions_T = positions_T.clamp_max(self._run.spec.max_position_embeddings - 1)
         return replace(inputs, positions=positions_T.expand_as(batch.tokens), cache=self._row_attention)
 
     def _compute_log_probs(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:

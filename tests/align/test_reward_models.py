@@ -72,7 +72,9 @@ def test_classifiers_of_every_family_are_exchanged_with_transformers(
     init_weights(model, spec, 3)
     model.double()
     export_hf(spec, model.state_dict().__getitem__, library.tokenizer, tmp_path / "exported")
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    # Its other products of experts have no fp64.
+    options = {"experts_implementation": "eager"} if "mix" in family or "moe" in family else {}
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", **options)
     assert type(theirs).__name__.endswith("ForSequenceClassification") and theirs.num_labels == 1
     ids = torch.arange(5, 25).view(1, -1)
     with torch.no_grad():
