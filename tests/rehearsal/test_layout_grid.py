@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
 from jingu.model.families import FAMILIES
 from jingu.model.spec import Experts, ModelSpec
+from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.runtime.ranks import clear_mesh_caches
 from tests.dist.test_layouts import EXPERTS, tiny
 from tests.rank_pool import RankPool
@@ -43,6 +44,7 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero bubble": (2, {"pipeline": 2, "pipeline_schedule": "zero_bubble"}),
     "zbv": (2, {"pipeline": 2, "pipeline_schedule": "zbv"}),
 }
+NUM_DECODERS = sum(family.template.num_encoder_layers is None for family in FAMILIES.values())
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS]
 
 
@@ -60,12 +62,16 @@ def spec_of(family: str, layers: int) -> ModelSpec:
 def walk(_rank: int, _world: int, name: str) -> Waits:
     """Return what let the host wait, by family and rank, after the first step."""
     world, layout = (LAYOUTS | MORE_LAYOUTS)[name]
-    has_chunks = layout.get("pipeline_schedule") in ("interleaved", "zero_bubble", "zbv")
+    has_split_backward = layout.get("pipeline_schedule") in SPLIT_BACKWARD_SCHEDULES
+    has_chunks = has_split_backward or layout.get("pipeline_schedule") == "interleaved"
     waits: Waits = {}
     dist.destroy_process_group()
     for family in FAMILIES:
         spec = spec_of(family, 4 if has_chunks else 2)
         if "expert" in layout and not isinstance(spec.feed_forward, Experts):
+            continue
+        # A run refuses these schedules for encoder-decoders.
+        if has_split_backward and spec.num_encoder_layers is not None:
             continue
         for rank in {0, world - 1} if "pipeline" in layout else {0}:
             pretend_ranks(rank, world)
@@ -81,5 +87,5 @@ def walk(_rank: int, _world: int, name: str) -> Waits:
 @pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
 def test_every_family(name: str, cards: RankPool) -> None:
     [waits] = cards.run(walk, 1, name)
-    assert len(waits) >= (len(FAMILIES) if "expert" not in name else 2)
+    assert len(waits) >= (NUM_DECODERS if "expert" not in name else 2)
     assert {place: unexpected(lines) for place, lines in waits.items() if unexpected(lines)} == {}
