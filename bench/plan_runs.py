@@ -24,7 +24,7 @@ from jingu.training.plan_calibrate import read_run
 
 RANKS = 4
 # Logged steps that calibrate, and those that are compared.
-CALIBRATING, COMPARED = 20, 10
+CALIBRATING, COMPARED = 20, 40
 GAP = 0.1
 SHAPE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8}
 TINY = {"num_layers": 4, "hidden_size": 128, "num_heads": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import log, sqrt
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from jingu.plan.workload import Workload
 PRIOR_WIDTH = 0.3
 # On CPUs, of which each is another one.
 CPU_PRIOR_WIDTH = 2.0
-# Logarithm of a measurement's typical error.
+# Logarithm of the typical error of one measured step; that of the median of many is smaller.
 NOISE = 0.05
 # That of a term of a single step; terms below this share of a step say little.
 TERM_NOISE = 0.15
@@ -39,6 +39,11 @@ class Measurement:
     seconds: float
     terms: Mapping[str, float] = field(default_factory=dict)
     logged: tuple[float, ...] = ()
+
+    @property
+    def noise(self) -> float:
+        """Logarithm of the typical error of `seconds`."""
+        return NOISE / sqrt(max(1, len(self.logged)))
 
     def planned(self, efficiency: Efficiency) -> dict[str, float]:
         """Return the planned seconds by term."""
@@ -87,7 +92,7 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
         # Few outliers should not decide: beyond two widths of the noise, errors count linearly.
         plans = [m.planned(efficiency) for m in measurements]
         pairs = list(zip(measurements, plans, strict=True))
-        totals = [log(sum(plan.values()) / m.seconds) / NOISE for m, plan in pairs]
+        totals = [log(sum(plan.values()) / m.seconds) / m.noise for m, plan in pairs]
         scaled = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
         robust = np.sign(scaled) * np.sqrt(np.where(abs(scaled) < 2, scaled**2, 4 * abs(scaled) - 4))
         return np.concatenate([robust, (x - origin) / width])
