@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
 
+from jingu.errors import pluralize
+
 LOOPS = (0, 1, 3)
 # Whose training step each side takes. Only the first one lets threads sleep while the machine is busy.
 SIDES = {"jingu": "jingu", "jingu, always spinning": "jingu", "transformers": "transformers"}
@@ -72,7 +74,8 @@ def run(argument: str = "") -> str:
                     command = [sys.executable, "-m", "bench.busy", side]
                     output = subprocess.run(command, check=True, capture_output=True, text=True, env=clean).stdout
                 rates.setdefault((side, count), []).append(float(output.splitlines()[-1]))
-    lines = ["| | " + " | ".join(f"{count} busy loops" for count in LOOPS) + " |", "|---|" + "---|" * len(LOOPS)]
+    headings = " | ".join(pluralize(count, "busy loop") for count in LOOPS)
+    lines = [f"| | {headings} |", "|---|" + "---|" * len(LOOPS)]
     for side in SIDES:
         quiet = median(rates[side, 0])
         cells = [f"{median(rates[side, n]):,.0f} ({median(rates[side, n]) / quiet:.2f})" for n in LOOPS]

@@ -1,4 +1,4 @@
-"""Startup time: of `jingu --help`, and of the first training step of a tiny model without compilation."""
+"""Startup time: of `jingu --help`, of plans, and of the first training step of a tiny model without compilation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ batch: {sequence_length: 64, global_batch_size: 4}
 train: {steps: 1, log_every: 1, compile: false}
 evaluation: {every: 0}
 """
+
+# What is planned, the words of the command, and the seconds that it may take.
+PLANS = (
+    ("llama-3-8b on 8 cards, one layout", "llama-3-8b parallel.zero_stage=3 --on a100-80 --gpus 8", 0.5),
+    ("llama-3-8b on 8 cards, the best layout", "llama-3-8b --on a100-80 --gpus 8", 5),
+    ("llama-3.1-405b on 4,096 cards, `--search`", "llama-3.1-405b --on h100 --nodes 512 --search", 5),
+    ("cpm2-moe-198b on 3,072 cards, `--search`", "cpm2-moe-198b --on a100-80 --nodes 384 --search", 5),
+)
 
 
 def time_command(command: list[str], folder: Path) -> float:
@@ -42,12 +50,17 @@ def run(rounds: int = 5) -> str:
             subprocess.run([*jingu, *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
         helps = [time_command([*jingu, "--help"], folder) for _ in range(rounds)]
         runs = [time_command([*jingu, "train", "run.yaml", f"name=tiny-{number}"], folder) for number in range(rounds)]
+        plans = [
+            (title, median(time_command([*jingu, "plan", *words.split()], folder) for _ in range(rounds)), target)
+            for title, words, target in PLANS
+        ]
     return "\n".join(
         [
             "| | seconds (median) | target: below |",
             "|---|---|---|",
             f"| `jingu --help` | {median(helps):.2f} | 0.3 |",
             f"| `jingu train`, one step of a tiny model, saved, from start to exit | {median(runs):.1f} | 10 |",
+            *(f"| `jingu plan`, {title} | {seconds:.2f} | {target} |" for title, seconds, target in plans),
         ]
     )
 
