@@ -98,7 +98,7 @@ def train_run(
     tokens = config.train.steps * plan.tokens_per_step
     training_seconds = tokens * meter.flops_per_token / (0.5 * meter.peak)
     compile = all_ranks_agree(should_compile(config, mesh, training_seconds))
-    _check_async_tensor_parallel(config.parallel, mesh.device_type, compile=compile)
+    check_async_tensor_parallel(config.parallel, mesh.device_type, compile=compile)
     trainer = build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=compile)
 
     # 3. The newest checkpoint, or the initial weights.
@@ -315,7 +315,7 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
     return False
 
 
-def _check_async_tensor_parallel(settings: ParallelSettings, device_type: str, *, compile: bool) -> None:
+def check_async_tensor_parallel(settings: ParallelSettings, device_type: str, *, compile: bool) -> None:
     """Raise JinguError if asynchronous tensor parallelism is set where nothing does it."""
     if not settings.async_tensor_parallel or (compile and device_type == "cuda"):
         return

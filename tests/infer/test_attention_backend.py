@@ -113,6 +113,28 @@ def attend(backend: AttentionBackend, chunks: list[SequenceChunk], q_BTHK: Tenso
     return torch.cat(parts, 1)
 
 
+@pytest.mark.parametrize("kind", ["flash", "flex"])
+def test_prefixes_whose_tokens_see_each_other_are_gathered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels have no mask for them."""
+    spec = MODELS["llama"]
+    backend: AttentionBackend = FlashBackend(spec) if kind == "flash" else FlexBackend(spec, CPU)
+    monkeypatch.setattr(backend, "_varlen_attn" if kind == "flash" else "kernel", None)
+    generator = torch.Generator().manual_seed(2)
+    heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
+    store = torch.randn(12, 16, 2, kv_heads, 16, generator=generator, dtype=torch.float64)
+    store[ZERO_BLOCK] = 0.0
+    q_BTHK = torch.randn(1, 20, heads, 16, generator=generator, dtype=torch.float64)
+    results = []
+    for other in (backend, GatherBackend(spec)):
+        cache = PagedKVCache(spec, len(store), store.shape[1], CPU, other)
+        cache.plan([SequenceChunk(BlockTable([4, 5]), 0, [1] * 20, bidirectional=range(12))], None)
+        assert all(group.bidirectional for group in cache.groups)
+        with torch.inference_mode():
+            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0.25, 0) for group in cache.groups]
+        results.append(torch.cat(parts, 1))
+    assert torch.equal(*results)
+
+
 def test_an_old_pytorch_is_named_and_a_new_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     activated = []
     monkeypatch.setattr(attention_backend, "find_spec", lambda name: name)

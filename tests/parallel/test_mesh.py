@@ -48,6 +48,7 @@ def test_auto_takes_the_ranks_that_are_left(settings, ranks, expected):
         ({"tensor": 2, "context": 2}, 4, "the 3 attention heads of a tensor rank cannot be divided over 2 ranks.*ring"),
         ({"expert": 2}, 2, "the model has no experts"),
         ({"tensor": "auto", "context": "auto"}, 8, "context and tensor are both auto"),
+        ({"async_tensor_parallel": True}, 8, "no messages to overlap, since parallel.tensor is 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_numbers(settings, ranks, words):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from jingu.checkpoint.commands import verify
 from jingu.cli import main
 from jingu.config.load import dump_yaml
+from jingu.config.sections.parallel import ParallelSettings
 from jingu.data.build import build
 from jingu.data.dataset import TokenDataset
 from jingu.errors import JinguError
@@ -304,6 +305,19 @@ def test_a_model_larger_than_memory_is_refused_before_allocation(tiny_run, train
     monkeypatch.setattr(session, "total_memory", lambda device: 4 * 8 * numbers + 1000)
     train_on(1, config)
     assert done(config).column("step") == [1]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "compile", "words"),
+    [
+        ("cpu", True, "needs CUDA, and the run computes on cpu. Leave it out"),
+        ("cuda", False, "nothing is compiled. Set train.compile to true"),
+    ],
+)
+def test_asynchronous_tensor_parallelism_is_refused_where_nothing_does_it(device_type, compile, words):
+    settings = ParallelSettings(tensor=2, async_tensor_parallel=True)
+    with pytest.raises(JinguError, match=f"^parallel.async_tensor_parallel: .*{words}"):
+        session.check_async_tensor_parallel(settings, device_type, compile=compile)
 
 
 def test_out_of_memory_is_told_apart_from_other_errors():
