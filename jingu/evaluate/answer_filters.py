@@ -122,11 +122,18 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
 
 
 def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise JinguError unless documents have the column of choices, where a filter reads it."""
+    """Raise JinguError unless documents have choices that a filter can name by letters, where one reads them."""
     steps = (step["function"] for steps in filters_of(task).values() for step in steps)
-    if "multi_choice_regex" in steps and any(not isinstance(row.get(CHOICES), list) for row in rows):
+    if "multi_choice_regex" not in steps:
+        return
+    choices = [row.get(CHOICES) for row in rows]
+    if not all(isinstance(each, list) for each in choices):
         what = f"its filter multi_choice_regex reads the list {CHOICES} of a document, and one has none."
         raise task.error(what, f"Add a column {CHOICES} with the texts of the choices.")
+    longest = max(map(len, choices), default=0)
+    if longest > len(string.ascii_uppercase):
+        what = f"its filter multi_choice_regex names choices by the letters A to Z, and a document has {longest}."
+        raise task.error(what, "Leave out such documents, or use the filter regex.")
 
 
 def apply_filter(steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]) -> Any:

@@ -82,7 +82,8 @@ def generation_request(task: TaskSettings) -> Request:
     temperature = float(kwargs.pop("temperature", 0.0))
     is_greedy = not kwargs.pop("do_sample", temperature > 0)
     sampling = SamplingParams(0.0 if is_greedy else temperature, kwargs.pop("top_k", None), kwargs.pop("top_p", 1.0))
-    # One beam is what there is without a beam search.
+    # One beam is what there is without a beam search. The harness ends a search with more of them when a beam in the
+    # first rows of its batch meets a stop text, so its answers depend on the batch, and have no counterpart here.
     if kwargs.get("num_beams") == 1:
         del kwargs["num_beams"]
     if kwargs:

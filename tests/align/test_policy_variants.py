@@ -196,3 +196,14 @@ def test_what_cannot_be_learned_from_is_refused(
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_dropout_is_refused_before_a_model_is_built(
+    method: str, make: MakeRun, make_ppo: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo = make_ppo({"tune": {"type": "lora", "dropout": 0.1}})
+    grpo = make({"initialize.from": ppo.initialize.from_, "tune": {"type": "lora", "dropout": 0.1}})
+    monkeypatch.setattr(policy_learning.PolicyLearning, "__init__", lambda *_: pytest.fail("a task was made"))
+    with pytest.raises(JinguError, match=r"^tune\.dropout: with dropout, training and generation would have other"):
+        train(ppo if method == "ppo" else grpo)

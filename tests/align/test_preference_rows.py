@@ -204,6 +204,19 @@ def test_rows_without_a_comparison_are_refused_or_skipped(
     assert words in output
 
 
+def test_a_template_that_changes_the_prompt_is_refused(tiny_run: MakeRun, tmp_path: Path) -> None:
+    template = tmp_path / "counting.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}, in {{ messages[-1].content | length }}:\n"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    same = {"prompt": [USER], "chosen": "yes", "rejected": "not"}
+    objective = {"type": "preference", "template": str(template)}
+    prepare(make(tiny_run, tmp_path, [same], **{"data.objective": objective, "data.path": str(tmp_path / "same")}))
+    with pytest.raises(JinguError, match="row 2: chosen and rejected have different prompts, as the template writes"):
+        prepare(make(tiny_run, tmp_path, [same, GOOD], **{"data.objective": objective}))
+
+
 def test_too_long_rows_are_dropped_or_truncated(
     tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

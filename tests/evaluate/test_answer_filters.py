@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -57,3 +58,18 @@ def test_documents_without_choices() -> None:
     check_choices(task, [{"choices": ["yes", "no"]}])
     with pytest.raises(JinguError, match="reads the list choices of a document, and one has none"):
         check_choices(task, [{"choices": ["yes"]}, {"question": "?"}])
+
+
+def test_documents_with_more_choices_than_letters() -> None:
+    """The harness ends there with an invalid pattern."""
+    from lm_eval.filters.extraction import MultiChoiceRegexFilter
+
+    task = TaskSettings(task="t", filter_list=[{"name": "a", "filter": [{"function": "multi_choice_regex"}]}])
+    choices = [f"choice {number}" for number in range(27)]
+    check_choices(task, [{"choices": choices[:26]}])
+    steps = [{"function": "multi_choice_regex"}, {"function": "take_first"}]
+    assert apply_filter(steps, ["It is choice 25."], {"choices": choices[:26]}) == "(Z)"
+    with pytest.raises(JinguError, match="names choices by the letters A to Z, and a document has 27"):
+        check_choices(task, [{"choices": choices[:2]}, {"choices": choices}])
+    with pytest.raises(re.error):
+        MultiChoiceRegexFilter().apply([["A"]], [{"choices": choices}])
