@@ -9,6 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.sections.model import ModelSettings
@@ -121,3 +124,63 @@ def test_vocabulary_and_tokens_divided_over_ranks(axes: dict[str, int], ranks: R
     else:
         torch.testing.assert_close(torch.cat(hidden_grads, 1)[:, :7], x.grad, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(sum(weight_grads), w.grad, rtol=1e-10, atol=1e-12)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations return.
+
+    Attributes:
+        peak: the most that existed at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return results
+
+
+ROWS, LENGTH, VOCABULARY = 4, 256, 2048
+
+
+def peak_of(function: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> int:
+    """Return the most bytes that forward and backward take."""
+    x = hidden.clone().requires_grad_()
+    w = weight.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch, PeakBytes() as meter:
+        patch.setattr(loss_module, "CHUNK_ELEMENTS", 8 * VOCABULARY)
+        patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
+        log_probs, entropies = function(x, w, tokens, temperature)
+        (log_probs.sum(1).square().sum() + entropies.sum()).backward()
+    assert x.grad is not None and w.grad is not None
+    return meter.peak
+
+
+def peak_on_ranks(rank: int, world: int) -> int:
+    spec = spec_from_settings(ModelSettings.model_validate(TINY_LLAMA), VOCABULARY, LENGTH)
+    axes = resolve_axis_sizes(ParallelSettings(tensor=world), world, spec)
+    mesh = build_mesh(axes, torch.device("cpu"))
+    hidden, weight, tokens, _ = draw(ROWS, LENGTH, 4, VOCABULARY, 0)
+    start, count = shard_range(VOCABULARY, world, rank)
+    part = weight[start : start + count].bfloat16()
+    return peak_of(TokenLogProbs(VOCABULARY, mesh), hidden.bfloat16(), part, tokens, 0.8)
+
+
+def test_whole_logits_never_exist(ranks: RankPool) -> None:
+    """Neither in forward nor in backward."""
+    hidden, weight, tokens, _ = draw(ROWS, LENGTH, 4, VOCABULARY, 0)
+    logits = int(tokens.ge(0).sum()) * VOCABULARY * torch.bfloat16.itemsize
+    here = hidden.bfloat16(), weight.bfloat16(), tokens, 0.8
+    assert peak_of(reference, *here) > logits
+    assert peak_of(TokenLogProbs(VOCABULARY), *here) < logits / 3
+    # With the vocabulary divided, a rank has half of the logits.
+    assert max(ranks.run(peak_on_ranks, 2)) < logits / 2 / 3
