@@ -130,7 +130,7 @@ def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None
     if not all(isinstance(each, list) for each in choices):
         what = f"its filter multi_choice_regex reads the list {CHOICES} of a document, and one has none."
         raise task.error(what, f"Add a column {CHOICES} with the texts of the choices.")
-    longest = max(map(len, choices), default=0)
+    longest = max((len(each or ()) for each in choices), default=0)
     if longest > len(string.ascii_uppercase):
         what = f"its filter multi_choice_regex names choices by the letters A to Z, and a document has {longest}."
         raise task.error(what, "Leave out such documents, or use the filter regex.")

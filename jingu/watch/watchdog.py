@@ -70,6 +70,10 @@ class LocalRank:
         """Return the state of the process as the kernel names it; empty if it has ended."""
         return process_state(self.process["pid"], self.process["start_time"])
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal or a debugger has stopped the process."""
+        return self.process_state() in ("T", "t")
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process, if it is still the same."""
         if self.process_state():
@@ -134,6 +138,8 @@ class Watchdog:
         self._last_step = (0, 0.0)
         self._step_seconds: list[float] = []
         self._has_ended = False
+        # Since when a rank's process is stopped by a signal.
+        self._stop_time: float | None = None
         # Paces are compared while training goes on; three windows are as long as it may stand still.
         self._pace = PaceMeter(self._ranks, folder, max(_MIN_WINDOW, timeout / 3))
         # The first ranks that ended with an error; the others follow.
@@ -168,6 +174,10 @@ class Watchdog:
         self._measure_steps(running)
         if len(running) == len(self._ranks) and not dead and not self._is_beginning():
             self._announce(self._pace.look())
+        if not any(rank.is_stopped() for rank in running):
+            self._stop_time = None
+        elif self._stop_time is None:
+            self._stop_time = time.monotonic()
         deadline = self._deadline()
         if dead:
             deadline = min(deadline, _SECONDS_AFTER_DEATH)
@@ -207,7 +217,8 @@ class Watchdog:
         # Nobody knows yet how long rollouts take.
         untimed = (*UNTIMED_PHASES, "rollout") if self._is_beginning() else UNTIMED_PHASES
         if any(operation[1] in untimed for operation in operations):
-            return 0.0
+            # A process that is stopped does not even go on with its save.
+            return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
         return time.monotonic() - min(operation[5] for operation in operations)
 
     def _investigate(self, ranks: list[LocalRank], seconds: float) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 from hypothesis import given
@@ -103,6 +103,22 @@ def test_ranks_that_fail_together_are_not_judged(tmp_path, monkeypatch):
     # A rank that is still in its group stands still because of the other one.
     Activity(watchdog._ranks[1].slot).enter("gradients", 3)
     assert "rank 0 (node) is the cause." in (watchdog.look() or "")
+
+
+def test_a_rank_that_is_stopped_while_it_saves_is_judged(tmp_path, monkeypatch):
+    """Nobody knows how long a save takes, but a stopped process does not go on with it."""
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            stack.enter_context(_open_slot(tmp_path, RankInfo(rank, 2, torch.device("cpu"), "node")))
+        watchdog = Watchdog(tmp_path, tmp_path / "reports", 2, 0.0)
+        monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the ranks are this process
+        Activity(watchdog._ranks[0].slot).enter("gradients", 3)
+        Activity(watchdog._ranks[1].slot).enter("save", 2)
+        assert watchdog.look() is None
+        monkeypatch.setattr(watchdog._ranks[1], "process_state", lambda: "T")
+        assert "rank 1 (node) is the cause." in (watchdog.look() or "")
+        monkeypatch.undo()
+        assert watchdog.look() is None
 
 
 def test_a_master_that_refuses_is_reached(tmp_path):
