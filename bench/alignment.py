@@ -3,11 +3,11 @@
 Each side runs in its own process, with the same weights, rows and batch, on one thread. Times are CPU times, which
 other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
 DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
-answer of GRPO ends before its last token, so both sides sample and train equally many. Its prompts have 30 tokens,
-or 250, as questions with instructions and a template have. `jingu serve` answers the same prompts with as many tokens;
-generation in training, with the arrangement of the weights and the rewards, is compared with it. `tiny` is a quick
-check, on a random Llama; `grpo` leaves DPO out. In bf16, which is measured on CPUs with units for it, both sides keep
-master weights in fp32.
+answer of GRPO ends before its last token, so both sides sample and train equally many. Its prompts have 30 tokens; or
+250, as questions with instructions and a template have; or 500, as those with examples have. `jingu serve` answers the
+same prompts with as many tokens; generation in training, with the arrangement of the weights and the rewards, is
+compared with it. `tiny` is a quick check, on a random Llama; `grpo` leaves DPO out. In bf16, which is measured on CPUs
+with units for it, both sides keep master weights in fp32.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ THREADS, VOCABULARY = 1, 8192
 LAYERS, WIDTH, HEADS, FEED_FORWARD = 6, 384, 6, 1024
 PAIRS, LENGTH = 4, 512
 """Pairs per step of DPO, and the sequence length of jingu's rows. A row has room for both answers of a pair."""
-PROMPTS, ANSWERS, NEW_TOKENS = 2, 8, 64
-"""Prompts per step of GRPO, answers to each, and tokens of an answer."""
-PROMPT_LENGTHS = {"short": 30, "long": 250}
+ANSWERS, NEW_TOKENS = 8, 64
+"""Answers to each prompt of GRPO, and tokens of an answer."""
+PROMPT_LENGTHS = {"short": 30, "long": 250, "few-shot": 500}
 """Tokens of a prompt of GRPO."""
+PROMPTS = {"short": 2, "long": 2, "few-shot": 1}
+"""Prompts per step of GRPO. With two of 500 tokens, TRL needs more than 24 GB."""
 WARMUP = 1
 PRECISIONS = ("fp32", "bf16")
 END = "<|endoftext|>"
-MODELS = {"dpo": "model", "short": "smollm2", "long": "smollm2"}
+MODELS = {"dpo": "model", "short": "smollm2", "long": "smollm2", "few-shot": "smollm2"}
 """Folder of the model that a task trains: DPO, and GRPO by the length of its prompts."""
 
 
@@ -193,13 +195,16 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
             "task": {
                 "type": "grpo",
                 "prompts": str(folder / f"{task}.jsonl"),
-                "prompts_per_step": PROMPTS,
+                "prompts_per_step": PROMPTS[task],
                 "answers_per_prompt": ANSWERS,
                 "max_new_tokens": NEW_TOKENS,
                 "rewards": [{"type": "python", "function": "bench.alignment:reward"}],
             },
             # A bound, with room for a prompt whose text has a few more tokens.
-            "batch": {"sequence_length": PROMPT_LENGTHS[task] + NEW_TOKENS + 10, "micro_batch_size": PROMPTS * ANSWERS},
+            "batch": {
+                "sequence_length": PROMPT_LENGTHS[task] + NEW_TOKENS + 10,
+                "micro_batch_size": PROMPTS[task] * ANSWERS,
+            },
         }
     file = folder / f"{task}-{precision}.yaml"
     file.write_text(f"name: {task}\n", encoding="utf-8")
@@ -270,7 +275,7 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
         )
     else:
         grpo = GRPOConfig(
-            per_device_train_batch_size=PROMPTS * ANSWERS,
+            per_device_train_batch_size=PROMPTS[task] * ANSWERS,
             num_generations=ANSWERS,
             max_completion_length=NEW_TOKENS,
             **common,
@@ -313,10 +318,11 @@ def measure_server(task: str, precision: str, folder: Path, rounds: int) -> floa
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
         seconds = []
-        with ThreadPoolExecutor(PROMPTS) as pool:
-            for first in range(0, PROMPTS * rounds, PROMPTS):
+        number = PROMPTS[task]
+        with ThreadPoolExecutor(number) as pool:
+            for first in range(0, number * rounds, number):
                 before = sum(psutil.Process(server.pid).cpu_times()[:2])
-                list(pool.map(ask, prompts[first : first + PROMPTS]))
+                list(pool.map(ask, prompts[first : first + number]))
                 seconds.append(sum(psutil.Process(server.pid).cpu_times()[:2]) - before)
         return median(seconds[WARMUP:])
     finally:
@@ -379,7 +385,7 @@ def _dpo_table(figures: Figures) -> list[str]:
 
 def _grpo_table(figures: Figures) -> list[str]:
     lines = [
-        f"| GRPO, {PROMPTS} × {ANSWERS} answers of {NEW_TOKENS} tokens (targets: 3 × TRL, half its memory, bookkeeping"
+        f"| GRPO, {ANSWERS} answers of {NEW_TOKENS} tokens to a prompt (targets: 3 × TRL, half its memory, bookkeeping"
         " at most 5%) | CPU s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB | of TRL's |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -391,7 +397,7 @@ def _grpo_table(figures: Figures) -> list[str]:
         # TRL's is part of what is left.
         share = f"{one.bookkeeping / one.seconds:.1%}" if side == "jingu" else ""
         lines.append(
-            f"| {task} prompts: {side} {precision} | {one.seconds:.2f} | {theirs.seconds / one.seconds:.2f}"
+            f"| {_describe_prompts(task)}: {side} {precision} | {one.seconds:.2f} | {theirs.seconds / one.seconds:.2f}"
             f" | {one.generation:.2f} | {rest:.2f} | {share} | {one.peak_bytes / 2**20:,.0f}"
             f" | {one.peak_bytes / theirs.peak_bytes:.2f} |"
         )
@@ -406,8 +412,13 @@ def _server_table(figures: Figures, servers: dict[tuple[str, str], float]) -> li
     for (task, precision), seconds in servers.items():
         one = figures[task, precision, "jingu"]
         whole = one.generation + one.bookkeeping
-        lines.append(f"| {task} prompts, {precision} | {whole:.2f} | {seconds:.2f} | {seconds / whole:.2f} |")
+        cells = (f"{_describe_prompts(task)}, {precision}", f"{whole:.2f}", f"{seconds:.2f}", f"{seconds / whole:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _describe_prompts(task: str) -> str:
+    return f"{PROMPTS[task]} × {PROMPT_LENGTHS[task]} tokens of prompts"
 
 
 def main() -> None:
