@@ -78,6 +78,8 @@ class SlurmPlace:
 
     def run(self, *words: str) -> None:
         job = self._cluster.submit("--nodes", "2", *words, folder=self._folder)
+        self._cluster.wait_for(job, "RUNNING", "COMPLETED", "FAILED")
+        # One that fails is queued again.
         state = self._cluster.wait_for(job, "COMPLETED", "FAILED", "PENDING")["JobState"]
         assert state == "COMPLETED", self._read_log()
 

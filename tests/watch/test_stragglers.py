@@ -141,7 +141,7 @@ def test_clock_of_a_card_by_nvml(monkeypatch):
 
 
 def compute_slowly(rank: int) -> None:
-    burn(1.5 if rank == CULPRIT else 1.0)
+    burn(1.3 if rank == CULPRIT else 1.0)
 
 
 def read_slowly(rank: int) -> None:
@@ -150,7 +150,7 @@ def read_slowly(rank: int) -> None:
 
 
 def burn(factor: float) -> None:
-    for _ in range(int(300_000 * factor)):
+    for _ in range(int(600_000 * factor)):
         pass
 
 
