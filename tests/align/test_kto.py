@@ -27,13 +27,6 @@ LABELS = {
 }
 
 
-@pytest.fixture
-def base(tiny_run: MakeRun, train_on: Any) -> str:
-    config = tiny_run({"train.steps": 4}, name="base")
-    train_on(1, config)
-    return f"{config.runs_dir}/base"
-
-
 def test_kto_learns_the_labels(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any) -> None:
     changes = {**LABELS, "initialize.from": base, "train.steps": 20, "evaluation.every": 20, "optimizer.lr": 3e-3}
     config = preference_run(tiny_run, tmp_path, changes, name="kto")

@@ -613,24 +613,31 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
     changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
     config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})
     assert train(config) == 0
-    run = done(config)
-    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    samples = rollout(run, 1)
-    assert max(len(sample["replies"]) for sample in samples) == 2
-    for sample in samples:
-        for start, end in sample["replies"]:
-            assert tokenizer.decode(sample["ids"][start:end]) == "def g"
-        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
-        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
+    for sample in rollouts_with_replies(done(config), config, "def g"):
         assert sample["reward"] == sample["rewards"]["environment"] > 0
-    # What training computes of the appended ids is what generation computed.
-    assert max(run.column("mismatch_max")) < 1e-13
     (tmp_path / "bad.py").write_text("class Game:\n    def begin(self, row): ...\n")
     with pytest.raises(JinguError, match="ReMax compares with a greedy one"):
         train(make({**changes, "task.advantage": "remax", "batch.sequence_length": 33}, name="greedy"))
     for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
         with pytest.raises(JinguError, match=words):
             train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
+
+
+def rollouts_with_replies(run: Done, config: RunConfig, reply: str) -> list[dict[str, Any]]:
+    """Return the samples of the first step, after checks: replies match an expression, and no token of them is trained.
+
+    What training computes of the appended ids is what generation computed.
+    """
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    samples = rollout(run, 1)
+    assert max(len(sample["replies"]) for sample in samples) == 2
+    for sample in samples:
+        for start, end in sample["replies"]:
+            assert re.fullmatch(reply, tokenizer.decode(sample["ids"][start:end]))
+        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
+        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
+    assert max(run.column("mismatch_max")) < 1e-13
+    return samples
 
 
 def shorten_turns(patch: pytest.MonkeyPatch) -> None:
@@ -748,17 +755,9 @@ def test_results_of_tools_are_read_and_not_trained(
     }
     config = make(task)
     assert train(config) == 0
-    run = done(config)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    samples = rollout(run, 1)
-    assert max(len(sample["replies"]) for sample in samples) == 2
-    for sample in samples:
+    for sample in rollouts_with_replies(done(config), config, r"tool:\d+assistant:"):
         assert tokenizer.decode(sample["prompt_ids"]).startswith("size user:def f")
-        for start, end in sample["replies"]:
-            assert re.fullmatch(r"tool:\d+assistant:", tokenizer.decode(sample["ids"][start:end]))
-        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
-        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
-    assert max(run.column("mismatch_max")) < 1e-13
 
 
 FATAL_REWARD = """

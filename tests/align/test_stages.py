@@ -24,6 +24,7 @@ from jingu.runtime.launcher import launch_local_ranks
 from tests.align.preferences import write_pairs
 from tests.conftest import Done, MakeRun, peak_unmeasured
 from tests.limits import PATIENCE
+from tests.mistakes import explain_mistake
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -89,11 +90,7 @@ def test_stages_run_on_ranks_that_a_launcher_starts(
     ],
 )
 def test_mistakes_are_found_before_the_first_stage(text: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "stages.yaml"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(JinguError) as error:
-        align(file)
-    assert words in str(error.value)
+    assert words in explain_mistake(align, tmp_path / "stages.yaml", text)
 
 
 def test_an_unknown_stage_is_named(tiny_run: MakeRun, tmp_path: Path) -> None:

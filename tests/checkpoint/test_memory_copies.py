@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jingu.checkpoint import save_folder, store
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.memory_copies import RUN_ID, MemoryCopies, run_id
 from jingu.runtime.ranks import gather_from_all, join_process_group
-from tests.checkpoint.test_ranks import WHOLE, laid_out, values
+from tests.checkpoint.test_ranks import WHOLE, laid_out, save_on_full_disk, save_or_explain, values
 
 ID = 7
 
@@ -222,21 +223,12 @@ def test_a_copied_folder_of_checkpoints_is_another_run(tmp_path):
 
 
 def copy_where_one_is_full(rank: int, world: int, folder: Path) -> str:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     tensors = laid_out(world, filled=True)
     memory = nodes(folder, rank, tensors)
     memory.save({"step": 9}, 9)
-    working = os.posix_fallocate
-    os.posix_fallocate = full if rank == 1 else working  # where the neighbour's part comes in
-    try:
-        memory.save({"step": 12}, 12)
-    except CheckpointError as error:
-        return error.what
-    finally:
-        os.posix_fallocate = working
-    return "saved"
+    save = partial(memory.save, {"step": 12}, 12)
+    # The file for the neighbour's part finds no space.
+    return save_on_full_disk(os, "posix_fallocate", save) if rank == 1 else save_or_explain(save)
 
 
 def test_earlier_copies_stay_if_one_rank_has_no_space(ranks, tmp_path):

@@ -1,8 +1,11 @@
 """The store under real ranks: 2 write, 4 read and write, 1 reads."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from jingu.checkpoint import save_folder, store
@@ -48,22 +51,32 @@ def save_on(rank: int, world: int, folder: Path, source: Path | None) -> bool:
     return save_folder.verify(folder) == []
 
 
-def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
-    from jingu.runtime.ranks import gather_from_all
+def save_on_full_disk(module: Any, function: str, save: Callable[[], object]) -> str:
+    """Return the error of `save` while a function of a module finds no space, or "saved"."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    working = save_folder.write_all
-    if rank == 1:
-        save_folder.write_all = full
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, function, full)
+        return save_or_explain(save)
+
+
+def save_or_explain(save: Callable[[], object]) -> str:
+    """Return the error of `save`, or "saved"."""
     try:
-        store.save(folder, laid_out(world, filled=True), {}, rank=rank, ranks=world, gather=gather_from_all)
+        save()
     except CheckpointError as error:
         return error.what
-    finally:
-        save_folder.write_all = working
     return "saved"
+
+
+def save_where_one_fails(rank: int, world: int, folder: Path) -> str:
+    from jingu.runtime.ranks import gather_from_all
+
+    tensors = laid_out(world, filled=True)
+    save = partial(store.save, folder, tensors, {}, rank=rank, ranks=world, gather=gather_from_all)
+    return save_on_full_disk(save_folder, "write_all", save) if rank == 1 else save_or_explain(save)
 
 
 def test_two_ranks_write_four_rewrite_and_one_reads(tmp_path, ranks):

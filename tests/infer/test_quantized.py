@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,15 @@ def plain(matrix: torch.Tensor, kind: QuantizationFormat) -> torch.Tensor:
     return dequantize(*quantize(matrix, kind), kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+def with_all_kernels(test: Callable[..., None]) -> Callable[..., None]:
+    """Call a test with matrices of several sizes, in both formats of the kernels and both dtypes."""
+    sizes = pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+    kinds = pytest.mark.parametrize("kind", ["int8", "int4"])
+    dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    return dtypes(kinds(sizes(test)))
+
+
+@with_all_kernels
 def test_kernels_multiply_by_the_dequantized_matrix(
     outputs: int, inputs: int, kind: QuantizationFormat, dtype: torch.dtype
 ) -> None:
@@ -145,9 +152,7 @@ def test_a_row_does_not_depend_on_others(kind: QuantizationFormat, threads: int)
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (176, 1024)])
+@with_all_kernels
 def test_rows_of_long_prompts_are_multiplied_by_the_dequantized_matrix(
     outputs: int, inputs: int, kind: QuantizationFormat, dtype: torch.dtype
 ) -> None:

@@ -21,6 +21,14 @@ class Fp64Torch(ModuleType):
         return getattr(torch, name)
 
 
+def randomize(model: Any, dtype: torch.dtype, scale: float, share: float = 1.0) -> Any:
+    """Return a model for evaluation whose parameters are a share of its own plus normal numbers of a scale."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(share).add_(torch.randn_like(parameter) * scale)
+    return model.to(dtype).eval()
+
+
 @contextmanager
 def fp64_in_place_of_fp32(monkeypatch: pytest.MonkeyPatch, *models: str) -> Iterator[ModuleType]:
     """Let transformers' models run with every fp32 of their formulas read as fp64; yield the replacement of torch."""

@@ -29,7 +29,7 @@ from jingu.model.inputs import Inputs
 from jingu.model.spec import Experts, RandomProjectionRouter, RelativeBias, replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
-from tests.parity.fp64 import fp64_in_place_of_fp32
+from tests.parity.fp64 import fp64_in_place_of_fp32, randomize
 
 # More source than the exact buckets hold, more than the largest distance: every kind of bucket is met.
 SOURCE, TARGET = 41, 37
@@ -220,11 +220,8 @@ def reference(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     kind = MT5ForConditionalGeneration if isinstance(case.config, MT5Config) else T5ForConditionalGeneration
     model = kind._from_config(case.config, attn_implementation="sdpa")
     if not case.tied:
-        model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    return model.to(dtype).eval()
+        model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    return randomize(model, dtype, 0.2, share=0.0)
 
 
 @pytest.fixture

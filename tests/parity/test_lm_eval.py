@@ -44,6 +44,7 @@ from jingu.evaluate.task_file import CATALOGUE, TaskIndex
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import load
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity.small_llama import SMALL_LLAMA
 
 CONTEXT = 230
 DRAWS = 1_000
@@ -203,19 +204,9 @@ def model_folder(folder: Path, kind: str) -> Path:
         ids = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
         model = T5ForConditionalGeneration(T5Config(vocab_size=389, **sizes, **ids))
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=389,
-                hidden_size=48,
-                intermediate_size=88,
-                num_hidden_layers=2,
-                num_attention_heads=3,
-                max_position_embeddings=CONTEXT,
-                initializer_range=0.2,
-                bos_token_id=2 if kind == "decoder-with-bos" else 0,
-                eos_token_id=0,
-            )
-        )
+        bos = 2 if kind == "decoder-with-bos" else 0
+        sizes = {"vocab_size": 389, "max_position_embeddings": CONTEXT, "bos_token_id": bos}
+        model = LlamaForCausalLM(LlamaConfig(**{**SMALL_LLAMA, **sizes}))
     model.save_pretrained(folder)
     return folder
 

@@ -25,20 +25,12 @@ from jingu.model.families.llama import MIXTRAL, QWEN3_MOE
 from jingu.model.spec import Experts, RandomProjectionRouter, replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity.fp64 import randomize
 from tests.parity.greedy_generation import check_greedy_generation
+from tests.parity.small_llama import SMALL_LLAMA
 
 TOKENS = 17
-BASE = {
-    "vocab_size": 317,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+BASE = {**SMALL_LLAMA, "num_key_value_heads": 1}
 
 
 def mixtral(**settings: Any) -> MixtralConfig:
@@ -46,7 +38,7 @@ def mixtral(**settings: Any) -> MixtralConfig:
 
 
 def qwen3_moe(**settings: Any) -> Qwen3MoeConfig:
-    sizes = {"intermediate_size": 88, "moe_intermediate_size": 22, "num_experts": 6, "num_experts_per_tok": 3}
+    sizes = {"moe_intermediate_size": 22, "num_experts": 6, "num_experts_per_tok": 3}
     return Qwen3MoeConfig(**{**BASE, **sizes, "head_dim": 22, **settings})
 
 
@@ -67,10 +59,7 @@ def reference(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(len(name))
     kind = MixtralForCausalLM if name.startswith("mixtral") else Qwen3MoeForCausalLM
     model = kind._from_config(CASES[name], attn_implementation="sdpa", experts_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model = model.to(dtype).eval()
+    model = randomize(model, dtype, 0.1)
     if dtype == torch.float64:
         _compute_in_fp64(model)
     return model

@@ -28,8 +28,12 @@ from jingu.model.families.name_map import expand_rules
 from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
-from tests.parity.fp64 import fp64_in_place_of_fp32
+from tests.parity.fp64 import fp64_in_place_of_fp32, randomize
 from tests.parity.greedy_generation import check_greedy_generation
+from tests.parity.small_llama import SMALL_LLAMA
+
+# What configurations of GPT-2 and BLOOM have in common.
+BLOCKS = {"n_layer": 3, "n_head": 3, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,7 @@ class Case:
 
 
 def llama_case(name: str, kind: Callable[..., Any] = LlamaConfig, tokens: int = 17, **settings: Any) -> Case:
-    base = {
-        "vocab_size": 317,
-        "hidden_size": 48,
-        "intermediate_size": 88,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return Case(name, kind(**{**base, **settings}), tokens)
+    return Case(name, kind(**{**SMALL_LLAMA, "num_hidden_layers": 3, **settings}), tokens)
 
 
 def rope_case(kind: str, **settings: Any) -> Case:
@@ -61,33 +54,13 @@ def rope_case(kind: str, **settings: Any) -> Case:
 
 
 def gpt2_case(name: str, **settings: Any) -> Case:
-    base = {
-        "vocab_size": 301,
-        "n_embd": 30,
-        "n_layer": 3,
-        "n_head": 3,
-        "n_positions": 64,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    base = {"vocab_size": 301, "n_embd": 30, "n_positions": 64, **BLOCKS, **dropout}
     return Case(name, GPT2Config(**{**base, **settings}))
 
 
 def bloom_case(name: str, **settings: Any) -> Case:
-    base = {
-        "vocab_size": 303,
-        "hidden_size": 48,
-        "n_layer": 3,
-        "n_head": 3,
-        "seq_length": 64,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    base = {"vocab_size": 303, "hidden_size": 48, "seq_length": 64, **BLOCKS}
     return Case(name, BloomConfig(**{**base, **settings}))
 
 
@@ -344,10 +317,7 @@ def reference(case: Case, dtype: torch.dtype) -> Any:
     # BLOOM has no other than its own attention.
     attention = "eager" if isinstance(case.config, BloomConfig) else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(case.config, attn_implementation=attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(dtype).eval()
+    return randomize(model, dtype, 0.1)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from jingu.infer.sampling import SamplingParams
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_row
+from tests.parity.small_llama import SMALL_LLAMA
 from tests.serve.conftest import Running, Serve
 
 PROMPT = "the weather is"
@@ -34,19 +35,9 @@ def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        max_position_embeddings=2048,
-        initializer_range=0.4,
-        num_labels=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "hidden_size": 24, "intermediate_size": 40}
+    reward = {"max_position_embeddings": 2048, "initializer_range": 0.4, "num_labels": 1, "pad_token_id": 0}
+    config = LlamaConfig(**{**SMALL_LLAMA, **sizes, **reward, "bos_token_id": None})
     path = tmp_path_factory.mktemp("reward") / "judge"
     LlamaForSequenceClassification(config).save_pretrained(path)
     tokenizer.save(path)

@@ -17,6 +17,7 @@ from jingu.errors import JinguError
 from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
 from jingu.text.corpus_file import CorpusFile
 from jingu.text.document_reader import ReadCounts, format_location, read_documents
+from tests.mistakes import explain_mistake
 
 
 def corpus_settings(*inputs: object, **others: Any) -> DataSettings:
@@ -155,11 +156,10 @@ def test_invalid_utf8_in_a_line(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    text = '{"text": "fine"}\n\n' + line + "\n"
     for unit_bytes in (5, 1000):
-        with pytest.raises(JinguError) as caught:
-            read_all(corpus_settings(path), unit_bytes)
-        assert str(caught.value).startswith(f"{path}:3: {words}")
+        error = explain_mistake(lambda file, size=unit_bytes: read_all(corpus_settings(file), size), path, text)
+        assert error.startswith(f"{path}:3: {words}")
 
 
 def test_another_field(tmp_path: Path) -> None:

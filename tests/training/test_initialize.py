@@ -20,6 +20,7 @@ from jingu.training.run import open_run
 from tests.conftest import Done, Library, MakeRun
 
 BEGIN = {"train.steps": 3, "optimizer.lr": 1e-3}
+Trained = Callable[..., Done]
 
 
 @pytest.fixture
@@ -30,16 +31,25 @@ def first(tiny_run: MakeRun, train_on: Callable[..., None]) -> Path:
     return Path(config.runs_dir) / "first"
 
 
+@pytest.fixture
+def trained(train_on: Callable[..., None], done: Callable[[RunConfig], Done]) -> Trained:
+    """Trains a run on so many ranks, and reads it back: `trained(config, 4)`."""
+
+    def train(config: RunConfig, world: int = 1) -> Done:
+        train_on(world, config)
+        return done(config)
+
+    return train
+
+
 def second(tiny_run: MakeRun, begin: Path, **changes: Any) -> RunConfig:
     return tiny_run({**BEGIN, "model": {}, "initialize": {"from": str(begin)}, **changes}, name="second")
 
 
-def test_a_run_starts_where_another_ended(
-    first: Path, tiny_run: MakeRun, train_on: Callable[..., None], done: Callable[[RunConfig], Done]
-) -> None:
+def test_a_run_starts_where_another_ended(first: Path, tiny_run: MakeRun, trained: Trained) -> None:
     """Without settings of `model`, it is that of the other run, and so is the first loss, on this run's first batch."""
     config = second(tiny_run, first)
-    train_on(1, config)
+    losses = trained(config).column("loss")
     run = open_run(config)
     assert run.spec == open_model(first).spec
     model = load_model(open_model(first), torch.float64)
@@ -48,51 +58,34 @@ def test_a_run_starts_where_another_ended(
         loss = torch.nn.functional.cross_entropy(
             model.logits(model(batch.tokens)).flatten(0, 1), batch.labels.flatten()
         )
-    assert done(config).column("loss")[0] == pytest.approx(loss.item(), rel=1e-9)
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-9)
 
 
 LAYOUTS: list[dict[str, Any]] = [{"zero_stage": 3, "context": 2}, {"pipeline": 2, "tensor": 2}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_in_every_layout(
-    layout: dict[str, Any],
-    first: Path,
-    tiny_run: MakeRun,
-    train_on: Callable[..., None],
-    done: Callable[[RunConfig], Done],
-) -> None:
-    alone = second(tiny_run, first)
-    train_on(1, alone)
-    many = second(tiny_run, first, parallel=layout).model_copy(update={"name": "many"})
-    train_on(4, many)
-    assert done(many).column("loss") == pytest.approx(done(alone).column("loss"), rel=1e-9)
-    found = done(many).tensors()
-    for name, tensor in done(alone).tensors().items():
+def test_in_every_layout(layout: dict[str, Any], first: Path, tiny_run: MakeRun, trained: Trained) -> None:
+    alone = trained(second(tiny_run, first))
+    many = trained(second(tiny_run, first, parallel=layout).model_copy(update={"name": "many"}), 4)
+    assert many.column("loss") == pytest.approx(alone.column("loss"), rel=1e-9)
+    found = many.tensors()
+    for name, tensor in alone.tensors().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_growing_between_stages(
-    first: Path,
-    library: Library,
-    tiny_run: MakeRun,
-    train_on: Callable[..., None],
-    done: Callable[[RunConfig], Done],
-    tmp_path: Path,
-) -> None:
+def test_growing_between_stages(first: Path, tiny_run: MakeRun, trained: Trained, tmp_path: Path) -> None:
     """A run starts from a grown folder, and needs it no longer once it has a checkpoint."""
     grown = tmp_path / "grown"
     assert main(["model", "grow", str(first), "--to", str(grown), "--num-layers", "4", "--experts", "3"]) == 0
     config = second(tiny_run, grown)
-    train_on(1, config)
+    losses = trained(config).column("loss")
     assert open_run(config).spec.num_layers == 4
-    plain = second(tiny_run, first).model_copy(update={"name": "plain"})
-    train_on(1, plain)
+    plain = trained(second(tiny_run, first).model_copy(update={"name": "plain"}))
     # Export rounds nothing in fp64 runs but to fp64: the silent blocks and equal experts say the same at first.
-    assert done(config).column("loss")[0] == pytest.approx(done(plain).column("loss")[0], rel=1e-6)
+    assert losses[0] == pytest.approx(plain.column("loss")[0], rel=1e-6)
     grown.rename(tmp_path / "away")
-    train_on(1, config)
-    assert len(done(config).column("loss")) == 3
+    assert len(trained(config).column("loss")) == 3
 
 
 def refusal(config: RunConfig) -> str:
@@ -139,12 +132,7 @@ def test_another_tokenizer_is_refused(first: Path, library: Library, tiny_run: M
 
 
 def test_a_second_language_stage(
-    first: Path,
-    library: Library,
-    tiny_run: MakeRun,
-    train_on: Callable[..., None],
-    done: Callable[[RunConfig], Done],
-    tmp_path: Path,
+    first: Path, library: Library, tiny_run: MakeRun, trained: Trained, tmp_path: Path
 ) -> None:
     """A tokenizer extended by a new language, the model grown for it, a data set of both, and a run that begins with
     what the first one knew: its scores of the old pieces are the first one's, and it is ahead of a beginner."""
@@ -168,11 +156,10 @@ def test_a_second_language_stage(
     assert (
         main(["model", "grow", str(first), "--to", str(tmp_path / "grown"), "--tokenizer", both["tokenizer.path"]]) == 0
     )
-    train_on(1, config)
-    fresh = tiny_run({**BEGIN, **both}, name="fresh")
-    train_on(1, fresh)
+    losses = trained(config).column("loss")
+    fresh = trained(tiny_run({**BEGIN, **both}, name="fresh"))
     assert open_run(config).spec.vocab_size == 420
-    assert done(config).column("loss")[0] < done(fresh).column("loss")[0] - 0.1
+    assert losses[0] < fresh.column("loss")[0] - 0.1
     # What stood for the old pieces still does: the grown model's scores of them are those of the first.
     old, new = (load_model(open_model(path), torch.float64) for path in (first, tmp_path / "grown"))
     tokens = open_run(tiny_run({"train.steps": 4}, name="first")).source.batch(0, 0, 2).tokens
