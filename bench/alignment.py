@@ -32,6 +32,8 @@ from typing import Any
 
 import psutil
 
+from bench.children import measure_in_child
+from bench.llama import llama_config
 from bench.smollm2 import find_smollm2
 
 THREADS, VOCABULARY = 1, 8192
@@ -81,7 +83,7 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
     """
     import torch
     from tokenizers import Tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from jingu.formats.export import convert
     from jingu.text.tokenizer_training import train_tokenizer
@@ -91,17 +93,8 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
     train_tokenizer(iter(texts), VOCABULARY, [END]).save(folder / "model")
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=FEED_FORWARD,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    size = {"num_layers": layers, "hidden_size": WIDTH, "num_heads": HEADS, "intermediate_size": FEED_FORWARD}
+    config = llama_config(size, VOCABULARY, 1024, bos_token_id=None, eos_token_id=0, pad_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     if has_smollm2:
         convert(find_smollm2(folder), folder / "smollm2")
@@ -330,15 +323,11 @@ def measure_server(task: str, precision: str, folder: Path, rounds: int) -> floa
         server.wait(60)
 
 
-def measure_in_child(side: str, task: str, precision: str, folder: Path, steps: int) -> Measurement:
+def measure_side(side: str, task: str, precision: str, folder: Path, steps: int) -> Measurement:
     """Measure one side in a child process."""
-    command = [sys.executable, "-m", "bench.alignment", side, task, precision, str(folder), str(steps)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
-    line = process.stdout.splitlines()[-1]
-    print(side, task, precision, line, file=sys.stderr, flush=True)
-    return Measurement(**json.loads(line))
+    figures = measure_in_child("alignment", side, task, precision, folder, steps)
+    print(side, task, precision, json.dumps(figures), file=sys.stderr, flush=True)
+    return Measurement(**figures)
 
 
 def run(argument: str = "") -> str:
@@ -355,7 +344,7 @@ def run(argument: str = "") -> str:
         folder = Path(name)
         prepare(folder, 1 if is_tiny else LAYERS, has_smollm2=not is_tiny)
         figures: Figures = {
-            (task, precision, side): measure_in_child(side, task, precision, folder, steps)
+            (task, precision, side): measure_side(side, task, precision, folder, steps)
             for task in tasks
             for precision in precisions
             for side in ("jingu", "trl")

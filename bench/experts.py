@@ -29,7 +29,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.precision import run_jingu
+from bench.children import run_jingu
 from bench.smollm2 import find_smollm2
 from jingu.data.dataset import open_dataset
 from jingu.formats.grow_model import GrowthOptions, grow_model

@@ -7,13 +7,13 @@ clipping. Each side runs in its own processes; the sides alternate.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
+from bench.children import measure_in_child, prepare_data, run_jingu
 from bench.train_step import BATCH, FEED_FORWARD, HEADS, LAYERS, SEQUENCE, THREADS, VOCABULARY, WIDTH
 
 STEPS = 30
@@ -41,9 +41,7 @@ def prepare(folder: Path) -> None:
     from examples.quickstart import collect
 
     collect(folder / "text")
-    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
-    for verb in (["tokenizer", "train"], ["data", "build"]):
-        subprocess.run([sys.executable, "-m", "jingu", *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
+    prepare_data(folder, CONFIG)
 
 
 def run_bare_loop(folder: Path) -> None:
@@ -83,10 +81,9 @@ def run_bare_loop(folder: Path) -> None:
     print(json.dumps((STEPS - 10) * BATCH * SEQUENCE / sum(seconds[10:])))
 
 
-def run_jingu(folder: Path, number: int) -> float:
+def measure_jingu(folder: Path, number: int) -> float:
     """Run `jingu train` on the same data and return the tokens/s after the first ten steps, from metrics.jsonl."""
-    command = [sys.executable, "-m", "jingu", "train", "run.yaml", f"name=loop-{number}"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    run_jingu(folder, "train", "run.yaml", f"name=loop-{number}")
     lines = (folder / f"runs/loop-{number}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["type"] == "train"]
     first = records[0]
@@ -96,17 +93,14 @@ def run_jingu(folder: Path, number: int) -> float:
 
 def run(rounds: int = 3) -> str:
     """Return the table as Markdown."""
-    root = str(Path(__file__).parents[1])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         jingu_rates = []
         bare_rates = []
         for number in range(rounds):
-            jingu_rates.append(run_jingu(folder, number))
-            command = [sys.executable, "-m", "bench.loop", str(folder)]
-            process = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-            bare_rates.append(float(process.stdout.splitlines()[-1]))
+            jingu_rates.append(measure_jingu(folder, number))
+            bare_rates.append(measure_in_child("loop", folder))
     ratios = sorted(jingu / bare for jingu, bare in zip(jingu_rates, bare_rates, strict=True))
     return "\n".join(
         [

@@ -7,13 +7,14 @@ Each side runs in its own process, one after the other. The table shows the peak
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from statistics import median
+
+from bench.children import ROOT, measure_in_child
 
 LAYERS, WIDTH, HEADS, FEED_FORWARD, VOCABULARY = 12, 1024, 16, 2736, 8192
 ROWS, SEQUENCE, STEPS = 2, 256, 6
@@ -74,16 +75,13 @@ def anonymous_bytes() -> int:
 
 def run(rounds: int = 2) -> str:
     """Return the table as Markdown."""
-    root = Path(__file__).parents[1]
     # Figures of each round: anonymous bytes, tokens/s, number of parameters.
     figures: dict[str, list[list[float]]] = {"memory": [], "disk": []}
     # In this repository rather than in /tmp, which may itself be memory.
-    with tempfile.TemporaryDirectory(dir=root) as name:
+    with tempfile.TemporaryDirectory(dir=ROOT) as name:
         for _ in range(rounds):
             for kind, results in figures.items():
-                command = [sys.executable, "-m", "bench.offload", name if kind == "disk" else ""]
-                process = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-                results.append(json.loads(process.stdout.splitlines()[-1]))
+                results.append(measure_in_child("offload", name if kind == "disk" else ""))
     memory = {kind: min(result[0] for result in results) for kind, results in figures.items()}
     rate = {kind: max(result[1] for result in results) for kind, results in figures.items()}
     parameters = figures["disk"][0][2]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from bench.children import prepare_data, run_jingu
 
 KINDS = ("fp32", "bf16", "fp16")
 STEPS, EVERY = 200, 10
@@ -20,11 +20,6 @@ device: {{type: cpu}}
 evaluation: {{every: {steps}, num_sequences: 200}}
 checkpoint: {{every: 0}}
 """
-
-
-def run_jingu(folder: Path, *words: str) -> None:
-    """Run `jingu WORDS...` in a folder."""
-    subprocess.run([sys.executable, "-m", "jingu", *words], cwd=folder, check=True, capture_output=True)
 
 
 def train_losses(folder: Path, kind: str) -> tuple[list[float], float, float]:
@@ -44,9 +39,7 @@ def run(steps: int = STEPS, every: int = EVERY) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collect(folder / "text")
-        (folder / "run.yaml").write_text(CONFIG.format(steps=steps, every=every), encoding="utf-8")
-        run_jingu(folder, "tokenizer", "train", "run.yaml")
-        run_jingu(folder, "data", "build", "run.yaml")
+        prepare_data(folder, CONFIG.format(steps=steps, every=every))
         results = {kind: train_losses(folder, kind) for kind in KINDS}
     reference = results["fp32"][0]
     lines = [

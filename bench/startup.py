@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -10,14 +9,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-CONFIG = """
-name: tiny
-tokenizer: {path: tokenizer, vocab_size: 512}
-data: {input: text, path: data}
-model: {num_layers: 2, hidden_size: 64, num_heads: 2}
-batch: {sequence_length: 64, global_batch_size: 4}
-train: {steps: 1, log_every: 1, compile: false}
-evaluation: {every: 0}
+from bench.children import LITTLE_DATA, prepare_data
+
+CONFIG = f"""{LITTLE_DATA}
+model: {{num_layers: 2, hidden_size: 64, num_heads: 2}}
+batch: {{sequence_length: 64, global_batch_size: 4}}
+train: {{steps: 1, log_every: 1, compile: false}}
 """
 
 # What is planned, the words of the command, and the seconds that it may take.
@@ -41,13 +38,7 @@ def run(rounds: int = 5) -> str:
     jingu = [sys.executable, "-m", "jingu"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "text").mkdir()
-        for number in range(20):
-            text = Path(json.__file__).read_text(encoding="utf-8") + str(number)
-            (folder / "text" / f"{number}.txt").write_text(text, encoding="utf-8")
-        (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
-        for verb in (["tokenizer", "train"], ["data", "build"]):
-            subprocess.run([*jingu, *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
+        prepare_data(folder, CONFIG)
         helps = [time_command([*jingu, "--help"], folder) for _ in range(rounds)]
         runs = [time_command([*jingu, "train", "run.yaml", f"name=tiny-{number}"], folder) for number in range(rounds)]
         plans = [

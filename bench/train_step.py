@@ -7,11 +7,14 @@ of the medians.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from statistics import median
+from types import SimpleNamespace
+
+from bench.children import measure_in_child
+from bench.llama import llama_config
 
 LAYERS, WIDTH, HEADS, FEED_FORWARD, VOCABULARY = 6, 384, 6, 1024, 16384
 SEQUENCE, BATCH, THREADS, WARMUP = 512, 4, 2, 1
@@ -52,12 +55,10 @@ def measure(side: str, precision: str, steps: int) -> None:
 def make_step(precision: str, compiled: bool):
     """Return a function that does what `jingu train` does in a step, on one rank."""
 
-    from jingu.config.batch_plan import BatchPlan
     from jingu.config.schema import RunConfig
     from jingu.config.sections.model import ModelSettings
     from jingu.config.sections.parallel import ParallelSettings
     from jingu.config.sections.train import AdamWSettings, PrecisionSettings
-    from jingu.data.batch import Batch
     from jingu.model.resolve import spec_from_settings
     from jingu.parallel.layout import Layout
     from jingu.parallel.materialize import materialize
@@ -65,19 +66,10 @@ def make_step(precision: str, compiled: bool):
     from jingu.runtime.ranks import join_process_group
     from jingu.training.optimizer import build_optimizer
     from jingu.training.precision import choose_precision
-    from jingu.training.pretraining import Pretraining
-    from jingu.training.step import train_step
 
     group = join_process_group("cpu", THREADS)
     ranks = group.__enter__()
-    settings = ModelSettings(
-        family="llama",
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        num_heads=HEADS,
-        intermediate_size=FEED_FORWARD,
-        tie_word_embeddings=False,
-    )
+    settings = ModelSettings(family="llama", **_size(), tie_word_embeddings=False)
     spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
     chosen = choose_precision(PrecisionSettings(type=precision), ranks.device)  # type: ignore[arg-type]
     parallel = ParallelSettings()
@@ -85,21 +77,34 @@ def make_step(precision: str, compiled: bool):
     model = materialize(spec, mesh, Layout(parallel, compile=compiled), chosen, 0)
     optimizer = build_optimizer(AdamWSettings(), model)
 
-    class Constant(Pretraining):
-        def batch(self, step: int, first: int, count: int) -> Batch:
-            return current[0]
-
-    current: list[Batch] = []
-    task = Constant(None, spec, mesh, RunConfig(), compile=compiled)  # type: ignore[arg-type]
-    plan = BatchPlan(BATCH, BATCH, 1, BATCH * SEQUENCE)
-
-    def step(batch: Batch) -> None:
-        current[:] = [batch]
-        result = train_step(model, optimizer, task, plan, step=0, max_grad_norm=1.0)
-        result.loss.item()
-
+    step = step_on_batch(model, optimizer, spec, mesh, RunConfig(), compiled)
     step.group = group  # type: ignore[attr-defined]  # keeps the process group alive
     return step
+
+
+def step_on_batch(model, optimizer, spec, mesh, config, compiled: bool):
+    """Return a function that does a training step on a batch."""
+    from jingu.config.batch_plan import BatchPlan
+    from jingu.training.pretraining import Pretraining
+    from jingu.training.step import train_step
+
+    current = []
+    source = SimpleNamespace(batch=lambda step, first, count: current[0])
+    task = Pretraining(source, spec, mesh, config, compile=compiled)  # type: ignore[arg-type]
+
+    def step(batch) -> None:
+        current[:] = [batch]
+        rows = len(batch.tokens)
+        result = train_step(
+            model, optimizer, task, BatchPlan(rows, rows, 1, batch.tokens.numel()), step=0, max_grad_norm=1.0
+        )
+        result.loss.item()
+
+    return step
+
+
+def _size() -> dict[str, int]:
+    return {"num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": HEADS, "intermediate_size": FEED_FORWARD}
 
 
 def _jingu(precision: str, compiled: bool):
@@ -113,18 +118,9 @@ def _jingu(precision: str, compiled: bool):
 def _transformers(precision: str, _compiled: bool):
     """Return the same step as written with transformers: the model's own loss, autocast, torch's AdamW, clipping."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=FEED_FORWARD,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=SEQUENCE,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = llama_config(_size(), VOCABULARY, SEQUENCE, tie_word_embeddings=False, use_cache=False)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -140,19 +136,12 @@ def _transformers(precision: str, _compiled: bool):
     return step
 
 
-def measure_in_child(side: str, precision: str, steps: int) -> Measurement:
-    """Measure one side in a child process."""
-    command = [sys.executable, "-m", "bench.train_step", side, precision, str(steps)]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
-
-
 def compare(precision: str, rounds: int, steps: int) -> list[str]:
     """Return rows of the table: the figures and ratios of each side."""
     sides: dict[str, list[Measurement]] = {"jingu": [], "jingu-eager": [], "transformers": []}
     for _ in range(rounds):
         for side, figures in sides.items():
-            figures.append(measure_in_child(side, precision, steps))
+            figures.append(Measurement(**measure_in_child("train_step", side, precision, steps)))
     base = median(m.tokens_per_second for m in sides["transformers"])
     lines = []
     for side, figures in sides.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,10 @@ from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from bench.children import measure_in_child
+from bench.llama import llama_config
+from bench.train_step import step_on_batch
 
 THREADS, BATCH, RANK = 2, 8, 16
 SEQUENCE = {"jingu": 256, "peft": 256, "packed": 512, "padded": 512}
@@ -129,7 +132,6 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     """Return a function that does what `jingu train` does in a LoRA step, on one rank."""
     import torch
 
-    from jingu.config.batch_plan import BatchPlan
     from jingu.config.sections.model import ModelSettings
     from jingu.model.resolve import spec_from_settings
     from jingu.model.spec import Lora
@@ -137,9 +139,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     from jingu.runtime.device import has_compiler
     from jingu.runtime.ranks import join_process_group
     from jingu.training.precision import choose_precision
-    from jingu.training.pretraining import Pretraining
     from jingu.training.session import build_model_and_optimizer
-    from jingu.training.step import train_step
 
     length = config.batch.sequence_length
     group = join_process_group("cpu", THREADS)
@@ -155,17 +155,8 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     model, optimizer = build_model_and_optimizer(
         run, mesh, choose_precision(config.precision, ranks.device), compile=compiles
     )
-    current: list[Any] = []
-    source: Any = SimpleNamespace(batch=lambda step, first, count: current[0])
-    task = Pretraining(source, spec, mesh, config, compile=compiles)
-    plan = BatchPlan(BATCH, BATCH, 1, BATCH * length)
-
-    def step(batch: Any) -> None:
-        current[:] = [batch]
-        result = train_step(model, optimizer, task, plan, step=0, max_grad_norm=1.0)
-        result.loss.item()
-
-    step.group = group  # type: ignore[attr-defined]  # keeps the process group alive
+    step: Any = step_on_batch(model, optimizer, spec, mesh, config, compiles)
+    step.group = group  # keeps the process group alive
     torch.manual_seed(0)
     return step
 
@@ -175,19 +166,9 @@ def _peft(size: dict[str, int]) -> Callable[[Any], None]:
     import torch
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size["hidden_size"],
-        intermediate_size=size["intermediate_size"],
-        num_hidden_layers=size["num_layers"],
-        num_attention_heads=size["num_heads"],
-        num_key_value_heads=size["num_kv_heads"],
-        max_position_embeddings=SEQUENCE["peft"],
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = llama_config(size, VOCABULARY, SEQUENCE["peft"], tie_word_embeddings=True, use_cache=False)
     adapted = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     model = get_peft_model(LlamaForCausalLM(config), adapted)
@@ -205,13 +186,6 @@ def _peft(size: dict[str, int]) -> Callable[[Any], None]:
         loss.item()
 
     return step
-
-
-def measure_in_child(side: str, tiny: bool, steps: int, rows: str | None) -> Measurement:
-    """Measure one side in a child process."""
-    command = [sys.executable, "-m", "bench.tune", side, "tiny" if tiny else "full", str(steps), rows or ""]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Measurement(**json.loads(process.stdout.splitlines()[-1]))
 
 
 def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
@@ -257,23 +231,29 @@ def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
 
 def run(tiny: bool = False, rows: str | None = None) -> str:
     """Return the tables as Markdown."""
-    sides = {side: measure_in_child(side, tiny, 2 if tiny else 10, rows) for side in SEQUENCE}
+    words = ("tiny" if tiny else "full", 2 if tiny else 10, rows or "")
+    sides = {side: Measurement(**measure_in_child("tune", side, *words)) for side in SEQUENCE}
+    rates = {side: figures.tokens / sides["peft"].tokens for side, figures in sides.items()}
+    trained = {side: figures.trained / sides["padded"].trained for side, figures in sides.items()}
 
-    lines = ["| LoRA, rank 16, 8 × 256 (target: 1.5) | tokens/s | × peft | peak memory, MiB |", "|---|---|---|---|"]
-    for side, name in (("jingu", "jingu, the same batches"), ("peft", "transformers + peft + accelerate, bf16")):
+    def lora_row(side: str, name: str) -> str:
         figures = sides[side]
-        ratio = figures.tokens / sides["peft"].tokens
-        lines.append(f"| {name} | {figures.tokens:,.0f} | {ratio:.2f} | {figures.peak_bytes / 2**20:,.0f} |")
-    lines += [
+        return f"| {name} | {figures.tokens:,.0f} | {rates[side]:.2f} | {figures.peak_bytes / 2**20:,.0f} |"
+
+    def packing_row(side: str, name: str) -> str:
+        figures = sides[side]
+        return f"| {name} | {figures.padding:.1%} | {figures.trained:,.0f} | {trained[side]:.2f} |"
+
+    lines = [
+        "| LoRA, rank 16, 8 × 256 (target: 1.5) | tokens/s | × peft | peak memory, MiB |",
+        "|---|---|---|---|",
+        lora_row("jingu", "jingu, the same batches"),
+        lora_row("peft", "transformers + peft + accelerate, bf16"),
         "",
         "| batches of 8 × 512 (target: below 3%, 1.5) | padding | trained tokens/s | × padded |",
         "|---|---|---|---|",
-    ]
-    for side, name in (("packed", "packed"), ("padded", "padded to the longest of 8 rows")):
-        figures = sides[side]
-        ratio = figures.trained / sides["padded"].trained
-        lines.append(f"| {name} | {figures.padding:.1%} | {figures.trained:,.0f} | {ratio:.2f} |")
-    lines += [
+        packing_row("packed", "packed"),
+        packing_row("padded", "padded to the longest of 8 rows"),
         "",
         "| preparing rows (target: 20,000 without the tokenizer) | rows/s | without the tokenizer |",
         "|---|---|---|",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.children import LITTLE_DATA, prepare_data
 from jingu.watch.activity import Activity, _Reporter
 from jingu.watch.slot import LISTEN, OPERATION, SLOT_BYTES, start_time
 from jingu.watch.watchdog import Watchdog
@@ -22,15 +23,12 @@ LOOKS = 500
 NODE_RANKS = 8
 RANKS = 4
 # A little model, of which a step is short: a record costs the more beside it.
-CONFIG = """
+CONFIG = f"""{LITTLE_DATA}
 name: watched
-tokenizer: {path: tokenizer, vocab_size: 512}
-data: {input: text, path: data}
-model: {num_layers: 2, hidden_size: 128, num_heads: 4}
-batch: {sequence_length: 128, global_batch_size: 8}
-train: {steps: 100000, log_every: 10, compile: false}
-evaluation: {every: 0}
-checkpoint: {every: 0}
+model: {{num_layers: 2, hidden_size: 128, num_heads: 4}}
+batch: {{sequence_length: 128, global_batch_size: 8}}
+train: {{steps: 100000, log_every: 10, compile: false}}
+checkpoint: {{every: 0}}
 """
 
 
@@ -76,17 +74,9 @@ def _cpu_seconds(process: psutil.Process) -> float:
 def measure_run(folder: Path, seconds: float) -> dict[str, float]:
     """Return the CPU time of the watchdog as a share of that of the ranks of a run; and of a rank the CPU seconds and
     the records of a step, and its share of a core."""
-    (folder / "text").mkdir()
-    for number in range(20):
-        text = Path(json.__file__).read_text(encoding="utf-8") + str(number)
-        (folder / "text" / f"{number}.txt").write_text(text, encoding="utf-8")
-    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
-    jingu = [sys.executable, "-m", "jingu"]
-    for verb in (["tokenizer", "train"], ["data", "build"]):
-        subprocess.run([*jingu, *verb, "run.yaml"], cwd=folder, check=True, capture_output=True)
-    launcher = subprocess.Popen(
-        [*jingu, "train", "run.yaml", "--processes", str(RANKS)], cwd=folder, stderr=subprocess.DEVNULL
-    )
+    prepare_data(folder, CONFIG)
+    command = [sys.executable, "-m", "jingu", "train", "run.yaml", "--processes", str(RANKS)]
+    launcher = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
     try:
         metrics = folder / "runs" / "watched" / "metrics.jsonl"
         while not (metrics.exists() and '"train"' in metrics.read_text(encoding="utf-8")):
