@@ -37,6 +37,7 @@ from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
+from jingu.runtime.futures import fulfill
 from jingu.runtime.ranks import gather_from_all, wait_until_all_done
 from jingu.training.run import Run
 
@@ -198,16 +199,8 @@ class _JobQueue:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Return what the function will return."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
-
         self._futures = [*(other for other in self._futures if not other.done()), future]
-        self._jobs.put(run)
+        self._jobs.put(partial(fulfill, future, function))
         return future
 
     def cancel(self) -> None:

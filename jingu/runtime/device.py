@@ -21,6 +21,7 @@ import torch
 from jingu.compat.torch import compiler_is_loaded, cpu_has_bf16_units, has_triton
 from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError
+from jingu.runtime.futures import fulfill
 
 T = TypeVar("T")
 
@@ -161,14 +162,7 @@ def run_in_thread(function: Callable[[], T]) -> T:
     shuts down aborts the process. A second Ctrl-C does not wait for that.
     """
     answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=fulfill, args=(answer, function), daemon=True)
     try:
         thread.start()
         wait([answer])

@@ -21,6 +21,7 @@ from typing import TypeVar
 from jingu.errors import JinguError
 from jingu.infer.engine_interface import StepEngine
 from jingu.infer.request import Event, FinishReason, Request, Token
+from jingu.runtime.futures import fulfill
 from jingu.serve.http_errors import ApiError
 
 LOGGER = logging.getLogger("jingu.serve")
@@ -294,15 +295,7 @@ class AsyncEngine:
             raise self._abort_error
         # The result crosses threads through a Future, which the event loop awaits.
         result: Future[T] = Future()
-
-        def command() -> None:
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function())
-                except Exception as error:
-                    result.set_exception(error)
-
-        self._commands.put(command)
+        self._commands.put(partial(fulfill, result, function))
         return await asyncio.wrap_future(result)
 
     def timeout_error(self) -> ApiError:
