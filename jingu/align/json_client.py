@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jingu.errors import JinguError, pluralize
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_text
 
 T = TypeVar("T")
 # Answers with these codes may be others later; 4xx with other codes are not.
@@ -39,11 +39,7 @@ class JsonClient:
         """Return the headers of a request. Raises JinguError if the key cannot be read."""
         headers = {"Content-Type": "application/json"}
         if self.api_key_file is not None:
-            try:
-                key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise read_error(self.api_key_file, error) from error
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {read_text(Path(self.api_key_file)).strip()}"
         return headers
 
     def post(self, url: str, body: object, read: Callable[[bytes], T], what: str) -> T:

@@ -15,7 +15,7 @@ from jingu.chat.messages import ConversationError, JsonObject
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import Permutation
 from jingu.errors import JinguError
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_text
 from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_row
@@ -92,10 +92,7 @@ def load_prompts(
         JinguError: the file cannot be read, a row cannot be used, or a prompt leaves no room for the longest answer.
     """
     path = Path(settings.prompts)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise read_error(path, error) from error
+    content = read_text(path)
     # Messages are rendered by the template, and end as it says. Rows of both kinds may be mixed.
     template = None if settings.template == "auto" else settings.template
     chat_format = find_chat_format(Path(model or settings.prompts), tokenizer, template)

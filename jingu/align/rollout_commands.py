@@ -22,7 +22,7 @@ from jingu.config.load import load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.policies import RolloutSettings
 from jingu.errors import JinguError
-from jingu.runtime.files import read_error, write_text_atomically
+from jingu.runtime.files import read_text, write_text_atomically
 from jingu.runtime.ranks import join_process_group
 from jingu.runtime.signals import StopRequest
 from jingu.text.tokenizer import Tokenizer
@@ -107,12 +107,8 @@ def _rollout_settings(config: RunConfig) -> RolloutSettings:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise read_error(path, error) from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(dict(json.loads(line)))

@@ -17,7 +17,7 @@ from jingu.config.sections.data import DropSettings
 from jingu.data.dataset import TokenDataset
 from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError, pluralize
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_text
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,8 @@ def load_dropped_documents(settings: DropSettings, datasets: list[TokenDataset])
     if settings.file is None:
         return None
     path = Path(settings.file)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise read_error(path, error) from error
     ranges: list[set[tuple[int, int]]] = [set() for _ in datasets]
-    for line_number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(read_text(path).splitlines(), start=1):
         name = line.partition("#")[0].strip()
         if name:
             source_id, start, end = _find_range(name, datasets, f"{path}:{line_number}")

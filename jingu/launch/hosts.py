@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jingu.errors import JinguError, join_words
-from jingu.runtime.files import read_error, write_text_atomically
+from jingu.runtime.files import read_text, write_text_atomically
 
 # The names of the nodes in which `jingu doctor`, or its launcher, has found a fault.
 FAILING_NODES = Path("failing_nodes.txt")
@@ -29,12 +29,8 @@ class Node:
 
 def read_hostfile(path: Path) -> list[Node]:
     """Read lines such as `node1 slots=8`. Raises JinguError with the line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise read_error(path, error) from error
     nodes: dict[str, Node] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -50,30 +46,40 @@ def read_hostfile(path: Path) -> list[Node]:
     return list(nodes.values())
 
 
-def select_nodes(nodes: Sequence[Node], include: str | None, exclude: str | None) -> list[Node]:
-    """Return the nodes, with the slots, that remain of a hostfile.
+@dataclass(frozen=True)
+class NodeSelection:
+    """Nodes of a hostfile, and slots of them.
 
-    Args:
-        include: `node1:0,2@node2`: only slots 0 and 2 of node1, and all of node2.
+    Attributes:
+        include: `node1:0,2@node2`: only slots 0 and 2 of node1, and all of node2; None: all.
         exclude: in the same syntax, what is left out.
-
-    Raises:
-        JinguError: both are set, a host or slot does not exist, or nothing remains.
     """
-    if include is not None and exclude is not None:
-        raise JinguError("--include and --exclude cannot be combined.", fix="Use one of them.")
-    if include is not None:
-        return _read_selection(include, nodes, "--include")
-    excluded = _read_selection(exclude, nodes, "--exclude") if exclude is not None else []
-    slots = {node.host: node.slots for node in excluded}
-    remaining = []
-    for node in nodes:
-        own = tuple(slot for slot in node.slots if slot not in slots.get(node.host, ()))
-        if own:
-            remaining.append(replace(node, slots=own))
-    if not remaining:
-        raise JinguError("no slot remains.", where=f"--exclude {exclude}", fix="Exclude fewer.")
-    return remaining
+
+    hostfile: Path
+    include: str | None = None
+    exclude: str | None = None
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes, with the slots, that remain of the hostfile.
+
+        Raises:
+            JinguError: both are set, a host or slot does not exist, or nothing remains.
+        """
+        if self.include is not None and self.exclude is not None:
+            raise JinguError("--include and --exclude cannot be combined.", fix="Use one of them.")
+        nodes = read_hostfile(self.hostfile)
+        if self.include is not None:
+            return _read_selection(self.include, nodes, "--include")
+        excluded = _read_selection(self.exclude, nodes, "--exclude") if self.exclude is not None else []
+        slots = {node.host: node.slots for node in excluded}
+        remaining = []
+        for node in nodes:
+            own = tuple(slot for slot in node.slots if slot not in slots.get(node.host, ()))
+            if own:
+                remaining.append(replace(node, slots=own))
+        if not remaining:
+            raise JinguError("no slot remains.", where=f"--exclude {self.exclude}", fix="Exclude fewer.")
+        return remaining
 
 
 def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]:
@@ -103,12 +109,8 @@ def write_failing_nodes(hosts: Sequence[str]) -> None:
 
 def read_environment(path: Path) -> dict[str, str]:
     """Read a file of lines NAME=VALUE, such as `.deepspeed_env`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise read_error(path, error) from error
     variables = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         name, equals, value = line.strip().partition("=")
         if not name or name.startswith("#"):
             continue

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 
 from jingu.errors import JinguError
-from jingu.launch.hosts import read_hostfile, select_nodes
+from jingu.launch.hosts import NodeSelection
 from jingu.launch.node import SIGNALS_SUFFIX, free_port
 from jingu.launch.ssh import (
     EXPLAINED_CODES,
@@ -42,12 +42,7 @@ _EXPLAINED_SECONDS = 3.0
 
 
 def launch_pdsh(
-    words: Sequence[str],
-    hostfile: Path,
-    include: str | None = None,
-    exclude: str | None = None,
-    environment: Path | None = None,
-    max_restarts: int = 0,
+    words: Sequence[str], selection: NodeSelection, environment: Path | None = None, max_restarts: int = 0
 ) -> int:
     """Run a command on the nodes of a hostfile through pdsh, in the same folder as here and with the same Python.
 
@@ -63,7 +58,7 @@ def launch_pdsh(
     if program is None:
         raise JinguError("there is no pdsh on this machine.", fix="Use `jingu launch ssh`, or install pdsh.")
     start = prepare_start(words, environment)
-    nodes = select_nodes(read_hostfile(hostfile), include, exclude)
+    nodes = selection.nodes()
     slots = [list(node.slots) for node in nodes]
     master = (nodes[0].host, free_port())
     start = replace(start, slots=slots, min_nodes=len(nodes), max_restarts=max_restarts, master=master)

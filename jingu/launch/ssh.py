@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.launch.hosts import FAILING_NODES, Node, read_hostfile, select_nodes, write_failing_nodes
+from jingu.launch.hosts import FAILING_NODES, Node, NodeSelection, write_failing_nodes
 from jingu.launch.node import HELLO, combine_codes
 from jingu.launch.start import Start, compare_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
@@ -115,9 +115,7 @@ class NodeConnection:
 
 def launch_ssh(
     words: Sequence[str],
-    hostfile: Path,
-    include: str | None = None,
-    exclude: str | None = None,
+    selection: NodeSelection,
     environment: Path | None = None,
     ssh_options: str = "",
     max_restarts: int = 0,
@@ -136,7 +134,7 @@ def launch_ssh(
         JinguError: a node cannot be reached, or differs from the others.
     """
     start = prepare_start(words, environment)
-    nodes = select_nodes(read_hostfile(hostfile), include, exclude)
+    nodes = selection.nodes()
     start = replace(
         start,
         slots=[list(node.slots) for node in nodes],

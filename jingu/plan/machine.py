@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jingu.config.strict_yaml import parse_yaml
 from jingu.errors import JinguError
+from jingu.runtime.files import read_text
 from jingu.runtime.gpus import num_usable_cores
+from jingu.tables import read_table
 
 if TYPE_CHECKING:
     import torch
@@ -145,11 +147,7 @@ def find_machine(name: str) -> Machine:
 
 
 def _read_machine(path: Path) -> Machine:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JinguError(f"the machine file cannot be read: {error}.", where=path) from None
-    document = parse_yaml(text, str(path))
+    document = parse_yaml(read_text(path), str(path))
     if document.problems:
         raise document.problems[0]
     values = document.value if isinstance(document.value, dict) else {}
@@ -179,29 +177,7 @@ def nominal_machine(device: torch.device) -> Machine:
 
     memory = total_memory(device) / 2**30
     if device.type == "cpu":
-        return Machine(
-            name="here",
-            memory_gib=memory,
-            peak_tflops=0.1,
-            matmul_tflops=0.1,
-            memory_gbs=20.0,
-            link_gbs=5.0,
-            nic_gbs=1.0,
-            gpus_per_node=1,
-            is_shared=True,
-            cores=num_usable_cores(),
-            # About what `jingu doctor` finds for four ranks on two cores.
-            efficiency=Efficiency(
-                matmul=1.0,
-                half_gflop=0.002,
-                attention=0.35,
-                memory=0.5,
-                kernel_us=30.0,
-                operation_us=100.0,
-                link=0.4,
-                hop_us=700.0,
-            ),
-        )
+        return Machine(**read_table(__file__, "common_cpu.toml"), memory_gib=memory, cores=num_usable_cores())
     # A card that the library does not name is taken to be a common one.
     card = find_card(device_name(device)) or machine_library()["a100-80"]
     return card.model_copy(update={"name": "here", "memory_gib": memory})

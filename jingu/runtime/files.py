@@ -101,6 +101,17 @@ def write_text_atomically(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
 
 
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file. Raises JinguError if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except OSError as error:
+        raise read_error(path, error) from error
+    except UnicodeDecodeError as error:
+        what = f"the file is not UTF-8 text: byte {error.start:,} is not part of a character."
+        raise JinguError(what, where=path, fix="Save it again as UTF-8.") from error
+
+
 def read_error(path: Path | str, error: OSError) -> JinguError:
     """Return the error for a file that cannot be read."""
     what = f"the file cannot be read ({error.strerror})."

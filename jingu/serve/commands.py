@@ -15,6 +15,7 @@ from jingu.infer.distributed import distributed_engine, inference_ranks
 from jingu.infer.generate import DEFAULT_INFERENCE, InferenceOptions
 from jingu.infer.inference_model import load_chat_model, model_name
 from jingu.runtime.device import run_in_thread
+from jingu.runtime.files import read_text
 from jingu.serve.settings import ServeSettings
 
 
@@ -128,11 +129,7 @@ def _api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
         raise JinguError("an API key is empty.", where="--api-key", fix="Leave it out to require no key.")
     if file is None:
         return tuple(stripped)
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise JinguError(f"the file of API keys cannot be read ({error}).", where=file) from error
-    from_file = [line.strip() for line in lines if line.strip()]
+    from_file = [line.strip() for line in read_text(file).split("\n") if line.strip()]
     if not from_file:
         raise JinguError("the file has no API key.", where=file, fix="Write a key on each line.")
     return (*stripped, *from_file)

@@ -13,7 +13,7 @@ from jingu.config.legacy import migrate_tokenizer_record
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
 from jingu.errors import JinguError
-from jingu.runtime.files import create_folder_atomically, read_error
+from jingu.runtime.files import create_folder_atomically, read_text
 from jingu.text.build_record import read_record, refuse_changes, write_record
 from jingu.text.corpus import describe_files, find_files, sample_texts
 from jingu.text.corpus_file import CorpusFile
@@ -92,10 +92,7 @@ def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> 
     """Show a tokenizer: its size and special tokens, bytes per token on a text or file, and how a line splits."""
     tokenizer = Tokenizer.load(folder)
     if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise read_error(file, error) from error
+        text = read_text(file, errors="replace")
     sample = SAMPLE_LINE if text is None else text
     special = ", ".join(f"{token} = {id_}" for token, id_ in tokenizer.special_tokens.items())
     print(f"tokenizer: {tokenizer.vocab_size:,} entries in {folder}.")

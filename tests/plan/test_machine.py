@@ -8,6 +8,7 @@ import pytest
 
 from jingu.errors import JinguError
 from jingu.plan.machine import find_machine
+from tests.mistakes import explain_mistake
 
 
 def test_an_unknown_machine_names_the_nearest() -> None:
@@ -37,14 +38,11 @@ def test_a_file_changes_a_machine_of_the_library(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_in_a_machine_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "machine.yaml"
-    file.write_text(text)
-    with pytest.raises(JinguError, match=message):
-        find_machine(str(file))
+    assert message in explain_mistake(lambda file: find_machine(str(file)), tmp_path / "machine.yaml", text)
 
 
 def test_a_machine_file_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(JinguError, match="the machine file cannot be read"):
+    with pytest.raises(JinguError, match=r"nothing\.yaml: the file cannot be read \(No such file"):
         find_machine(str(tmp_path / "nothing.yaml"))
 
 
