@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,27 +32,7 @@ TASKS = {
 }
 prepare = partial(prepare_rows, kind=PREFERENCES)
 preview = partial(preview_rows, kind=PREFERENCES)
-
-
-def train(
-    config: RunConfig,
-    processes: int | None = None,
-    trace: Path | None = None,
-    devices: str | None = None,
-    allow: Sequence[str] | None = None,
-    fresh_optimizer: bool = False,
-    weights_only_from: str | None = None,
-    auto_layout: bool = False,
-) -> int:
-    """Train the run of any task, as `jingu.training.commands.train` does.
-
-    Args:
-        weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
-    """
-    if weights_only_from is not None:
-        initialize = config.initialize.model_copy(update={"from_": weights_only_from})
-        config = config.model_copy(update={"initialize": initialize})
-    return commands.train(config, processes, trace, devices, allow, fresh_optimizer, auto_layout, TASKS)
+train = partial(commands.train, task_factories=TASKS)
 
 
 def align(file: Path, first: str | None = None, processes: int | None = None) -> int:

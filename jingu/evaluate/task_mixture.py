@@ -21,12 +21,10 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings
 from jingu.data import build as data_build
 from jingu.data.mixture import plan_mixture
 from jingu.data.permutation import Permutation, random_uint64
-from jingu.data.task_pool import Executor
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.held_out import check_held_out, profile_task
 from jingu.evaluate.prompts import PromptRenderer
@@ -261,11 +259,5 @@ def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSe
     return data.model_copy(update={"input": str(file), "text_field": "text"}), record
 
 
-def build(
-    config: RunConfig,
-    part: tuple[int, int] | None = None,
-    on_error: str | None = None,
-    executor: Executor = "processes",
-) -> None:
-    """Build the data sets of a run as `jingu.data.build` does; the file of a mixture stands for its texts."""
-    data_build.build(config, part, on_error, executor, partial(render_mixture, as_text=True))
+# Build the data sets of a run as `jingu.data.build` does; the file of a mixture stands for its texts.
+build = partial(data_build.build, render=partial(render_mixture, as_text=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,7 @@ from jingu.tables import flatten
 from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
-from jingu.training.run import ResumeOptions, Run, lock_run, open_run, write_run_files
+from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, lock_run, open_run, write_run_files
 from jingu.training.session import train_run
 from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace
@@ -63,8 +63,8 @@ def train(
     processes: int | None = None,
     trace: Path | None = None,
     devices: str | None = None,
-    allow: Sequence[str] | None = None,
-    fresh_optimizer: bool = False,
+    resume_options: ResumeOptions = RESUME_UNCHANGED,
+    weights_only_from: str | None = None,
     auto_layout: bool = False,
     task_factories: Mapping[str, TaskFactory] = TASK_FACTORIES,
 ) -> int:
@@ -73,8 +73,7 @@ def train(
     Args:
         trace: folder for fingerprints of every module's output in the first step.
         devices: GPUs or NPUs to start ranks on, as `select_gpus` reads them.
-        allow: keys and sections of the configuration that may have changed since the run began.
-        fresh_optimizer: resume with the weights of the checkpoint and a new optimizer.
+        weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
         auto_layout: whether to replace the layout by the fastest one that fits, or by that of the run if it resumes.
         task_factories: by `task.type`.
 
@@ -86,12 +85,14 @@ def train(
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to resume.
     """
     keys = list(all_keys())
-    for key in allow or ():
+    for key in resume_options.allow:
         if key not in keys:
             match = closest_match(key, keys)
             fix = f"Did you mean {match}?" if match else None
             raise JinguError(f"{key} is not a setting.", where="--allow", fix=fix)
-    options = ResumeOptions(tuple(allow or ()), fresh_optimizer)
+    if weights_only_from is not None:
+        initialize = config.initialize.model_copy(update={"from_": weights_only_from})
+        config = config.model_copy(update={"initialize": initialize})
     task_factory = task_factories[config.task.type]
     gpus = None
     if devices is not None:
@@ -100,13 +101,13 @@ def train(
     if auto_layout:
         config = choose_layout(config, processes, task_factory.rows_per_group(config))
     if processes is not None and (processes > 1 or gpus) and not is_launched():
-        return _launch_ranks(config, processes, trace, options, gpus, task_factory)
+        return _launch_ranks(config, processes, trace, resume_options, gpus, task_factory)
     threads = None if config.device.threads == "auto" else config.device.threads
     with (
         join_process_group(config.device.type, threads) as ranks,
         catch_stop_signals(announce=ranks.is_first) as request,
     ):
-        return train_on_rank(config, ranks, request, trace, options, task_factory)
+        return train_on_rank(config, ranks, request, trace, resume_options, task_factory)
 
 
 def train_on_rank(
@@ -114,7 +115,7 @@ def train_on_rank(
     ranks: RankInfo,
     request: StopRequest,
     trace: Path | None = None,
-    resume_options: ResumeOptions | None = None,
+    resume_options: ResumeOptions = RESUME_UNCHANGED,
     task_factory: TaskFactory = PRETRAINING,
 ) -> int:
     """Train the run as one rank of an existing process group. Returns the exit code of `train`."""
@@ -175,7 +176,7 @@ def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
         raise JinguError(what, where=folder, fix=fix)
 
 
-def _describe_start(config: RunConfig, resume_options: ResumeOptions | None) -> dict[str, object]:
+def _describe_start(config: RunConfig, resume_options: ResumeOptions) -> dict[str, object]:
     """Return what every rank must be started with: settings, options, code and libraries."""
     settings = flatten(config.model_dump(mode="json"))
     code = xxhash.xxh3_64()
@@ -184,14 +185,17 @@ def _describe_start(config: RunConfig, resume_options: ResumeOptions | None) -> 
             code.update(file.read_bytes())
     return {
         **{key: value for key, value in settings.items() if key not in NODE_KEYS},
-        "resume options": str(resume_options or ResumeOptions()),
+        "resume options": str(resume_options),
         "code of jingu": code.hexdigest(),
         **{f"version of {name}": number for name, number in library_versions().items()},
     }
 
 
 def open_run_with_plan(
-    config: RunConfig, world: int, resume_options: ResumeOptions | None = None, task_factory: TaskFactory = PRETRAINING
+    config: RunConfig,
+    world: int,
+    resume_options: ResumeOptions = RESUME_UNCHANGED,
+    task_factory: TaskFactory = PRETRAINING,
 ) -> tuple[Run, BatchPlan]:
     """Open the run, and divide its batch over `world` ranks.
 

@@ -59,13 +59,16 @@ class ResumeOptions:
         fresh_optimizer: whether to load the weights alone and reset the optimizer.
     """
 
-    allow: tuple[str, ...] = ()
+    allow: Collection[str] = ()
     fresh_optimizer: bool = False
 
     @property
     def allows_other_samples(self) -> bool:
         """Whether settings that decide about samples may have changed."""
         return bool({"data", "seed", "batch"} & {key.partition(".")[0] for key in self.allow})
+
+
+RESUME_UNCHANGED = ResumeOptions()
 
 
 @dataclass(frozen=True)
@@ -119,14 +122,13 @@ class Run:
         return records
 
 
-def open_run(config: RunConfig, resume_options: ResumeOptions | None = None) -> Run:
+def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED) -> Run:
     """Open tokenizer and data sets, build the spec, and check that they fit each other and the run's folder.
 
     Raises:
         JinguError: something is missing, or two things do not belong together.
     """
     folder = Path(config.runs_dir) / config.name
-    resume_options = resume_options or ResumeOptions()
     # A run that has started before may not become another run.
     changes = _check_changes(folder, config, resume_options.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))

@@ -14,17 +14,10 @@ from jingu.align import reference
 from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.training.run import ResumeOptions
 from tests.align.preferences import preference_run, train_here, train_on_ranks
 from tests.conftest import MakeRun, peak_unmeasured
 from tests.rank_pool import RankPool
-
-
-@pytest.fixture
-def base(tiny_run: MakeRun, train_on: Any) -> str:
-    """A tiny model after a few steps of pretraining."""
-    config = tiny_run({"train.steps": 4}, name="base")
-    train_on(1, config)
-    return f"{config.runs_dir}/base"
 
 
 def test_dpo_learns_the_preference(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any) -> None:
@@ -175,7 +168,7 @@ def test_the_reference_is_computed_once_and_kept(
     train_here(stop)
     shutil.rmtree(base)
     with peak_unmeasured():
-        assert train(resumed, allow=["train.steps"]) == 0
+        assert train(resumed, resume_options=ResumeOptions(["train.steps"])) == 0
     # Resumed, it ends with the very weights.
     expected = done(whole).tensors()
     for name, tensor in done(resumed).tensors().items():

@@ -14,6 +14,7 @@ import torch
 from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.training.run import ResumeOptions
 from tests.align.test_policy_learning import make, make_ppo, prompts, rollout
 from tests.conftest import Done, MakeRun
 
@@ -106,9 +107,9 @@ def test_a_judge_that_does_not_answer_ends_the_run_after_saving(
         assert train(make({"task.rewards": [exact], "train.steps": 1, "schedule.warmup": 0}, name="judged")) == 0
         judged = make({"task.rewards": [exact, judge], "schedule.warmup": 0}, name="judged")
         with pytest.raises(JinguError, match=r"chat/completions gave no scores in 2 attempts .*timed out"):
-            train(judged, allow=["train.steps", "task.rewards"])
+            train(judged, resume_options=ResumeOptions(["train.steps", "task.rewards"]))
         assert done(judged).checkpoint().name == "step-00000001"
         rewards = [exact, {**judge, "on_error": "skip"}]
         skipping = make({"task.rewards": rewards, "schedule.warmup": 0}, name="judged")
-        assert train(skipping, allow=["train.steps", "task.rewards"]) == 0
+        assert train(skipping, resume_options=ResumeOptions(["train.steps", "task.rewards"])) == 0
     assert {sample["rewards"]["judge"] for sample in rollout(done(skipping), 3)} == {None}

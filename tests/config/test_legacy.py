@@ -25,6 +25,7 @@ from jingu.model.inputs import Inputs
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training.commands import train
+from jingu.training.run import ResumeOptions
 
 ARCHIVE = Path(__file__).parents[1] / "stored" / "old_keys.tar.xz"
 """Made by commit 1f8dfc8 of jingu: `jingu tokenizer train`, `jingu data build` and `jingu train` on its run.yaml."""
@@ -66,7 +67,7 @@ def test_a_stored_run_resumes(stored: Path) -> None:
     config = load_stored_config(Path("runs/tiny/config.yaml"))
     assert (config.model.hidden_size, config.data.validation_fraction, config.checkpoint.keep_last) == (16, 0.2, 1)
     longer = load_config_of(config, "schedule.type=constant", "train.steps=6")
-    assert train(longer, allow=["schedule", "train.steps"]) == 0
+    assert train(longer, resume_options=ResumeOptions(["schedule", "train.steps"])) == 0
     assert [row["step"] for row in rows_of("train")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -19,6 +19,7 @@ from jingu.runtime.ranks import join_process_group
 from jingu.runtime.signals import StopRequest
 from jingu.training import loop as loop_module
 from jingu.training.commands import train, train_on_rank
+from jingu.training.run import ResumeOptions
 
 TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")
 SETTINGS = {
@@ -236,11 +237,11 @@ def test_allowed_changes_pass_and_are_logged(tiny_run, done, capsys):
     changed = tiny_run({"train.steps": 6, "checkpoint.every": 2, "optimizer.lr": 0.02, "seed": 6, "train.log_every": 2})
     assert "resume with --allow seed --allow optimizer.lr --allow train.steps." in mistake(changed)
     with pytest.raises(JinguError, match=r"--allow: optimizer\.lrr is not a setting\. Did you mean optimizer\.lr\?"):
-        train(changed, allow=["optimizer.lrr"])
+        train(changed, resume_options=ResumeOptions(["optimizer.lrr"]))
     with pytest.raises(JinguError, match=r"resume with --allow optimizer\.lr --allow train\.steps"):
-        train(changed, allow=["seed"])
+        train(changed, resume_options=ResumeOptions(["seed"]))
     capsys.readouterr()
-    assert train(changed, allow=["seed", "optimizer", "train.steps"]) == 0
+    assert train(changed, resume_options=ResumeOptions(["seed", "optimizer", "train.steps"])) == 0
     told = "seed: 5 → 6; optimizer.lr: 0.01 → 0.02; train.steps: 4 → 6; train.log_every: 1 → 2"
     assert f"Changed since the run was last started: {told}.\n" in capsys.readouterr().err
     assert done(changed).column("step") == [1, 2, 4, 6]
@@ -256,8 +257,8 @@ def test_a_fresh_optimizer_resumes_with_the_weights(tiny_run, done, capsys):
         {"train.steps": 4, "schedule": {"type": "constant", "warmup": 0}, "optimizer": {"type": "lion", "lr": 1e-30}}
     )
     with pytest.raises(JinguError, match="this checkpoint is of another model or optimizer"):
-        train(lion, allow=["optimizer"])
-    assert train(lion, allow=["optimizer"], fresh_optimizer=True) == 0
+        train(lion, resume_options=ResumeOptions(["optimizer"]))
+    assert train(lion, resume_options=ResumeOptions(["optimizer"], fresh_optimizer=True)) == 0
     assert "Resuming from step 2 with a fresh optimizer.\n" in capsys.readouterr().err
     tensors = done(lion).tensors()
     assert not any("exp_avg_sq" in name for name in tensors)
@@ -269,7 +270,8 @@ def test_a_repeated_fresh_optimizer_option_applies_once(tiny_run, done, capsys):
     """A restart with the option keeps the new optimizer; after a start without it, the option applies again."""
 
     def go(until: int, fresh: bool = True) -> str:
-        train(tiny_run({"train.steps": until, **constant}, name="run"), fresh_optimizer=fresh)
+        config = tiny_run({"train.steps": until, **constant}, name="run")
+        train(config, resume_options=ResumeOptions(fresh_optimizer=fresh))
         return capsys.readouterr().err
 
     def counter() -> float:
