@@ -23,13 +23,13 @@ from jingu.model.experts import MoELayer
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, RMSNorm
 from jingu.model.matmul_kernels import matmul_dtype
 from jingu.model.quantized_weight import (
-    CardQuantizedWeight,
     PrepackedQuantizedWeight,
     PrepackedWeight,
     PromptRows,
     QuantizedWeight,
     can_quantize,
     dequantize,
+    pack_for_card,
 )
 from jingu.model.spec import QuantizationFormat
 from jingu.runtime.device import collapse_to_huge_pages
@@ -90,9 +90,9 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
         if isinstance(module, SelfAttention):
             projections = (module.q, module.k, module.v)
             # On a rank of tensor parallelism these are its own heads only.
-            sizes = [_num_rows(projection) // module.head_dim for projection in projections]
+            plain = [projection for projection in projections if type(projection) is Linear]
+            module.sizes = [_num_rows(projection) // module.head_dim for projection in plain]
             module.qkv = _join(projections, dtype, use_onednn, pack)
-            module.sizes = sizes
         elif isinstance(module, FeedForwardLayer) and module.gate is not None:
             module.gate_up = _join((module.gate, module.up), dtype, use_onednn, pack)
 
@@ -151,8 +151,9 @@ def _pack_quantized(
     """Prepack the values and scales of a matrix for activations of `dtype`."""
     if as_bytes:
         return ByteWeight.pack(dequantize(values, scales, kind))
-    prepacked = PrepackedQuantizedWeight if kind == "fp8" or values.device.type == "cpu" else CardQuantizedWeight
-    return prepacked.pack(kind, values, scales, dtype, prompt_rows)
+    if kind != "fp8" and values.device.type != "cpu":
+        return pack_for_card(kind, values, scales, dtype)
+    return PrepackedQuantizedWeight.pack(kind, values, scales, dtype, prompt_rows)
 
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
@@ -184,8 +185,8 @@ def _has_kernel(weight: Any) -> bool:
     return can_quantize(outputs, columns if weight.kind in ("int8", "fp8") else 2 * columns, weight.kind)
 
 
-def _num_rows(layer: Any) -> int:
-    weight = getattr(layer, "weight", ())
+def _num_rows(layer: Linear) -> int:
+    weight: Any = layer.weight
     return len(weight.values if isinstance(weight, QuantizedWeight) else weight)
 
 

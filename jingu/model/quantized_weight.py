@@ -212,26 +212,6 @@ class CardQuantizedWeight(PrepackedQuantizedWeight):
         scales: int8 [O] in the dtype of the activations; with the kernel for 4 bits [G, O, 2] in bf16.
     """
 
-    @staticmethod
-    def pack(
-        kind: QuantizationFormat,
-        values: Tensor,
-        scales: Tensor,
-        dtype: torch.dtype,
-        prompt_rows: PromptRows | None = None,
-    ) -> CardQuantizedWeight:
-        """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
-        if kind == "int8":
-            return CardQuantizedWeight(
-                kind, values.detach(), scales.detach().view(torch.bfloat16).to(dtype).squeeze(-1)
-            )
-        if kind == "int4" and dtype == torch.bfloat16 and has_int4_kernel(values.device):
-            # The kernel wants the first of two numbers in the high half of a byte.
-            pairs = (values.detach() & 15) << 4 | values.detach() >> 4
-            pairs_of_scales = scales.detach().view(torch.bfloat16).unflatten(-1, (-1, 2))
-            return CardQuantizedWeight(kind, pack_int4_on_card(pairs), pairs_of_scales.transpose(0, 1).contiguous())
-        return CardQuantizedWeight(kind, values.detach(), scales.detach())
-
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ self.T + bias`."""
         if self.kind == "int8":
@@ -244,6 +224,23 @@ class CardQuantizedWeight(PrepackedQuantizedWeight):
         else:
             y = F.linear(x, dequantize(self.values, self.scales, self.kind).to(x.dtype))
         return y if bias is None else y + bias.to(x.dtype)
+
+
+def pack_for_card(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> CardQuantizedWeight:
+    """Prepack a quantized matrix on an accelerator, as `PrepackedQuantizedWeight.pack` does on CPU."""
+    values = values.detach()
+    scales = scales.detach()
+    if kind == "int8":
+        return CardQuantizedWeight(kind, values, scales.view(torch.bfloat16).to(dtype).squeeze(-1))
+    if kind == "int4" and dtype == torch.bfloat16 and has_int4_kernel(values.device):
+        return CardQuantizedWeight(kind, *_pack_for_int4_kernel(values, scales))
+    return CardQuantizedWeight(kind, values, scales)
+
+
+def _pack_for_int4_kernel(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    # The kernel wants the first of two numbers in the high half of a byte.
+    packed = pack_int4_on_card((values & 15) << 4 | values >> 4)
+    return packed, scales.view(torch.bfloat16).unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
 
 
 class ScaledWeight(PrepackedQuantizedWeight):
@@ -277,12 +274,11 @@ def has_int4_kernel(device: torch.device) -> bool:
         return False
     weight_OI = torch.arange(16 * 64, device=device, dtype=torch.float32).sin().view(16, 64)
     values, scales = quantize(weight_OI, "int4")
-    pairs_of_scales = scales.view(torch.bfloat16).unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
     expected_OI = dequantize(values, scales, "int4").to(torch.bfloat16)
     one_II = torch.eye(64, device=device, dtype=torch.bfloat16)
     try:
-        packed = pack_int4_on_card((values & 15) << 4 | values >> 4)
-        product_IO = int4_matmul_on_card(one_II, packed, GROUP_SIZES["int4"], pairs_of_scales)
+        packed, packed_scales = _pack_for_int4_kernel(values, scales)
+        product_IO = int4_matmul_on_card(one_II, packed, GROUP_SIZES["int4"], packed_scales)
     except RuntimeError:
         # The card is too old, or PyTorch was built without the kernel.
         return False

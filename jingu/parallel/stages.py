@@ -208,7 +208,7 @@ def check_quantization_groups(model: Decoder, tensor: int) -> None:
     from jingu.model.quantized_weight import GROUP_SIZES, QuantizedWeight
 
     for name, part, style in iterate_styles(model):
-        weight = getattr(part, "weight", None)
+        weight = dict(part.named_children()).get("weight")
         if style not in ("row", "from_heads") or not isinstance(weight, QuantizedWeight):
             continue
         if weight.kind in ("int8", "fp8"):

@@ -309,7 +309,7 @@ def multiply(_rank: int, _world: int) -> None:
         values, scales = quantized_weight.quantize(weight_OI, kind)
         expected = x_NI @ quantized_weight.dequantize(values, scales, kind).t()
         parts = (values.to(card.NAME), scales.to(card.NAME), torch.float32)
-        result = quantized_weight.CardQuantizedWeight.pack(kind, *parts).times(x_NI.to(card.NAME))
+        result = quantized_weight.pack_for_card(kind, *parts).times(x_NI.to(card.NAME))
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
 
     mine = PrepackedQuantizedWeight.quantize(weight_OI, "fp8", torch.float32)
