@@ -52,9 +52,9 @@ def best_advantages(reward_PG: Tensor) -> Tensor:
     return torch.zeros_like(reward_PG).scatter(1, best_P1, differs_P1.to(reward_PG.dtype))
 
 
-def returns_to_go(reward_RT: Tensor, discount: float = 1.0) -> Tensor:
-    """Return the discounted sum of the rewards of a token and of those after it."""
-    return generalized_advantages(reward_RT, torch.zeros_like(reward_RT), discount, 1.0)
+def returns_to_go(reward_RT: Tensor) -> Tensor:
+    """Return the sum of the rewards of a token and of those after it."""
+    return generalized_advantages(reward_RT, torch.zeros_like(reward_RT), 1.0, 1.0)
 
 
 def generalized_advantages(reward_RT: Tensor, value_RT: Tensor, discount: float, decay: float) -> Tensor:

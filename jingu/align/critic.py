@@ -88,12 +88,6 @@ class SeparateCritic(StatelessTask):
 
     # As a task
 
-    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
-        """Do nothing: the rows are there."""
-
-    def denominator(self, batch: Batch) -> float:
-        return float((batch.labels >= 0).sum())
-
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         return {"loss": 1.0, "value_clipped": 0.0}
 
@@ -106,10 +100,6 @@ class SeparateCritic(StatelessTask):
 
         total: Tensor = model(model_inputs(batch), loss=head)
         return total
-
-    def end_step(self) -> dict[str, Tensor | float]:
-        """Return nothing: the loss terms say it all."""
-        return {}
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Measure nothing."""

@@ -160,20 +160,13 @@ class PreferenceLearning(StatelessTask):
                 rejected_BP = self.settings.beta * rejected.policy_mean
         return _sum_pairs(losses_BP, chosen_BP, rejected_BP, chosen.exists & rejected.exists)
 
-    def end_step(self) -> dict[str, float]:
-        """Return nothing: all values are terms of the loss."""
-        return {}
-
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Measure the terms of the loss on the validation split of each source."""
-        settings = self.run.config.evaluation
-        limit = settings.num_sequences
-        if final and settings.num_sequences_at_end:
-            limit = settings.num_sequences_at_end
+        limit = self.run.config.evaluation.limit(final=final)
         totals: dict[str, float] = {}
         shares = sum(rows.share for rows in self.run.validation)
         for rows in self.run.validation:
-            num_rows = len(rows) if limit == "all" else min(max(round(limit * rows.share), 1), len(rows))
+            num_rows = rows.count(limit)
             for name, value in self._evaluate_rows(model, rows, num_rows, micro_batch_size).items():
                 totals[name] = totals.get(name, 0.0) + value * rows.share / shares
         samples = [] if self.run.spec.score_head else generate_samples(self.run, model)

@@ -51,6 +51,12 @@ class EvaluationSettings(Settings):
     task_documents: Positive | Literal["all"] = 100
     patience: NonNegative = 0
 
+    def limit(self, *, final: bool) -> int | Literal["all"]:
+        """Return the number of validation sequences in an evaluation, or in that at the end of the run."""
+        if final and self.num_sequences_at_end is not None:
+            return self.num_sequences_at_end
+        return self.num_sequences
+
 
 class MemorySettings(Settings):
     """In-memory checkpoints: copies of the newest state on each rank's own node and on a neighbor node.

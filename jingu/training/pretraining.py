@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
@@ -72,9 +71,6 @@ class Pretraining(StatelessTask):
         source = BatchPrefetcher(batch_function(run.source, run.objective), mesh.device_type)
         return cls(source, run.spec, mesh, run.config, run, compile=compile)
 
-    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
-        """Do nothing: the batches depend on the step alone."""
-
     def batch(self, step: int, first: int, count: int) -> Batch:
         config = self.config
         batch = self._source.batch(step, first, count)
@@ -87,9 +83,6 @@ class Pretraining(StatelessTask):
             # One document a row, and padding only after it, without labels: plain causal attention is enough.
             batch = replace(batch, documents=None)
         return prepend_virtual_tokens(batch, self.spec)
-
-    def denominator(self, batch: Batch) -> float:
-        return float((batch.labels >= 0).sum())
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         experts = model.spec.feed_forward
@@ -112,27 +105,20 @@ class Pretraining(StatelessTask):
         total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
         return total
 
-    def end_step(self) -> dict[str, float]:
-        """Return nothing: the loss terms say it all."""
-        return {}
-
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Measure the loss on the validation split of each source, and let the model continue the sample prompts.
 
         The sequences are divided over the sources by their shares of the run.
         """
         assert self._run is not None
-        settings = self._run.config.evaluation
-        limit = settings.num_sequences
-        if final and settings.num_sequences_at_end:
-            limit = settings.num_sequences_at_end
+        limit = self._run.config.evaluation.limit(final=final)
         if limit == "all" and self._run.validation:
             total = sum(map(len, self._run.validation))
             log_info(f"Evaluating on the whole validation split, {pluralize(total, 'sequence')}.")
         byte_lengths = self._run.tokenizer.byte_lengths()
         results = {}
         for rows in self._run.validation:
-            num_rows = len(rows) if limit == "all" else min(max(round(limit * rows.share), 1), len(rows))
+            num_rows = rows.count(limit)
             results[rows.name] = evaluate(model, self, rows, byte_lengths, num_rows, micro_batch_size)
         shares = {rows.name: rows.share for rows in self._run.validation}
         return Evaluation(average_results(results, shares), generate_samples(self._run, model))

@@ -91,7 +91,21 @@ class Task(Protocol):
 
 
 class StatelessTask:
-    """Base of tasks whose checkpoints hold nothing beside model and optimizer."""
+    """Base of tasks whose checkpoints hold nothing beside model and optimizer.
+
+    By default they average over trained tokens, prepare nothing before a step, and measure nothing but the loss terms.
+    """
+
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Do nothing."""
+
+    def denominator(self, batch: Batch) -> float:
+        """Return the number of trained tokens."""
+        return float((batch.labels >= 0).sum())
+
+    def end_step(self) -> Mapping[str, Tensor | float]:
+        """Return nothing."""
+        return {}
 
     def tensors(self) -> dict[str, TensorBlock]:
         """Return nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import RowSettings
@@ -50,6 +51,10 @@ class ValidationRows:
         if self.has_encoder_inputs:
             return self.dataset.tokens // self.sequence_length
         return count_validation_windows(self.dataset, self.sequence_length)
+
+    def count(self, limit: int | Literal["all"]) -> int:
+        """Return how many of these rows an evaluation on a number of rows of all sources reads."""
+        return len(self) if limit == "all" else min(max(round(limit * self.share), 1), len(self))
 
     def batch(self, first: int, count: int, end: int) -> Batch:
         """Return rows [first, first + count); rows from `end` on are padding, without labels."""
