@@ -60,7 +60,9 @@ def make(tiny_run: MakeRun, prompts: Path) -> MakeRun:
     """Makes a run of 3 steps with 4 answers to each of 4 prompts; changes go by dotted keys."""
 
     def make(changes: dict[str, Any] | None = None, **more: Any) -> RunConfig:
-        rewards = [{"type": "regex", "pattern": ".*[aeiou].*"}, {"type": "length", "max_tokens": 3, "audit": True}]
+        # On a busy machine an answer may wait for longer than the default, and would score 0.
+        vowels = {"type": "regex", "pattern": ".*[aeiou].*", "timeout": PATIENCE}
+        rewards = [vowels, {"type": "length", "max_tokens": 3, "audit": True}]
         settings = {
             "task": {
                 "type": "grpo",
