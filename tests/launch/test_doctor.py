@@ -15,6 +15,7 @@ from jingu.launch import doctor as doctor_module
 from jingu.launch.doctor import (
     CHECKS,
     FAILING_NODES,
+    KERNEL,
     CheckError,
     check_names,
     compare_nodes,
@@ -94,6 +95,19 @@ def test_nodes_that_differ_from_the_others_fail(tmp_path):
     }
     text, _ = CHECKS["versions"](tmp_path)
     assert f"torch {torch.__version__}" in text and "cores " in text
+
+
+def test_containers_of_a_machine_are_as_fast_as_the_machine():
+    """They measure at the same time, and disturb each other."""
+
+    def node(kernel: str, rate: float) -> list[dict[str, Any]]:
+        figures = {KERNEL: kernel, "memory_gbs": rate}
+        return [{"check": "devices", "passed": True, "text": "1 × CPU", "figures": figures}]
+
+    by_host = {"a": node("x", 30.0), "b": node("x", 8.0), "c": node("y", 31.0), "d": node("z", 9.0)}
+    compare_nodes(by_host)
+    failures = {host: [row["text"] for row in rows if not row["passed"]] for host, rows in by_host.items()}
+    assert failures == {"a": [], "b": [], "c": [], "d": ["memory_gbs is 9.00, and 30.00 on other nodes"]}
 
 
 def test_the_slow_node_of_slow_pairs():
