@@ -347,6 +347,8 @@ class VerifierScorer:
             try:
                 values += self._worker.ask(settings, (), [answer], settings.timeout)
             except TimeoutError:
+                name, limit = settings.name or settings.type, f"{settings.timeout:g} seconds"
+                log_warning(f"the reward {name}: an answer took longer than {limit}, and scores 0.")
                 values.append(0.0)
         return values
 

@@ -151,17 +151,18 @@ def check_held_out(
 
 def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, list[Row], list[Row]]]:
     """Yield tasks with their documents and their training rows, by the name of a task, group, tag or task cluster."""
-    cluster = [] if name in index.files else index.task_clusters.get(name, [])
-    for task in [] if cluster else index.load(name):
-        rows = load_data(index.tasks[task], needs_shots=False).rows
-        yield index.tasks[task], rows, _read_training_rows(index.tasks[task])
-    for task in (task for member in cluster for task in index.load(member)):
+    members = [] if name in index.files else index.task_clusters.get(name, [])
+    for task in (task for member in members or [name] for task in index.load(member)):
+        settings = index.tasks[task]
         try:
-            rows = load_data(index.tasks[task], needs_shots=False).rows
-            yield index.tasks[task], rows, _read_training_rows(index.tasks[task])
+            rows = load_data(settings, needs_shots=False).rows
         except JinguError:
-            # Without data, a task stands for its cluster, sources and templates alone.
-            yield index.tasks[task], [], []
+            if not members:
+                raise
+            # Without data, a task of a cluster stands for its cluster, sources and templates alone.
+            yield settings, [], []
+        else:
+            yield settings, rows, _read_training_rows(settings)
 
 
 def _read_training_rows(task: TaskSettings) -> list[Row]:

@@ -46,7 +46,7 @@ class NodeConnection:
         self.node = node
         self.description: dict[str, Any] = {}
         self._lines: list[str] = []
-        self.answered = threading.Event()
+        self.answer_event = threading.Event()
         self._is_lost = False
         # In a process group of its own, so that Ctrl-C reaches the node as a signal, and only once.
         self.process = subprocess.Popen(
@@ -69,10 +69,10 @@ class NodeConnection:
                 print(f"{self.node.host}: {line}", end="", file=sys.stderr, flush=True)
             elif line.startswith(HELLO):
                 self.description = json.loads(line.removeprefix(HELLO))
-                self.answered.set()
+                self.answer_event.set()
             else:
                 self._lines.append(line.strip())
-        self.answered.set()
+        self.answer_event.set()
 
     def describe_failure(self) -> JinguError:
         """Return what ssh or the node's shell says about a node that has not described itself."""
@@ -167,8 +167,8 @@ def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
     failed: list[NodeConnection] = []
     while waiting and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        waiting = [own for own in connections if not own.answered.is_set()]
-        failed = [own for own in connections if own.answered.is_set() and not own.description]
+        waiting = [own for own in connections if not own.answer_event.is_set()]
+        failed = [own for own in connections if own.answer_event.is_set() and not own.description]
         if failed:
             # By then it is known which other ones cannot be reached.
             deadline = begin + CONNECT_SECONDS + 1

@@ -69,10 +69,13 @@ def test_a_worker_ends_with_the_last_reference() -> None:
     assert not process.is_running()
 
 
-def test_a_verifier_that_hangs_gives_0_and_goes_on() -> None:
+def test_a_verifier_that_hangs_gives_0_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr("jingu.align.reward_list.log_warning", warnings.append)
     rewards = build({"type": "regex", "pattern": r"(T|(.)\2*)*#", "timeout": 0.3})
     hang = answer("a" * 40)
     assert rewards.score([answer("T#"), hang, answer("T#")]) == [{"regex": 1.0}, {"regex": 0.0}, {"regex": 1.0}]
+    assert warnings == ["the reward regex: an answer took longer than 0.3 seconds, and scores 0."]
     rewards.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.runtime.files import create_folder_atomically, write_error, write_text_atomically
+from jingu.runtime.files import create_folder_atomically, read_text, write_error, write_text_atomically
 
 
 def test_a_folder_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -127,3 +127,13 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_has_no_number_is_told_in_its_own_words(words: str, told: str) -> None:
     """Numpy gives none where the disk had room for a part."""
     assert str(write_error(OSError(words), Path("here"))) == told
+
+
+def test_what_cannot_be_read_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    with pytest.raises(JinguError, match=r"the file cannot be read \(No such file or directory\)"):
+        read_text(file)
+    file.write_bytes("né".encode("latin-1"))
+    with pytest.raises(JinguError, match=r"the file is not UTF-8 text: byte 1 is not part of a character\. Save it"):
+        read_text(file)
+    assert read_text(file, errors="replace") == "n\N{REPLACEMENT CHARACTER}"
