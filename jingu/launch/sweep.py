@@ -153,7 +153,8 @@ def search_runs(file: Path, overrides: Sequence[str], space: SearchSpace, count:
     The choices follow from the seed and the losses alone: a sweep that resumes comes to the same ones.
     """
     if find_spec("optuna") is None:
-        raise JinguError("Optuna is not installed.", where="--optuna", fix="Run `pip install optuna`, or use --random.")
+        fix = "Run `pip install 'jingu[sweep]'`, or use --random."
+        raise JinguError("Optuna is not installed.", where="--optuna", fix=fix)
     for settings in space.corners():
         _make_run(file, overrides, settings)
     optuna = import_module("optuna")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, suppress
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +105,37 @@ def test_ranks_that_fail_together_are_not_judged(tmp_path, monkeypatch):
     # A rank that is still in its group stands still because of the other one.
     Activity(watchdog._ranks[1].slot).enter("gradients", 3)
     assert "rank 0 (node) is the cause." in (watchdog.look() or "")
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "deadline"),
+    [
+        ([2.0] * 5, 60.0),  # short steps: the timeout
+        ([20.0, 20.0, 500.0, 20.0, 30.0], 200.0),  # long ones: ten median steps
+        ([20.0], 300.0),  # the first steps compile: five times the timeout
+    ],
+)
+def test_training_stands_still_after_ten_median_steps_or_the_timeout(tmp_path, monkeypatch, step_seconds, deadline):
+    real_clock = time.monotonic
+    skipped = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: real_clock() + skipped)
+    monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the rank is this process
+    with ExitStack() as stack:
+        stack.enter_context(_open_slot(tmp_path, RankInfo(0, 1, torch.device("cpu"), "node")))
+        watchdog = Watchdog(tmp_path, tmp_path / "reports", 1, 60.0)
+        activity = Activity(watchdog._ranks[0].slot)
+        for step, seconds in enumerate([*step_seconds, 0.0]):
+            activity.enter("gradients", step)
+            assert watchdog.look() is None
+            skipped += seconds
+        # The operations before took real time too, but much less than two seconds.
+        skipped += deadline - 2
+        assert watchdog.look() is None
+        skipped += 4
+        assert "Training has stood still for" in (watchdog.look() or "")
+        # It goes on while the watchdog asks: no verdict.
+        monkeypatch.setattr(watchdog, "_wait", lambda *_: activity.enter("gradients", len(step_seconds) + 1))
+        assert watchdog.look() is None
 
 
 def test_a_rank_that_is_stopped_while_it_saves_is_judged(tmp_path, monkeypatch):
