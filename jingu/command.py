@@ -51,11 +51,12 @@ class Command:
 
     def function(self) -> Callable[..., int | None]:
         """Import the function and return it."""
-        # What an import creates stays, so looking for garbage in it would be a tenth of its time for nothing.
+        # What an import creates stays: looking for garbage in it, now or later, would be a tenth of its time.
         gc.disable()
         try:
             function: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
         finally:
+            gc.freeze()
             gc.enable()
         return function
 
