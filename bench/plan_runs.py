@@ -102,8 +102,9 @@ def run(argument: str = "") -> str:
     from examples.quickstart import collect
 
     shape = TINY if argument == "tiny" else SHAPE
-    tables, summary = [], ["| run | plan, s | actual, s | error | after calibration |", "|---|---|---|---|---|"]
-    errors = []
+    tables, errors = [], []
+    summary = [f"| run | plan, s | actual, s | error on the last {COMPARED} steps | after calibration |"]
+    summary.append("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collect(folder / "text")
