@@ -41,7 +41,9 @@ case $code in
 {preempted}) scontrol requeue $SLURM_JOB_ID ;;
 # It is complete, or a person must act.
 0 | 2 | {interrupted}) ;;
-*) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ] && scontrol requeue $SLURM_JOB_ID ;;
+# Slurm's own count of restarts also has those after the signal, or without a lost node.
+*) echo "exit code $code" >> {failures}
+[ "$(wc -l < {failures})" -le {max_restarts} ] && scontrol requeue $SLURM_JOB_ID ;;
 esac
 exit $code
 """
@@ -109,6 +111,7 @@ def launch_slurm(
         saved=SAVED_VARIABLE,
         preempted=EXIT_PREEMPTED,
         interrupted=EXIT_INTERRUPTED,
+        failures=f"{FOLDER / name}-$SLURM_JOB_ID.failures",
         max_restarts=max_restarts,
     )
     FOLDER.mkdir(exist_ok=True)

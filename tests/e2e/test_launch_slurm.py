@@ -97,8 +97,12 @@ def test_a_failure_ends_a_job_unless_it_may_restart(cluster, run_file, tmp_path,
     settings = ENDLESS | {"checkpoint.every": 5}
     words = ["--nodes", "2", "--max-restarts", "1", run_file(settings, name="job")]
     job = cluster.submit(*words, folder=tmp_path)
-    for state in ("PENDING", "FAILED"):
-        wait_for_log(tmp_path, "step 8 of" if state == "PENDING" else "Resuming from step")
+    wait_for_log(tmp_path, "step 8 of")
+    # A job that is requeued without a failure still has its restart.
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for(job, "PENDING")
+    for times, state in enumerate(("PENDING", "FAILED"), start=1):
+        wait_for_log(tmp_path, "Resuming from step", times=times)
         nodes = [process for process in cluster.processes() if "jingu.launch.node" in process.cmdline()]
         ranks = [child for node in nodes for child in node.children() if "RANK" in child.environ()]
         ranks[-1].send_signal(signal.SIGKILL)
