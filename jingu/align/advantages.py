@@ -1,6 +1,7 @@
 """Advantages: how much better an answer, or a token of it, is than expected.
 
-Shapes: P prompts, G answers to each, R = P · G rows, T tokens of a row. A reward that is NaN does not count.
+Shapes: P prompts, G answers to each, R = P · G rows, T tokens of a row. A NaN reward marks an answer that could not be
+scored; group statistics ignore it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Added to a standard deviation that divides: 1e-4 for groups, as in TRL; 1e-8 for batches, as in PPO's codes.
+# Added to the standard deviation before dividing by it: 1e-4 for groups, as in TRL; 1e-8 for batches, as in common PPO
+# implementations.
 GROUP_EPSILON = 1e-4
 BATCH_EPSILON = 1e-8
 
 
 def group_advantages(reward_PG: Tensor, scale: Literal["group", "none"]) -> Tensor:
-    """Return rewards minus the mean of their group; scaled, divided by its standard deviation (GRPO, Shao et al.,
-    2024).
+    """Return rewards minus the mean of their group (GRPO, Shao et al., 2024); 0 for answers without a reward.
 
-    The deviation has Bessel's correction. What is not scorable has the advantage 0.
+    Args:
+        scale: "group" also divides by the group's standard deviation, with Bessel's correction.
     """
     mean_P1 = reward_PG.nanmean(1, keepdim=True)
     centered_PG = reward_PG - mean_P1
@@ -32,7 +34,7 @@ def group_advantages(reward_PG: Tensor, scale: Literal["group", "none"]) -> Tens
 
 def leave_one_out_advantages(reward_PG: Tensor) -> Tensor:
     """Return rewards minus the mean of the others in their group (RLOO, Ahmadian et al., 2024)."""
-    # Whole numbers would be divided in fp32.
+    # Dividing two integer tensors would give fp32.
     count_P1 = reward_PG.isfinite().sum(1, keepdim=True).to(reward_PG.dtype)
     return group_advantages(reward_PG, "none") * (count_P1 / (count_P1 - 1).clamp_min(1))
 
@@ -43,8 +45,10 @@ def greedy_advantages(reward_PG: Tensor, greedy_P: Tensor) -> Tensor:
 
 
 def best_advantages(reward_PG: Tensor) -> Tensor:
-    """Return 1 for the best of each group, the first of equals, and 0 for the others and for groups without a
-    difference (RAFT, Dong et al., 2023)."""
+    """Return 1 for the best answer of each group (the first of a tie) and 0 for the others (RAFT, Dong et al., 2023).
+
+    A group whose rewards are all equal gets only zeros.
+    """
     comparable_PG = reward_PG.nan_to_num(-torch.inf)
     best_P1 = comparable_PG.argmax(1, keepdim=True)
     worst_P1 = reward_PG.nan_to_num(torch.inf).amin(1, keepdim=True)
@@ -53,7 +57,7 @@ def best_advantages(reward_PG: Tensor) -> Tensor:
 
 
 def returns_to_go(reward_RT: Tensor) -> Tensor:
-    """Return the sum of the rewards of a token and of those after it."""
+    """Return for each token the sum of its reward and of all later ones."""
     return generalized_advantages(reward_RT, torch.zeros_like(reward_RT), 1.0, 1.0)
 
 
@@ -63,7 +67,8 @@ def generalized_advantages(reward_RT: Tensor, value_RT: Tensor, discount: float,
     Args:
         reward_RT: of each token; 0 after the end of an answer.
         value_RT: expected return before each token; 0 after the end of an answer.
-        decay: λ; 0: temporal differences; 1: returns minus values.
+        discount: γ.
+        decay: λ; 0 gives temporal differences, 1 gives returns minus values.
     """
     advantage_RT = torch.zeros_like(reward_RT)
     following_R = torch.zeros_like(reward_RT[:, 0])
@@ -86,6 +91,8 @@ def whiten(advantage_RT: Tensor, mask_RT: Tensor) -> Tensor:
 
 
 def overlong_penalty(length_R: Tensor, max_tokens: int, interval: int) -> Tensor:
-    """Return what answers lose near the limit of tokens: from 0 to -1 over the interval before it (DAPO, Yu et al.,
-    2025, equation 13)."""
+    """Return the soft overlong penalty of each answer (DAPO, Yu et al., 2025, equation 13).
+
+    It falls linearly from 0 to -1 over the last `interval` tokens before `max_tokens`.
+    """
     return -((length_R - (max_tokens - interval)) / interval).clamp(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Warnings about runs that learn from rewards and go wrong."""
+"""Warnings about reinforcement learning runs that go wrong."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from statistics import fmean, stdev
 
 from jingu.runtime.log import log_warning
 
-# Nats a token: with 0.5, an answer of 100 tokens is e^50 times as likely as for the reference.
+# Nats per token. At 0.5, an answer of 100 tokens is e^50 times as likely as under the reference.
 _MAX_KL = 0.5
-# Entropy, as multiples of that of the first ten steps.
+# Bounds on the entropy, relative to its mean over the first ten steps.
 _MIN_ENTROPY, _MAX_ENTROPY = 0.1, 3.0
 
 
 class Alarms:
-    """Warns, once each, when a run goes where it should not."""
+    """Checks the metrics of each step and issues every warning at most once."""
 
     def __init__(self) -> None:
         self._history: list[dict[str, float]] = []
@@ -22,7 +22,11 @@ class Alarms:
         self._raised: set[str] = set()
 
     def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
-        """Look at the metrics of a step."""
+        """Check the metrics of a step.
+
+        Args:
+            audit_names: rewards that are measured but not trained on.
+        """
         self._history = [*self._history[-19:], metrics]
         if len(self._first_entropies) < 10:
             self._first_entropies.append(metrics["entropy"])
@@ -36,7 +40,7 @@ class Alarms:
             )
         if len(self._history) < 20:
             return
-        # The last ten steps against the ten before.
+        # Compare the last ten steps with the ten before them.
         for name in audit_names:
             change = self._change(f"rewards/{name}")
             if self._change("reward") > 0.0 and change < 0.0:
@@ -64,7 +68,7 @@ class Alarms:
             )
 
     def _check_kl(self, values: list[float]) -> None:
-        """Compare the KL divergence of the last ten steps with what it can be and should be."""
+        """Warn if the KL divergence of the last ten steps is large, or significantly negative."""
         mean = fmean(values)
         if mean > _MAX_KL:
             self._warn(

@@ -24,12 +24,12 @@ from jingu.training.batch_transforms import model_inputs
 class AnswerBatch(Batch):
     """Rows of answers with their prompts. Answer k of a row is its document k: chosen or desirable if k is even."""
 
-    # [B, K] log-probability of each answer under the reference model; 0 without one.
+    # [B, K] log-probability of each answer under the reference model; 0 if there is no reference model.
     reference: Tensor | None = None
 
     @property
     def num_answers(self) -> int:
-        """K: the most answers of a row."""
+        """K: the number of answers in the row that has most of them."""
         assert self.reference is not None
         return self.reference.shape[1]
 
@@ -57,7 +57,8 @@ class AnswerScorer:
     """Log-probabilities of answers under a model, in any layout.
 
     Attributes:
-        share: factor on a loss of answers, which every rank of `context` computes as a whole.
+        share: factor for a loss over answers: every rank of `context` computes the whole loss, and the training loop
+            sums it over them.
     """
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh, *, compile: bool) -> None:
@@ -65,14 +66,14 @@ class AnswerScorer:
         self.share = self._log_probs.share
 
     def compute(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> AnswerLogProbs:
-        """Return the log-probabilities of all answers [B, K]; called while the head's weight is gathered."""
+        """Return the log-probabilities of all answers [B, K]. Call it while the head's weight is gathered."""
         assert batch.reference is not None
         log_probs_BT, _ = self._log_probs(hidden_BCD, weight_VD, batch.labels)
         reference_BK = batch.reference.to(log_probs_BT.dtype)
         return AnswerLogProbs(batch.sum_by_answer(log_probs_BT), reference_BK, batch.answer_tokens)
 
     def score(self, model: ParallelModel, batch: AnswerBatch) -> AnswerLogProbs:
-        """Return the log-probabilities of all answers [B, K], on every rank that has the rows, without gradients."""
+        """Return the log-probabilities of all answers [B, K] on every rank that holds the rows, without gradients."""
         assert batch.reference is not None
         policy_BK: Tensor = model(
             model_inputs(batch), loss=lambda hidden, weight: self.compute(batch, hidden, weight).policy
@@ -84,7 +85,8 @@ class RewardHead:
     """Rewards of answers from the score head of a model, in any layout.
 
     Attributes:
-        share: factor on a loss of rewards, which every rank of `context` computes as a whole.
+        share: factor for a loss over rewards: every rank of `context` computes the whole loss, and the training loop
+            sums it over them.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -101,7 +103,7 @@ class RewardHead:
         wide = torch.promote_types(hidden_BCD.dtype, torch.float32)
         scores_BT = (hidden_BCD.to(wide) @ weight_1D.to(wide).t()).squeeze(-1)
         if scores_BT.requires_grad and self._tensor_ranks > 1:
-            # All ranks of `tensor` compute the same, and their gradients are summed.
+            # All ranks of `tensor` compute the same scores, and their gradients are summed.
             scores_BT.register_hook(lambda gradient: gradient / self._tensor_ranks)
         if self.share < 1.0:
             scores_BT = all_gather(scores_BT, 1, self._context_group)[:, : batch.tokens.shape[1]]

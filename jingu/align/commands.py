@@ -22,7 +22,7 @@ from jingu.training.commands import TASK_FACTORIES
 from jingu.tune.prepare import prepare as prepare_rows
 from jingu.tune.preview import preview as preview_rows
 
-# The rooms below know nothing of alignment: its tasks and rows are injected.
+# The packages below do not import jingu.align: its tasks and row kinds are passed to them here.
 TASKS = {
     **TASK_FACTORIES,
     **dict.fromkeys(("dpo", "simpo", "orpo", "cpo"), PREFERENCE_LEARNING),
@@ -38,8 +38,8 @@ train = partial(commands.train, task_factories=TASKS)
 def align(file: Path, first: str | None = None, processes: int | None = None) -> int:
     """Run the stages of a file one after another: train missing tokenizers, build data sets, and train.
 
-    Every stage is an ordinary run, on the ranks of a launcher if there is one. The same command resumes the one that
-    was stopped, and skips those that are complete.
+    Every stage is an ordinary run, on the ranks of a launcher if there is one. Running the command again skips complete
+    stages and resumes the one that was stopped.
 
     Args:
         first: name of the stage to begin with; None: the first one.
@@ -64,7 +64,7 @@ def align(file: Path, first: str | None = None, processes: int | None = None) ->
 
 
 def _prepare_stage(config: RunConfig) -> None:
-    """Make what a stage needs and is not there yet: its tokenizer, its data."""
+    """Train the stage's tokenizer and build its data sets if they do not exist yet."""
     print(f"align: stage {config.name}, task {config.task.type}", flush=True)
     if not Path(config.tokenizer.path).exists():
         train_tokenizer(config)
@@ -72,9 +72,9 @@ def _prepare_stage(config: RunConfig) -> None:
 
 
 def build_data(config: RunConfig) -> None:
-    """Build the data sets of a run, as its objective asks for, unless they are built already."""
+    """Build the data sets that a run's objective needs, unless they exist already."""
     if isinstance(config.task, RolloutSettings):
-        return  # its prompts are read as they are
+        return  # prompts are read directly from their file
     if isinstance(config.data.objective, SupervisedSettings):
         prepare_rows(config)
     elif isinstance(config.data.objective, PreferenceSettings):

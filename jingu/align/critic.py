@@ -1,4 +1,4 @@
-"""The critic of PPO, which predicts the reward that an answer will get from each of its tokens on.
+"""The critic (value model) of PPO: it predicts the return of an answer from each of its tokens on.
 
 Shapes: B rows, C tokens of a row on a context rank, D hidden size; R answers, A tokens of the longest one.
 """
@@ -36,7 +36,7 @@ from jingu.training.task import Evaluation, StatelessTask
 
 
 class SeparateCritic(StatelessTask):
-    """A critic with weights of its own, laid out like the trained model. It is a task of the step that trains it.
+    """A critic with weights of its own, sharded like the policy. It is itself a `Task`, for the step that trains it.
 
     Attributes:
         model: a model with a score head.
@@ -65,7 +65,7 @@ class SeparateCritic(StatelessTask):
         precision = choose_precision(config.precision, torch.device(mesh.device_type))
         self.model = materialize(spec, mesh, training_layout(config, compile=False), precision, config.seed)
         if stored is not None:
-            # A score head is new, unless the critic starts from a reward model.
+            # Only a reward model comes with a score head; otherwise it keeps its random initialization.
             has_head = stored.spec.score_head
             self.model.sharding.fill(self.model, stored.read, lambda name: has_head or name != "score.weight")
         self.optimizer = build_optimizer(config.optimizer.model_copy(update={"lr": self._lr}), self.model)
@@ -75,11 +75,11 @@ class SeparateCritic(StatelessTask):
         return {f"critic/{name}": block for name, block in checkpoint_tensors(self.model, self.optimizer).items()}
 
     def values(self, hidden_BCD: Tensor, weight_1D: Tensor, batch: PolicyBatch) -> Tensor:
-        """Return the predictions [R, A] before each token of the answers."""
+        """Return the predicted returns [R, A] before each token of the answers."""
         return batch.by_answer(self._head.scores(hidden_BCD, weight_1D, batch))
 
     def train(self, plan: BatchPlan, step: int) -> dict[str, Tensor | float]:
-        """Take an optimizer step with the rows of an update; return what it has measured, by name."""
+        """Take an optimizer step on the rows of an update; return its metrics by name."""
         config = self._config
         lr = learning_rate(config.schedule, self._lr, step // plan.updates, config.train.steps)
         set_learning_rate(self.optimizer, lr * plan.lr_scale)

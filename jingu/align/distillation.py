@@ -1,4 +1,4 @@
-"""Distillation from whole distributions: the divergence of a model from its teacher, over the vocabulary.
+"""Distillation from full distributions: the divergence of a student from its teacher, over the vocabulary.
 
 Shapes: B rows, C tokens of a row on a context rank, N = B · C, M tokens of a chunk, D hidden size, V vocab.
 """
@@ -34,14 +34,14 @@ def _log_softmax(logits_MV: Tensor, shard: VocabShard | None) -> Tensor:
 def generalized_jsd(
     student_MV: Tensor, teacher_MV: Tensor, beta: float, shard: VocabShard | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the generalized Jensen-Shannon divergence [M], and its gradient [M, V] by the student's logits.
+    """Return the generalized Jensen-Shannon divergence [M] and its gradient [M, V] w.r.t. the student's logits.
 
     With M = β · teacher + (1 - β) · student it is β · KL(teacher ‖ M) + (1 - β) · KL(student ‖ M); at β = 0 it is
     KL(teacher ‖ student), at β = 1 KL(student ‖ teacher) (Agarwal et al., 2024, equation 1).
     """
     student_MV, teacher_MV = (_log_softmax(logits_MV, shard) for logits_MV in (student_MV, teacher_MV))
     p_MV, q_MV = student_MV.exp(), teacher_MV.exp()
-    # The derivative by the student's log-probabilities, without what a shift of all logits cancels.
+    # Derivatives w.r.t. the student's log-probabilities, up to a constant per row, which the softmax cancels.
     if beta == 0.0:
         terms_MV = q_MV * (teacher_MV - student_MV)
         slope_MV = -q_MV
@@ -58,9 +58,10 @@ def generalized_jsd(
 
 
 class TeacherDivergence:
-    """The summed divergence of a model from its teacher over the tokens of a batch that have labels.
+    """The divergence of a model from its teacher, summed over the labeled tokens of a batch.
 
-    Both heads compute a chunk of logits at a time. A pipeline cannot: the teacher would run within one of its stages.
+    Both heads compute their logits chunk by chunk. This excludes pipeline parallelism, where the whole teacher would
+    have to run within the last stage.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class TeacherDivergence:
         self._temperature = temperature
 
     def __call__(self, inputs: Inputs, hidden_BCD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return this context rank's part of the sum, with gradients by hidden states and head of the model."""
+        """Return this context rank's part of the sum, differentiable w.r.t. hidden states and head of the model."""
         labels_BC = self._tokens.shard_context(labels_BT, fill=IGNORE_INDEX)
-        # In the place of a label, a token has its number, by which its chunk finds the teacher's states.
+        # Pass the index of each token in place of its label: the chunk function looks up the teacher's state by it.
         number_BC = torch.arange(labels_BC.numel(), device=labels_BC.device).view_as(labels_BC)
         number_BC = number_BC.where(labels_BC >= 0, IGNORE_INDEX)
         totals = []
 
         def head(teacher_BCD: Tensor, teacher_VD: Tensor) -> Tensor:
-            # While the heads of both models are gathered.
+            # The teacher calls this inside the model's own loss, so the weights of both heads are gathered here.
             chunk = partial(self._chunk, teacher_BCD.flatten(0, 1), teacher_VD)
             with torch.enable_grad():
                 totals.append(linear_cross_entropy(hidden_BCD, weight_VD, number_BC, chunk, self._vocab.most))

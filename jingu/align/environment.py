@@ -1,7 +1,7 @@
-"""Environments: answers of several turns. After each turn of the model, its tool calls are answered, or a class of the
-user's replies or ends it.
+"""Environments for multi-turn answers. After each turn of the model, tools answer its calls, or a class of the user
+replies or ends the answer.
 
-Ids are only ever appended: nothing that the model generated or read is tokenized a second time.
+Token ids are only ever appended: neither generated text nor replies are tokenized a second time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jingu.config.sections.policies import EnvironmentSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
-# What a turn of the model is answered with; a text after a prompt that is one.
+# The reply to a turn of the model: messages, or a text if the prompt is a text.
 Reply = tuple[Message, ...] | str
 _PLAIN_ANSWER = Message("assistant", "answer")
 
 
 class Environments:
-    """The environments of the answers of a step, each an object of the user's class, and their tools, in a process of
-    their own.
+    """The environments of a step's answers and their tools, in a process of their own.
 
-    Methods of the class are `begin(row)` with the columns of the prompt's row and the prompt, `step(answer)`, which
-    returns a text that the model reads or None for the end, and `score()`, which returns the reward of the answer.
+    Each environment is an object of the user's class, which has the methods `begin(row)`, with the prompt and the
+    columns of its row; `step(answer)`, which returns a text for the model to read, or None to end the answer; and
+    `score()`, which returns the reward of the answer.
 
     Attributes:
         tools: definitions of the tools.
@@ -52,29 +52,22 @@ class Environments:
         return self._settings.path is not None
 
     def begin(self, prompts: Mapping[int, Prompt]) -> None:
-        """Start an environment for each answer, in the place of those before."""
+        """Start an environment for each answer, replacing all earlier ones."""
         if self._settings.path is not None:
             rows = {key: {**prompt.columns, "prompt": prompt.text} for key, prompt in prompts.items()}
             self._call("begin", rows)
 
     def reply(self, turns: Mapping[int, str], prompts: Mapping[int, Prompt]) -> dict[int, tuple[Message, Reply] | None]:
-        """Return what follows the last turns of answers; None: the answer has ended.
+        """Return the reply to the last turn of each answer; None if the answer has ended.
 
-        It comes with the turn as the template takes it, in which only its tool calls matter.
+        With each reply comes the model's turn as the chat template takes it, reduced to its tool calls.
         """
         parsed = {key: self._parse_calls(text) for key, text in turns.items()}
         calls = {key: values for key, values in parsed.items() if values}
         results = self._call("call", {key: [vars(call) for call in calls[key]] for key in calls}) if calls else {}
         replies: dict[int, tuple[Message, Reply] | None] = dict.fromkeys(turns)
         for key, texts in results.items():
-            # Ids as Mistral's templates want them, of nine letters and digits.
-            ids = [f"call{number:05}" for number in range(len(texts))]
-            turn = Message("assistant", "", tuple(map(_template_call, calls[key], ids)))
-            pairs = zip(calls[key], ids, texts, strict=True)
-            replies[key] = (
-                turn,
-                tuple(Message("tool", text, name=call.name, tool_call_id=id_) for call, id_, text in pairs),
-            )
+            replies[key] = tool_messages(calls[key], texts)
         plain = {key: text for key, text in turns.items() if key not in calls}
         if self._settings.path is not None and plain:
             for key, text in self._call("step", plain).items():
@@ -83,7 +76,7 @@ class Environments:
         return replies
 
     def score(self, keys: list[int]) -> dict[int, float]:
-        """Return the rewards of answers."""
+        """Return the rewards of answers by key."""
         return self._call("score", dict.fromkeys(keys))
 
     def _parse_calls(self, turn: str) -> list[ToolCall]:
@@ -108,8 +101,8 @@ class Environments:
 
 
 def tool_messages(calls: Sequence[ToolCall], results: Sequence[str]) -> tuple[Message, tuple[Message, ...]]:
-    """Return the turn with tool calls, as far as the template needs it, and the messages with their results."""
-    # Ids as Mistral's templates want them, of nine letters and digits.
+    """Return a turn reduced to its tool calls, and the messages with their results."""
+    # Mistral's templates require ids of exactly nine letters and digits.
     ids = [f"call{number:05}" for number in range(len(calls))]
     turn = Message("assistant", "", tuple(map(_template_call, calls, ids)))
     parts = zip(calls, ids, results, strict=True)
@@ -131,18 +124,19 @@ def reply_text(reply: Reply) -> str:
 
 
 def encode_reply(turn: Message, reply: Reply, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids between a turn of the model, with the token that ends it, and its next turn.
+    """Return the ids between the end token of a turn of the model and the start of its next turn.
 
-    Messages are written as the template writes them after such a turn; after a prompt that is a text, a reply is text.
+    Messages are rendered by the chat template; a text reply, after a text prompt, is tokenized as it is.
 
     Raises:
-        JinguError: the template cannot write the messages there.
+        JinguError: the template cannot render the messages after a turn of the model.
     """
     if isinstance(reply, str):
         return tuple(tokenizer.encode(reply))
     chat_format = prompts.chat_format
     assert chat_format is not None and chat_format.eos_token_ids
-    # What the template writes after any answer: what follows its end token.
+    # Render a conversation with the turn and the reply, and take what follows the turn's end token. The start of the
+    # conversation may contain end tokens of its own.
     start = (Message("user", "question"),)
     end_id = chat_format.eos_token_ids[0]
     try:

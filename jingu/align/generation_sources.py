@@ -1,4 +1,4 @@
-"""What generates beside training: processes on this machine, or a server with OpenAI's protocol."""
+"""Sources of asynchronous rollouts: processes on this machine, or a server with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GenerationProcesses:
             what = f"a process did not generate the answers of a step within {timeout:g} seconds."
             raise JinguError(what, where=_WHERE, fix="Start more processes, or raise timeout.") from None
         if "error" in reply:
-            what = f"a process that generates failed: {reply['error']}."
+            what = f"a generation process failed: {reply['error']}."
             raise JinguError(what, where=_WHERE, fix="The run resumes from its checkpoint.")
         return reply
 
@@ -73,7 +73,7 @@ class GenerationProcesses:
 
 
 def _choose_devices(device: torch.device, count: int) -> list[str]:
-    """Return the devices of processes: GPUs that no rank of this machine uses, or that of the first rank."""
+    """Return the devices of processes: GPUs that no rank of this machine uses, else the GPU of the first rank."""
     if device.type == "cpu":
         return ["cpu"] * count
     own = device.index or 0
@@ -84,7 +84,7 @@ def _choose_devices(device: torch.device, count: int) -> list[str]:
 class GenerationServer:
     """A server that loads the run's adapter, under a new name after each step, and generates with it.
 
-    Ids of prompts and answers travel as numbers: no text is tokenized a second time.
+    Prompts and answers travel as token ids, so no text is tokenized a second time.
     """
 
     def __init__(self, run: Run, settings: GenerationServerSettings, generator: Generator) -> None:
@@ -92,7 +92,7 @@ class GenerationServer:
         self._generator = generator
         self._run = run
         self._client = JsonClient(_WHERE, settings.timeout, settings.retries, settings.api_key_file)
-        # The server may still have adapters of an earlier start of the run.
+        # A random part in the name: the server may still hold adapters of an earlier start of the run.
         self._prefix = f"{run.config.name}-{secrets.token_hex(3)}-step"
         self._adapter: tuple[str, Path] | None = None
         self._executor = ThreadPoolExecutor(settings.concurrency)
@@ -118,7 +118,7 @@ class GenerationServer:
         self._adapter = name, folder
 
     def _unload(self) -> None:
-        """Let the server forget the last adapter; if it fails, it only keeps it longer."""
+        """Unload the last adapter from the server. A failure is harmless: the server keeps the adapter for longer."""
         if self._adapter is not None:
             name, folder = self._adapter
             with suppress(JinguError):
@@ -150,7 +150,7 @@ class GenerationServer:
             "return_token_ids": True,
             "stop": prompts.stop,
             "stop_token_ids": prompts.eos_token_ids,
-            # Plain sampling, whatever the model recommends.
+            # Override the sampling parameters that the model's generation_config recommends.
             "temperature": 0.0 if greedy else 1.0,
             "top_p": 1.0,
             "top_k": -1,
@@ -177,7 +177,7 @@ class GenerationServer:
 
 
 def _write_adapter(run: Run, weights: str, folder: Path) -> None:
-    """Write the adapter of a file in peft's format."""
+    """Write the adapter in a safetensors file as a folder in peft's format."""
     path = run.config.initialize.from_
     assert path is not None
     tensors = load_file(weights)

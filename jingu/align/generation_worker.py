@@ -1,7 +1,7 @@
-"""A process that generates answers beside training: one JSON object a line.
+"""A process that generates answers during training. It reads and writes one JSON object per line.
 
-A line names a file of weights to load, or asks for a share of the answers of a step. The reply is {} or
-{"answers": [[PLACE, SAMPLE], ...]}; or {"error": "..."}.
+A request names a file of weights to load, or asks for a share of the answers of a step. The reply is {},
+{"answers": [[PLACE, SAMPLE], ...]} or {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GenerationWorker:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Load weights in the place of those before."""
+        """Load weights, after freeing the previous ones."""
         self._model = None
         self._weights.close()
         tensors = load_file(path, device=str(self._device))
@@ -70,7 +70,7 @@ class GenerationWorker:
 
     @torch.no_grad()
     def generate(self, step: int, share: tuple[int, int], greedy: bool) -> dict[str, Any]:
-        """Return a share of the answers of a step, or of the greedy ones."""
+        """Return a share of the answers of a step: sampled ones, or one greedy answer to each prompt."""
         assert self._model is not None
         prompts = self._generator.select(step)
         return {"answers": self._generator.generate_share(self._model, prompts, share, step, greedy=greedy)}
@@ -78,7 +78,7 @@ class GenerationWorker:
 
 def _serve(lines: SimpleQueue[str]) -> None:
     """Reply to requests until the process ends."""
-    # What a library prints must not get between the replies.
+    # Redirect standard output to standard error, so that nothing a library prints gets between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker: GenerationWorker | None = None
@@ -101,7 +101,7 @@ def _serve(lines: SimpleQueue[str]) -> None:
 
 
 def main() -> None:
-    """Serve requests until the standard input ends, which ends a generation, too."""
+    """Serve requests until standard input is closed, which also aborts a running generation."""
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_serve, args=(lines,), daemon=True).start()
     for line in sys.stdin:

@@ -15,7 +15,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import read_text
 
 T = TypeVar("T")
-# Answers with these codes may be others later; 4xx with other codes are not.
+# Client errors (4xx) that are worth a retry: request timeout, conflict, too early, too many requests.
 _TEMPORARY = (408, 409, 425, 429)
 
 
@@ -27,7 +27,7 @@ class JsonClient:
         where: the setting that names the server.
         timeout: seconds that a request may take.
         retries: further attempts after a failure.
-        api_key_file: file with the key that is sent as a bearer token; None: none.
+        api_key_file: file with the key to send as a bearer token; None sends no key.
     """
 
     where: str
@@ -43,10 +43,11 @@ class JsonClient:
         return headers
 
     def post(self, url: str, body: object, read: Callable[[bytes], T], what: str) -> T:
-        """Return what `read` finds in the reply to a request; try again after a failure.
+        """Send a request, with retries, and return the reply as parsed by `read`.
 
         Args:
-            what: that the server is asked for, for the error.
+            read: parses the reply; it raises ValueError, LookupError or TypeError for an invalid one.
+            what: the noun for the expected reply, in the error message.
 
         Raises:
             JinguError: no attempt succeeded.

@@ -33,8 +33,8 @@ from jingu.training.task import TaskFactory
 class KtoLearning(PreferenceLearning):
     """The task of learning from labeled answers. The loss is a mean over answers.
 
-    The divergence of policy and reference is estimated once a step, over the global batch: a mean over a micro-batch
-    would depend on the layout, and degenerates for one row.
+    The KL divergence of policy and reference is estimated once per step, over the global batch: a mean over a
+    micro-batch would depend on the layout, and would degenerate for a single row.
     """
 
     TERMS = ("loss", "accuracy", "kl", "margin")
@@ -54,7 +54,7 @@ class KtoLearning(PreferenceLearning):
         self._estimate_divergence(model, located)
 
     def _estimate_divergence(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
-        """Set the divergence to the mean log ratio of answers to other prompts, at least 0 (equation 7)."""
+        """Set the divergence to the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7)."""
         device = torch.device(self.mesh.device_type)
         sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
         with eval_mode(model), force_eager():
@@ -75,26 +75,26 @@ class KtoLearning(PreferenceLearning):
 
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
-        # Answers with odd numbers are undesirable.
+        # Answers with odd indices are undesirable.
         is_desirable_BK = torch.arange(batch.num_answers, device=hidden_BCD.device).remainder(2).eq(0)
         is_desirable_BK = is_desirable_BK.expand(answers.policy.shape)
         losses_BK = kto_losses(self.settings, answers, is_desirable_BK, self._divergence)
         with torch.no_grad():
             reward_BK = self.settings.beta * answers.log_ratio
             is_right_BK = exceeds_rounding(answers.log_ratio - self._divergence) == is_desirable_BK
-            # Of undesirable answers the reward counts as negative.
+            # The logged margin counts the reward of an undesirable answer as negative.
             signed_BK = reward_BK.where(is_desirable_BK, -reward_BK)
         terms = [losses_BK, is_right_BK, self._divergence.expand(losses_BK.shape), signed_BK]
         return torch.stack([term.to(losses_BK.dtype).where(answers.exists, 0.0).sum() for term in terms])
 
 
 def _check_kto_run(run: Run) -> None:
-    """Raise JinguError for a run that does not fit: mismatched answers need sequences of one answer."""
+    """Raise JinguError for a run that does not fit KTO, which needs one answer per sequence to mismatch them."""
     check_run(run)
     objective = run.config.data.objective
     if isinstance(objective, PreferenceSettings) and objective.packing == "packed":
         raise JinguError(
-            "the task kto takes one answer a sequence.", where="data.objective.packing", fix="Set it to padded."
+            "the task kto takes one answer per sequence.", where="data.objective.packing", fix="Set it to padded."
         )
 
 

@@ -1,4 +1,4 @@
-"""Batches of answers to train on. The answers to a prompt share it: all stand in one row, after a single copy of it.
+"""Batches of answers to train on. Prompts are shared: all answers to a prompt follow a single copy of it in one row.
 
 Shapes: R answers, A tokens of the longest one, B rows, T tokens of a row.
 """
@@ -16,25 +16,27 @@ from jingu.align.rollouts import Sample
 from jingu.config.sections.policies import PolicySettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 
-# Values of an answer's tokens; None: not known.
+# One value for each token of an answer; None if they are unknown.
 Column = Sequence[float] | None
-# Rows are padded to a multiple of so many tokens, with which products do not depend on the number of tokens.
+# Rows are padded to a multiple of this many tokens, so that the result of a matmul for one token does not depend on
+# the number of tokens.
 _LENGTH_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class PolicyBatch(Batch):
-    """Answers, with what the loss needs of each of their tokens: [R, A], and 0 after the end of an answer.
+    """Answers, with the values [R, A] that the loss needs for each token; 0 after the end of an answer.
+
+    Only the model's own tokens count as tokens of an answer here, not the replies of an environment.
 
     Attributes:
-        places: [R, A] where a token is predicted, in the flattened rows; -1 after the end of an answer. Replies of an
-            environment are no tokens of an answer here.
-        advantages: of the tokens.
-        sampled: log-probabilities in generation.
-        old: log-probabilities before the first update of the step; None: those of this forward pass.
-        reference: log-probabilities of the reference model; None: not needed.
-        values: predictions of the critic in generation; None: there is no critic.
-        returns: what it should have predicted; NaN: not known.
+        places: [R, A] index in the flattened rows of the position that predicts a token; -1 after the end of an answer.
+        advantages: advantage of each token.
+        sampled: log-probabilities during generation.
+        old: log-probabilities before the first update of the step; None: use those of this forward pass.
+        reference: log-probabilities under the reference model; None if there is none.
+        values: predictions of the critic before the first update of the step; None if there is no critic.
+        returns: targets of the critic; NaN where unknown.
     """
 
     places: Tensor | None = None
@@ -47,18 +49,18 @@ class PolicyBatch(Batch):
 
     @property
     def mask(self) -> Tensor:
-        """[R, A] whether an answer has so many tokens."""
+        """[R, A] whether there is a token, as opposed to padding after the end of an answer."""
         assert self.places is not None
         return self.places >= 0
 
     def by_answer(self, values_BT: Tensor) -> Tensor:
-        """Return the values [R, A] of the answers' tokens, of those of all tokens of the rows."""
+        """Select the values [R, A] of the answers' tokens from the values of all positions; 0 for padding."""
         assert self.places is not None
         return values_BT.flatten()[self.places.clamp_min(0)].where(self.mask, 0.0)
 
 
 def row_length(samples: Iterable[Sample]) -> int:
-    """Return how many tokens the row of these answers has, in which neighbors with equal prompts share it."""
+    """Return the tokens of a row with these answers, in which neighbors with equal prompts share one copy of it."""
     total, prompt_ids = 0, None
     for sample in samples:
         if sample.prompt_ids != prompt_ids:
@@ -71,13 +73,16 @@ def row_length(samples: Iterable[Sample]) -> int:
 def make_policy_batch(
     samples: Sequence[Sample], columns: Mapping[str, Sequence[Column]], length: int, *, shares_prompts: bool
 ) -> PolicyBatch:
-    """Return answers as one row, in which neighbors with equal prompts share it; or each in a row of its own.
+    """Return a batch of answers.
 
     Args:
         columns: fields of `PolicyBatch`, each with the values of all answers.
-        length: the least tokens of a row; rows are padded at the end.
+        length: minimum tokens of a row; rows are padded at the end.
+        shares_prompts: put all answers into one row, where neighbors with equal prompts share one copy of it;
+            otherwise each answer has a row of its own.
     """
-    # 1. Tokens, and where each answer is predicted: from the last token of its prompt on, which it has to itself.
+    # 1. Tokens, and the position that predicts each answer's first token: the last token of its prompt, of which every
+    # answer has its own copy.
     pieces: list[_Piece] = []
     starts: list[int] = []
     length += -length % _LENGTH_MULTIPLE
@@ -99,7 +104,7 @@ def make_policy_batch(
         documents_N[place] = number
         parents_N[place] = piece.parent
 
-    # 2. Labels, and the columns.
+    # 2. Labels, and the columns as padded matrices.
     shape = len(samples), max(len(sample.logprobs) for sample in samples)
     places_RA = torch.full(shape, -1)
     labels_N = torch.full_like(tokens_N, IGNORE_INDEX)
@@ -121,11 +126,11 @@ def make_policy_batch(
 def longest_batch(
     settings: PolicySettings, sequence_length: int, count: int, *, shares_prompts: bool = True
 ) -> PolicyBatch:
-    """Return the longest batch of so many answers that there can be, of zeros."""
+    """Return a batch of `count` answers of zeros, of the maximum length, to measure its memory or compile for it."""
     num_new = min(settings.max_new_tokens, sequence_length)
     num_prompt = sequence_length + 1 - num_new
     zeros = (0.0,) * num_new
-    # Neighboring prompts differ.
+    # Groups must have different prompts, or they would share one copy.
     prompts = [(index // settings.answers_per_prompt % 2,) * num_prompt for index in range(count)]
     samples = [Sample("", 0, 0, prompt, (0,) * num_new, zeros, "", "") for prompt in prompts]
     columns = dict.fromkeys(("advantages", "sampled", "reference", "values", "returns"), [zeros] * count)
@@ -135,7 +140,13 @@ def longest_batch(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Ids at a place of the flattened rows, their first position, and the number of the piece that they continue."""
+    """A run of token ids in the flattened rows.
+
+    Attributes:
+        start: index of the first id in the flattened rows.
+        position: position (for the position embedding) of the first id.
+        parent: index of the piece that this one continues and attends to; -1 for none.
+    """
 
     start: int
     ids: Sequence[int]
@@ -144,7 +155,8 @@ class _Piece:
 
 
 def _share_prompts(samples: Sequence[Sample]) -> tuple[list[_Piece], list[int]]:
-    """Return prompts and answers as pieces of one row, and where each answer starts: with its prompt's last token."""
+    """Return prompts and answers as pieces of one row, and the start of each answer: its copy of the prompt's last
+    token."""
     pieces: list[_Piece] = []
     starts: list[int] = []
     start, parent = 0, 0

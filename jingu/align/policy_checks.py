@@ -1,4 +1,4 @@
-"""Checks of a run that learns from rewards, before a model is built."""
+"""Checks of a reinforcement learning or distillation run, before a model is built."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def load_run_prompts(run: Run, environments: Environments | None) -> PromptSet:
     """Return the prompts of a run that learns from rewards.
 
     Args:
-        environments: whose tools the prompts describe.
+        environments: the environments whose tools the prompts describe.
 
     Raises:
-        JinguError: there are none, or some do not fit.
+        JinguError: there are no prompts, or a prompt does not fit.
     """
     settings = run.config.task
     assert isinstance(settings, PolicySettings)
@@ -52,10 +52,10 @@ def check_policy_run(run: Run) -> None:
     expected = settings.rows_per_update
     refuse(rows != expected, "batch.global_batch_size", rows, f"left out, or {expected}, which follows from the task")
     if isinstance(run.spec.adapter, Lora) and run.spec.adapter.dropout > 0:
-        what = "with dropout, training and generation would have other probabilities."
+        what = "with dropout, training would compute other probabilities than generation."
         raise JinguError(what, where="tune.dropout", fix="Set it to 0.")
     if run.config.train.neftune_alpha:
-        what = "with noise, training and generation would have other probabilities."
+        what = "with noise, training would compute other probabilities than generation."
         raise JinguError(what, where="train.neftune_alpha", fix="Set it to 0.")
     if run.spec.num_encoder_layers is not None or any(run.spec.prompts):
         what = "learning from rewards supports only decoders without virtual tokens."
@@ -78,7 +78,7 @@ def check_policy_run(run: Run) -> None:
             what = "the template has no token that ends an answer, after which an environment could reply."
             raise JinguError(what, where="task.template", fix="Choose another one, such as chatml.")
         if environments.tools:
-            # Whether the template has a place for results.
+            # Fail now if the template cannot render the result of a tool.
             call = ToolCall(environments.tools[0]["function"]["name"], "{}")
             encode_reply(*tool_messages([call], ["result"]), prompt_set, run.tokenizer)
     has_score = environments is not None and environments.has_score
@@ -98,7 +98,8 @@ def can_share_prompts(run: Run) -> bool:
     settings = run.config.task
     assert isinstance(settings, PolicySettings)
     experts = run.spec.feed_forward
-    # Exact training computes row by row; and these routers depend on what else is in a row.
+    # Exact training computes row by row. With a capacity or a balancing router, the routing of a token depends on the
+    # other tokens of its row.
     depends_on_row = isinstance(experts, Experts) and (
         experts.capacity_factor is not None or isinstance(experts.router, BalancedRouter)
     )
@@ -106,20 +107,20 @@ def can_share_prompts(run: Run) -> bool:
 
 
 def _check_asynchronous(run: Run, settings: PolicySettings) -> None:
-    """Raise JinguError for what cannot be generated beside training."""
+    """Raise JinguError for settings that asynchronous generation does not support."""
     source = settings.generation_source
     if source is None:
         return
     is_server = isinstance(source, GenerationServerSettings)
     staleness = "task.asynchronous.staleness"
     if source.staleness and settings.importance_cap is None:
-        what = f"answers of weights that are {pluralize(source.staleness, 'step')} old need a correction."
+        what = f"answers by weights that are {pluralize(source.staleness, 'step')} old need importance sampling."
         raise JinguError(what, where=staleness, fix="Set task.importance_cap=2.")
     if settings.exact and (source.staleness or is_server):
-        what = "other weights, or another program, do not compute the same log-probabilities."
+        what = "older weights, or another program, do not compute the same log-probabilities."
         raise JinguError(what, where="task.exact", fix=f"Set it to false, or {staleness}=0 with processes.")
     if isinstance(settings, GrpoSettings) and settings.max_resampling:
-        what = "prompts are replaced by their rewards, which come only after generation."
+        what = "resampling depends on the rewards, which are computed only after all answers of a step."
         raise JinguError(what, where="task.max_resampling", fix="Set it to 0, or leave out task.asynchronous.")
     if not is_server:
         return
@@ -129,7 +130,7 @@ def _check_asynchronous(run: Run, settings: PolicySettings) -> None:
         fix = "Set tune.type=lora and initialize.from, or task.asynchronous.type=processes."
         raise JinguError(what, where=where, fix=fix)
     if settings.environment is not None:
-        what = "an environment replies to answers of processes, not of a server."
+        what = "environments work with generation processes, not with a server."
         raise JinguError(what, where=where, fix="Set it to processes.")
     if settings.temperature != 1.0:
         what = "a server returns log-probabilities before temperature."

@@ -1,6 +1,6 @@
-"""Learning from rewards: PPO, GRPO and its family, as a task of the training loop.
+"""Reinforcement learning (PPO, GRPO and its family) and on-policy distillation, as a task of the training loop.
 
-A step generates answers to prompts, scores them, turns the rewards into advantages, and takes one update or several.
+A step generates answers to prompts, scores them, turns the rewards into advantages, and takes one or more updates.
 
 Shapes: P prompts, G answers to each, R answers of a step or of a batch, A tokens of the longest of these;
 B rows of a batch, T tokens of a row.
@@ -77,12 +77,12 @@ from jingu.watch.activity import Activity
 
 # Computes values [R, A] of the tokens of answers from hidden states and the weight of the head.
 TokenHead = Callable[[Tensor, Tensor, PolicyBatch], Tensor]
-# Lengths of rows, where compiled code or the schedule of a pipeline is for one length.
+# Number of different row lengths where each length costs a compilation or a pipeline schedule.
 _MAX_LENGTHS = 8
 
 
 class PolicyLearning:
-    """The task of learning from rewards of the model's own answers.
+    """The task of learning from the rewards of the model's own answers, or from a teacher's judgment of them.
 
     Args:
         compile: whether to compile the loss.
@@ -98,7 +98,7 @@ class PolicyLearning:
         prompts = load_run_prompts(run, environments)
         self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
-        # The first rank scores for all.
+        # Only the first rank scores answers, and sends the rewards to the others.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
         self._asynchronous: AsynchronousRollouts | None = None
         if settings.generation_source is not None:
@@ -107,7 +107,7 @@ class PolicyLearning:
         if settings.exact:
             sharing = [axis for axis in ("pipeline", "context", "tensor") if mesh[axis].size() > 1]
             if sharing:
-                what = f"ranks of {join_words(sharing, 'and')} compute with parts of the operands of generation."
+                what = f"with {join_words(sharing, 'and')} parallelism, training splits matmuls, unlike generation."
                 raise JinguError(what, where="task.exact", fix="Divide the model by parallel.zero_stage alone.")
             self._row_attention = RowAttention(run.spec, torch.device(mesh.device_type))
         self._shares_prompts = can_share_prompts(run)
@@ -119,7 +119,7 @@ class PolicyLearning:
             self._reference, self._fingerprint = _load_reference(run, mesh, settings.teacher, "task.teacher")
             if settings.beta is not None:
                 if mesh["pipeline"].size() > 1:
-                    what = "the teacher's distributions do not travel through a pipeline."
+                    what = "pipeline parallelism does not support distillation from the teacher's full distribution."
                     raise JinguError(what, where="task.beta", fix="Set it to null, or parallel.pipeline=1.")
                 self._divergence = TeacherDivergence(
                     self._reference, mesh, run.spec.vocab_size, settings.beta, settings.temperature
@@ -134,7 +134,7 @@ class PolicyLearning:
                 self._value_head = RewardHead(mesh)
             else:
                 self._critic = SeparateCritic(run, mesh, settings, self.batch)
-        # Of the step:
+        # State of the current step. Dictionaries have one value per token, by the index of the answer.
         self._samples: list[Sample] = []
         self._old: dict[int, list[float]] = {}
         self._reference_logprobs: dict[int, list[float]] = {}
@@ -146,8 +146,8 @@ class PolicyLearning:
         self._staleness = 0
         self._metrics: dict[str, float] = {}
         self._explained = math.nan
-        # tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|, Σ importance weights before the cap;
-        # and the largest mismatch and weight
+        # Tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|, Σ importance weights after the cap;
+        # and the largest mismatch and uncapped weight.
         self._sums = torch.zeros(6, dtype=torch.float64, device=mesh.device_type)
         self._largest = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
         self._alarms = Alarms()
@@ -181,11 +181,11 @@ class PolicyLearning:
         samples = rollout.samples
         self._staleness = number - rollout.weights_step
 
-        # 2. Log-probabilities that training needs of all its rows, by this model and by the reference; predictions.
+        # 2. Log-probabilities under this model and the reference, and the critic's predictions, before any update.
         self._samples = samples
         self._old, self._reference_logprobs, self._values, self._returns = {}, {}, {}, {}
         model.activity.enter("log-probs")
-        # What is compared with the reference are probabilities by the weights of now.
+        # With stale rollouts, the KL divergence compares the reference with the current weights, not the sampler's.
         needs_old = plan.updates > 1 or (self._staleness > 0 and self._reference is not None)
         self._old = self._score(model, plan, self._log_probs_head) if needs_old else {}
         if self._reference is not None:
@@ -207,7 +207,7 @@ class PolicyLearning:
             self._alarms.check(self._observations(), self._rewards.audit_names if self._rewards else [])
 
     def _generate(self, model: ParallelModel, number: int) -> tuple[Rollout, int]:
-        """Return the rollout of a step by the model as it is now, and how many groups were replaced."""
+        """Generate the rollout of a step with the current weights; return it and the number of resampled groups."""
         settings = self.settings
         with self._generator.model_of(model) as generating:
             samples = self._rollout(generating, self._generator.select(number), number)
@@ -225,13 +225,17 @@ class PolicyLearning:
         """Return scored answers to prompts, on every rank.
 
         Args:
-            arguments: step and resampling, as of `Generator.generate`.
+            arguments: the step, and optionally the resampling attempt, of `Generator.generate`.
         """
         samples = self._generator.generate(model, prompts, *arguments, greedy=greedy)
         return add_rewards(samples, self._generator.prompts.prompts, self._rewards)
 
     def _resample(self, model: InferenceModel, samples: list[Sample], step: int) -> tuple[list[Sample], int]:
-        """Replace groups of answers with equal rewards by those to other prompts. Return how many were replaced."""
+        """Replace groups whose rewards are all equal by answers to other prompts (dynamic sampling, Yu et al., 2025).
+
+        Returns:
+            All samples, and the number of replaced groups.
+        """
         settings = self.settings
         groups = split_groups(samples, settings.answers_per_prompt)
         num_resampled = 0
@@ -250,7 +254,10 @@ class PolicyLearning:
         return [sample for group in groups for sample in group], num_resampled
 
     def _score(self, model: ParallelModel, plan: BatchPlan, compute: TokenHead) -> dict[int, list[float]]:
-        """Return what `compute` gives for the answers' tokens by a model, by row. Each rank computes its rows."""
+        """Run a model over all answers of the step without gradients; return the values of `compute` by answer.
+
+        Each data rank computes its own rows, and all ranks get all values.
+        """
         mesh = model.sharding.mesh
         size = self._run.config.batch.global_batch_size
         starts = [
@@ -270,7 +277,7 @@ class PolicyLearning:
 
                 inputs = model_inputs(on_device) if model.spec.score_head else self._inputs(on_device)
                 values.append(model(inputs, loss=head).flatten())
-        # The host waits for the device once, for all answers.
+        # Copy to the host once for all answers: every copy waits for the device.
         on_host = torch.cat(values).cpu().split([len(value_N) for value_N in values])
         own: dict[int, list[float]] = {}
         for start, batch, value_N in zip(starts, batches, on_host, strict=True):
@@ -282,17 +289,21 @@ class PolicyLearning:
         return merged
 
     def _logprobs(self, index: int) -> Sequence[float]:
-        """Return the log-probabilities of an answer by the weights at the beginning of the step."""
+        """Return the log-probabilities of an answer under the weights at the beginning of the step."""
         return self._old[index] if self._staleness else self._samples[index].logprobs
 
     def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> Tensor:
         return self._compute_log_probs(hidden_BTD, weight_VD, batch)[0]
 
     def _shared_values(self, model: Any) -> TokenHead:
-        """Return what computes the predictions of a critic on the states of the model, or of a stage of it."""
+        """Return the function that computes the predictions of a critic that shares the model's hidden states.
+
+        Args:
+            model: the model, or one stage of it.
+        """
 
         def values(hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> Tensor:
-            # The head is in the last stage, which calls this.
+            # The score head is in the last stage, which is the one that calls this.
             score = model.stages[-1].score
             assert self._value_head is not None and score is not None
             return batch.by_answer(self._value_head.scores(hidden_BTD, score.weight, batch))
@@ -303,7 +314,7 @@ class PolicyLearning:
         """Return the samples with rewards after shaping and with the advantage of each token."""
         settings = self.settings
         if not isinstance(settings, RewardedSettings):
-            # A teacher judges each token.
+            # Distillation: the advantage of a token is its log-probability under the teacher minus that of the student.
             return [
                 replace(
                     sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], self._logprobs(index)))
@@ -313,17 +324,17 @@ class PolicyLearning:
         lengths_R = torch.tensor([len(sample.logprobs) for sample in samples])
         reward_R = rewards_of(samples)
         if settings.overlong_tokens:
-            # The limit counts replies, too.
+            # The token limit includes the replies of an environment.
             whole_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
             reward_R += overlong_penalty(whole_R, settings.max_new_tokens, settings.overlong_tokens)
-        # What KL takes from the reward of each token.
+        # KL penalty on the reward of each token (k1 estimator).
         penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
         if settings.penalty is not None and settings.penalty.estimator == "k1":
             for index in range(len(samples)):
                 both_2T = torch.tensor([self._logprobs(index), self._reference_logprobs[index]], dtype=torch.float64)
                 penalty_RT[index, : both_2T.shape[1]] = settings.penalty.beta * (both_2T[0] - both_2T[1])
         mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
-        # Per token: the reward comes with the last one.
+        # The reward of the whole answer is given at its last token.
         token_reward_RT = -penalty_RT
         token_reward_RT[torch.arange(len(samples)), lengths_R - 1] += reward_R
         scorable_RT = mask_RT & reward_R.isfinite()[:, None]
@@ -354,14 +365,14 @@ class PolicyLearning:
         ]
 
     def _critic_advantages(self, settings: PpoSettings, reward_RT: Tensor, scorable_RT: Tensor) -> Tensor:
-        """Return the advantages of tokens by the critic's predictions, and note what it should have predicted."""
+        """Return GAE advantages of tokens from the critic's predictions, and store the critic's targets."""
         value_RT = torch.zeros_like(reward_RT)
         for index, values in self._values.items():
             value_RT[index, : len(values)] = torch.tensor(values, dtype=torch.float64)
         advantage_RT = generalized_advantages(reward_RT, value_RT, settings.discount, settings.gae_lambda)
         return_RT = (advantage_RT + value_RT).where(scorable_RT, math.nan)
         self._returns = {index: return_RT[index, : len(values)].tolist() for index, values in self._values.items()}
-        # The share of the variance that the predictions explain.
+        # Explained variance of the critic's predictions.
         returns_N, values_N = return_RT[scorable_RT], value_RT[scorable_RT]
         rest = (returns_N - values_N).var() / returns_N.var() if len(returns_N) > 1 else torch.tensor(math.nan)
         self._explained = float(1.0 - rest)
@@ -404,7 +415,7 @@ class PolicyLearning:
             return max(row_length([sample]) for sample in samples)
         if not self._has_few_lengths:
             return row_length(samples[answers])
-        # All batches have as many tokens, one of a few numbers.
+        # All batches of a step get the same length, rounded up to one of _MAX_LENGTHS values.
         sequence_length = self._run.config.batch.sequence_length
         unit = -(-longest_batch(self.settings, sequence_length, count).tokens.shape[1] // _MAX_LENGTHS)
         longest = max(row_length(samples[first : first + count]) for first in range(0, len(samples), count))
@@ -426,7 +437,8 @@ class PolicyLearning:
 
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
             logprob_RA, entropy_RA = self._compute_log_probs(hidden_BTD, weight_VD, batch)
-            # The first update of a step has a ratio of 1 by its own forward pass, whatever kernels others use.
+            # In the first update the policy has not changed yet: take the old log-probabilities from this very forward
+            # pass, so that the ratio is exactly 1 even if other kernels computed the stored ones.
             is_first = self._is_first_update
             rows = replace(batch, old=logprob_RA.detach()) if is_first or batch.old is None else batch
             loss, clipped_RA = batch_loss(rows, logprob_RA, self.settings)
@@ -446,26 +458,25 @@ class PolicyLearning:
         return total
 
     def _inputs(self, batch: Batch) -> Inputs:
-        """Return what the model takes of a batch."""
+        """Return the model inputs of a batch."""
         inputs = model_inputs(batch)
         if self._row_attention is None:
             return inputs
-        # Padding may reach beyond the positions that were learned.
+        # Padding may exceed the number of learned position embeddings.
         positions_T = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         positions_T = positions_T.clamp_max(self._run.spec.max_position_embeddings - 1)
         return replace(inputs, positions=positions_T.expand_as(batch.tokens), cache=self._row_attention)
 
     def _compute_log_probs(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [R, A]; 0 after the end of an answer."""
-        # With row attention of all tokens: their number is a multiple of what kernels want.
+        # Row attention needs all tokens, also unlabeled ones: their number is a multiple that the kernels require.
         labels_BT = batch.labels if self._row_attention is None else batch.labels.clamp_min(0)
         logprob_BT, entropy_BT = self._log_probs(hidden_BTD, weight_VD, labels_BT, self.settings.temperature)
         return batch.by_answer(logprob_BT), batch.by_answer(entropy_BT)
 
     @torch.no_grad()
     def _record(self, mask_RA: Tensor, entropy_RA: Tensor, clipped_RA: Tensor, mismatch_RA: Tensor) -> None:
-        """Add what the metrics of the step are made of."""
-        # Importance weights, as they are before the cap.
+        """Accumulate the sums and maxima for the metrics of the step."""
         weight_RA = mismatch_RA.exp().where(mask_RA & self._is_first_update, 0.0)
         cap = self.settings.importance_cap or math.inf
         sums = (entropy_RA, clipped_RA, mask_RA & self._is_first_update, mismatch_RA.abs(), weight_RA.clamp_max(cap))
@@ -482,12 +493,13 @@ class PolicyLearning:
             self._asynchronous.load_state(state)
 
     def tensors(self) -> dict[str, TensorBlock]:
-        """Return those of a critic with weights of its own."""
+        """Return the checkpoint tensors of a separate critic."""
         return {} if self._critic is None else self._critic.tensors()
 
     def end_step(self) -> dict[str, Tensor | float]:
-        """Train the critic with the rows of the update; return the metrics of the step so far. The host waits for the
-        device in the first update of a step only.
+        """Train a separate critic on the rows of the update, and return the metrics of the step so far.
+
+        The host waits for the device only in the first update of a step.
 
         Raises:
             JinguError: generation and training disagree by more than `task.max_mismatch`.
@@ -498,7 +510,7 @@ class PolicyLearning:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         tokens, entropy, clipped, first, mismatch, importance = sums
         bound = 0.0 if self.settings.exact else self.settings.max_mismatch
-        # Later updates add nothing to the mismatch. Older weights have other log-probabilities.
+        # Only the first update measures the mismatch. With stale rollouts a difference is expected.
         if self._is_first_update and self._staleness == 0 and not float(largest[0]) <= bound:
             raise JinguError(
                 f"the log-probabilities of a token in generation and in training differ by {largest[0]:.3g}, more "
@@ -509,7 +521,8 @@ class PolicyLearning:
             )
         critic: dict[str, Tensor | float] = {}
         if self._critic is not None and self._update is not None:
-            # Now, since no checkpoint is being copied after a step.
+            # A checkpoint may be copied during the next step, but the policy's optimizer step has waited for the copy:
+            # from here on the critic's weights may change, too.
             self._activity.enter("critic")
             critic = self._critic.train(*self._update)
         weights = {"importance_mean": importance / first.clamp_min(1.0), "importance_max": largest[1]}
@@ -524,12 +537,12 @@ class PolicyLearning:
         }
 
     def _observations(self) -> dict[str, float]:
-        """Return the metrics of the rollout by which alarms judge."""
+        """Return the metrics of the rollout for the alarms."""
         observations = dict(self._metrics)
-        # A teacher's divergence is the loss, which begins high.
+        # In distillation, the KL divergence is the loss itself, and starts high.
         if self.settings.penalty is None:
             observations.pop("kl", None)
-        # An estimate that needs no forward pass: the mean of -log π over what was sampled from π.
+        # The mean of -log π over tokens sampled from π estimates the entropy without a forward pass.
         observations["entropy"] = -fmean(value for sample in self._samples for value in sample.logprobs)
         return observations
 
@@ -569,16 +582,16 @@ class PolicyLearning:
         return metrics
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
-        """Let the model continue the sample prompts."""
+        """Generate answers to the sample prompts; there is no validation loss."""
         return Evaluation({}, generate_samples(self._run, model))
 
 
 def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> tuple[ParallelModel, str]:
-    """Return the reference model or the teacher, laid out as the trained one, and its fingerprint.
+    """Return the reference model or the teacher, sharded like the policy, and its fingerprint.
 
     Args:
-        path: the model; None: the model that the run starts from.
-        where: the setting that names it.
+        path: the model; None takes the model that the run starts from.
+        where: the setting that names it, for errors.
     """
     path = path or run.config.initialize.from_
     if path is None:

@@ -13,10 +13,10 @@ from jingu.config.sections.policies import PolicySettings
 
 
 def batch_loss(batch: PolicyBatch, logprob_RA: Tensor, settings: PolicySettings) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a batch, to be divided by the sum of `loss_denominator`; and which tokens are clipped.
+    """Return the summed loss of a batch, to divide by the sum of `loss_denominator`, and which tokens are clipped.
 
     Args:
-        logprob_RA: of the sampled tokens by the model in training, at the temperature of sampling.
+        logprob_RA: log-probabilities of the sampled tokens under the current model, at the sampling temperature.
     """
     dtype = logprob_RA.dtype
     mask_RA = batch.mask
@@ -37,11 +37,11 @@ def batch_loss(batch: PolicyBatch, logprob_RA: Tensor, settings: PolicySettings)
 def value_loss(batch: PolicyBatch, value_RA: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Return the loss of a critic summed over tokens, and the number of tokens whose prediction is clipped.
 
-    The loss is max((V - R)², (V_clipped - R)²) / 2 with V_clipped within `clip` of the prediction in generation
-    (Schulman et al., 2017, in their code).
+    The loss is max((V - R)², (V_clipped - R)²) / 2, with V_clipped within `clip` of the prediction before the first
+    update (Schulman et al., 2017, in their code).
 
     Args:
-        value_RA: predictions of the critic in training.
+        value_RA: predictions of the current critic.
     """
     assert batch.values is not None and batch.returns is not None
     mask_RA = batch.mask & batch.returns.isfinite()
@@ -56,7 +56,8 @@ def value_loss(batch: PolicyBatch, value_RA: Tensor, clip: float | None) -> tupl
 
 
 def loss_denominator(batch: PolicyBatch, settings: PolicySettings) -> float:
-    """Return what the summed loss is divided by: answers, tokens, or the longest answers that there could be."""
+    """Return the divisor of the summed loss: the number of answers (grpo), of answers times the maximum tokens of one
+    (dr_grpo), or of tokens."""
     if settings.loss == "grpo":
         return float(len(batch.mask))
     if settings.loss == "dr_grpo":
@@ -65,7 +66,7 @@ def loss_denominator(batch: PolicyBatch, settings: PolicySettings) -> float:
 
 
 def sequence_ratios(log_ratio_RA: Tensor, mask_RA: Tensor) -> Tensor:
-    """Return the mean of the log-ratios over each answer, for each of its tokens (GSPO, Zheng et al., 2025)."""
+    """Return for each token the mean log-ratio of its answer (GSPO, Zheng et al., 2025)."""
     mean_R1 = (log_ratio_RA * mask_RA).sum(1, keepdim=True) / mask_RA.sum(1, keepdim=True).clamp_min(1)
     return mean_R1.expand_as(log_ratio_RA)
 
@@ -73,13 +74,13 @@ def sequence_ratios(log_ratio_RA: Tensor, mask_RA: Tensor) -> Tensor:
 def surrogate_loss(
     logprob_RA: Tensor, old_logprob_RA: Tensor, advantage_RA: Tensor, mask_RA: Tensor, settings: PolicySettings
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, without KL and normalization; and whether clipping ended its gradient.
+    """Return the loss of each token, without KL and normalization, and whether clipping removes its gradient.
 
     Args:
-        old_logprob_RA: the same before the first update of the step; equal values are a ratio of 1.
-        mask_RA: tokens of answers.
+        old_logprob_RA: log-probabilities before the first update of the step; equal values give a ratio of 1.
+        mask_RA: whether a token belongs to an answer.
     """
-    # Differences where nothing is trained are cut off first: exp would make them infinite, and 0 · ∞ is NaN.
+    # Mask before exp, not after it: an infinite ratio at a masked position would make its gradient 0 · ∞ = NaN.
     log_ratio_RA = (logprob_RA - old_logprob_RA).where(mask_RA, 0.0)
     if settings.ratio == "sequence":
         log_ratio_RA = sequence_ratios(log_ratio_RA, mask_RA)
@@ -94,7 +95,7 @@ def surrogate_loss(
 
 
 def kl_loss(logprob_RA: Tensor, reference_RA: Tensor, mask_RA: Tensor) -> Tensor:
-    """Return k2 = (log π/π_ref)² / 2 of each token, whose gradient is that of the KL divergence on average."""
+    """Return k2 = (log π/π_ref)² / 2 of each token: its expected gradient is that of the KL divergence."""
     return 0.5 * (logprob_RA - reference_RA).where(mask_RA, 0.0).square()
 
 

@@ -39,13 +39,14 @@ from jingu.training.step import sum_losses, sum_over_ranks
 from jingu.training.task import Evaluation, StatelessTask, TaskFactory
 from jingu.training.validation import ValidationRows
 
-# Largest mean of |log(policy / reference)| per token before the first step, by precision: rounding stays below it.
+# Largest acceptable mean of |log(policy / reference)| per token before the first step, by precision. Rounding errors
+# stay below it.
 START_TOLERANCES = {"fp64": 1e-7, "fp32": 1e-3}
 NARROW_START_TOLERANCE = 0.03
 
 
 class LocatedRows(NamedTuple):
-    """Where the rows of a batch are stored: data sets, numbers in them, and whether a row is more than padding."""
+    """Where the rows of a batch are stored: data set and index of each row, and whether it is real or padding."""
 
     datasets: Sequence[PreferenceDataset]
     rows: Int64Array
@@ -55,7 +56,7 @@ class LocatedRows(NamedTuple):
 class PreferenceLearning(StatelessTask):
     """The task of learning from pairs of answers. The loss is a mean over pairs."""
 
-    # The first is minimized, the others are logged.
+    # The first term is minimized; the others are only logged.
     TERMS: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
     def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
@@ -66,7 +67,7 @@ class PreferenceLearning(StatelessTask):
         self._references = References({})
         if isinstance(self.settings, DpoSettings | KtoSettings):
             self._references = load_references(run, mesh, self.scorer, self.settings.reference)
-        # Batches depend on the step alone.
+        # Batches depend on nothing but the step, so they can be prefetched.
         self._source = BatchPrefetcher(self._make_batch, mesh.device_type)
 
     def _make_batch(self, step: int, first: int, count: int) -> Batch:
@@ -88,16 +89,16 @@ class PreferenceLearning(StatelessTask):
         return _answers(prepend_virtual_tokens(batch, self.run.spec))
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
-        """Check before the first step that the model is its reference."""
+        """Before the first step, check that the model equals its reference."""
         if step == 0 and self._references.tables:
             first = data_rank(self.mesh) * plan.rows_per_rank
             self._check_start(model, self.batch(0, first, plan.micro_batch_size))
 
     def _check_start(self, model: ParallelModel, batch: Batch) -> None:
-        """Raise JinguError unless the policy gives answers the probabilities that the reference gives them.
+        """Raise JinguError unless policy and reference give the answers equal log-probabilities.
 
-        The loss of DPO is then log 2, and the divergence 0. Anything else is the wrong reference: another checkpoint,
-        a model without the adapter that it was tuned with, another template.
+        Before the first step, the loss of DPO must be log 2 and the divergence 0. Otherwise the reference is the wrong
+        one: another checkpoint, a base model without its adapter, or another chat template.
         """
         device = torch.device(self.mesh.device_type)
         with eval_mode(model), force_eager():
@@ -144,7 +145,7 @@ class PreferenceLearning(StatelessTask):
         return total
 
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Return the sums over pairs of the loss and of what is only logged."""
+        """Return the sums over pairs of the loss and of the logged terms, in the order of TERMS."""
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
         chosen, rejected = (
             AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
@@ -152,7 +153,7 @@ class PreferenceLearning(StatelessTask):
         )
         losses_BP = pair_losses(self.settings, chosen, rejected)
         with torch.no_grad():
-            # Rewards that the policy stands for (Rafailov et al., 2023, equation 5).
+            # Implicit rewards of the policy (Rafailov et al., 2023, equation 5).
             chosen_BP = self.settings.beta * chosen.log_ratio
             rejected_BP = self.settings.beta * rejected.log_ratio
             if isinstance(self.settings, SimpoSettings):
@@ -180,7 +181,8 @@ class PreferenceLearning(StatelessTask):
         units = torch.zeros((), dtype=torch.float64, device=device)
         dataset = rows.supervised
         assert isinstance(dataset, PreferenceDataset)
-        # Every rank takes part in every forward pass: one that has no rows left runs on padding.
+        # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
+        # runs on padding.
         located = []
         for start in range(0, num_rows, micro_batch_size * num_data_ranks(self.mesh)):
             first = start + data_rank(self.mesh) * micro_batch_size
@@ -199,7 +201,7 @@ class PreferenceLearning(StatelessTask):
         return dict(zip(self.TERMS, means_n.tolist(), strict=True))
 
     def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
-        """Do what the evaluation of these rows needs the model for."""
+        """Prepare an evaluation of these rows with the model; KTO estimates its divergence here."""
 
     def units_per_row(self, batch: AnswerBatch) -> Tensor:
         """Return the number of pairs [B] of each row."""
@@ -228,7 +230,10 @@ class RewardLearning(PreferenceLearning):
 
 
 def exceeds_rounding(differences: Tensor) -> Tensor:
-    """Whether differences of rewards are above 0: at the start all are 0 but for rounding, which is no preference."""
+    """Return whether differences of rewards are above 0 by more than rounding.
+
+    Before the first step, every difference is 0 up to rounding, which must not count as a preference.
+    """
     return differences > (1e-9 if differences.dtype == torch.float64 else 1e-4)
 
 
@@ -260,7 +265,7 @@ def check_run(run: Run) -> None:
         raise JinguError(
             f"the task {task.type} supports only decoders, and {run.spec.family} has an encoder.", where="task.type"
         )
-    # The reference computes without noise, and the difference to it is what is learned from.
+    # The loss depends on the difference to the reference, which computes without dropout and noise.
     settings = {
         "train.neftune_alpha": config.train.neftune_alpha,
         "train.label_smoothing": config.train.label_smoothing,
@@ -270,11 +275,11 @@ def check_run(run: Run) -> None:
     for name, value in settings.items():
         if value:
             raise JinguError(
-                f"the task {task.type} computes without it, and it is {value}.", where=name, fix="Set it to 0."
+                f"the task {task.type} does not support it, and it is {value}.", where=name, fix="Set it to 0."
             )
     if isinstance(task, DpoSettings | KtoSettings) and not (task.reference or config.initialize.from_):
         raise JinguError(
-            f"the task {task.type} needs a model to start from, which is the reference too.",
+            f"the task {task.type} needs a model to start from, which also serves as the reference.",
             where="initialize.from",
             fix="Name a model, such as the run of instruction tuning.",
         )

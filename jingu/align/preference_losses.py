@@ -1,6 +1,6 @@
 """Losses on pairs of a chosen and a rejected answer, from the log-probabilities of both.
 
-Shapes: any, one value for each pair.
+Shapes: all tensors have the same shape, with one value per pair.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AnswerLogProbs:
 
     Attributes:
         policy: under the model that is trained.
-        reference: under the reference model; 0 without one.
+        reference: under the reference model; 0 if there is no reference model.
         tokens: tokens of each answer, 0 where there is none.
     """
 
@@ -51,12 +51,12 @@ class AnswerLogProbs:
         return self._mean(self.log_ratio)
 
     def _mean(self, sums: Tensor) -> Tensor:
-        # The value of an absent answer does not matter, as long as all losses of it are finite.
+        # Absent answers are masked later. Any value works here as long as every loss of it is finite.
         return (sums / self.tokens.clamp_min(1)).where(self.exists, -1.0)
 
 
 def pair_losses(settings: PairSettings, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
-    """Return the loss of each pair; finite and without meaning where there is no pair."""
+    """Return the loss of each pair; a finite but meaningless value where there is no pair."""
     if isinstance(settings, DpoSettings):
         loss = _dpo_losses(settings, chosen, rejected)
         return loss - settings.sft_weight * chosen.policy_mean if settings.sft_weight else loss
@@ -73,7 +73,7 @@ def pair_losses(settings: PairSettings, chosen: AnswerLogProbs, rejected: Answer
 
 def _dpo_losses(settings: DpoSettings, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
     if settings.loss == "ipo":
-        # Means over tokens, as the authors of the paper confirmed to those of TRL: sums would depend on the length.
+        # Means over tokens: sums would depend on the length. The authors of IPO confirmed this to those of TRL.
         difference = chosen.log_ratio_mean - rejected.log_ratio_mean
         return (difference - 1 / (2 * settings.beta)).square()
     margin = settings.beta * (chosen.log_ratio - rejected.log_ratio)
@@ -91,17 +91,17 @@ def reward_losses(chosen: Tensor, rejected: Tensor, margin: Tensor, centering: f
     """Return Bradley and Terry's loss of each pair of rewards.
 
     Args:
-        margin: by how much the reward of the chosen answer should be the higher one (Touvron et al., 2023).
-        centering: coefficient of the square of the sum of both rewards.
+        margin: by how much the reward of the chosen answer should exceed the other (Touvron et al., 2023).
+        centering: coefficient of the squared sum of both rewards, which keeps rewards around 0.
     """
     return -F.logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, accurate near 0 too."""
+    """Return log(1 - exp(x)) for x < 0, also accurate near 0."""
     x = x.clamp_max(-torch.finfo(x.dtype).eps)
     is_near_0 = x > -0.6931
-    # Each branch sees only values that it can compute, or its gradient would be NaN.
+    # Give each branch only inputs in its domain: a NaN in the unused branch would make the gradient NaN.
     near = torch.log(-torch.expm1(x.where(is_near_0, -0.1)))
     far = torch.log1p(-torch.exp(x.where(~is_near_0, -1.0)))
     return near.where(is_near_0, far)
@@ -111,7 +111,7 @@ def kto_losses(settings: KtoSettings, answers: AnswerLogProbs, is_desirable: Ten
     """Return KTO's loss of each answer.
 
     Args:
-        divergence: estimate of the divergence of policy and reference, of which no gradient is taken.
+        divergence: estimated KL divergence of policy and reference; no gradient flows through it.
     """
     advantage = settings.beta * (answers.log_ratio - divergence)
     desirable = settings.desirable_weight * torch.sigmoid(-advantage)

@@ -19,13 +19,13 @@ from jingu.text.document_reader import ReadCounts
 from jingu.tune.prepare import DROPPED_PREFIX, TRUNCATED, RowKind, RowTokenizer
 from jingu.tune.row_formats import parse_row, rename_columns
 
-# Margins are stored in thousandths, in 30 bits.
+# Margins are stored as multiples of 1 / MARGIN_SCALE, in 30 bits with sign.
 MAX_MARGIN = 2**29 // MARGIN_SCALE
-# Fields that say whether an answer is desirable; the second is LLaMA-Factory's.
+# Fields that say whether an answer is desirable; LLaMA-Factory uses the second.
 LABELS = ("label", "kto_tag")
-# Fields of conversations without their last message.
+# Fields with a conversation, without its last message.
 CONVERSATIONS = ("messages", "conversations")
-# By the field of a question: the field of its answer.
+# The field of the answer, by the field of the question.
 ANSWER_FIELDS = {"instruction": "output", "question": "answer", "query": "response"}
 
 
@@ -34,9 +34,9 @@ class PreferenceRow:
     """Answers to one prompt, each as a conversation that ends with it.
 
     Attributes:
-        kind: the form in which the row was written.
-        answers: the chosen and the rejected one, or all of a ranking, the best first; or a single one.
-        ranks: of the answers of a ranking; equal ones are not compared.
+        kind: name of the row's format.
+        answers: the chosen and the rejected answer; all answers of a ranking, the best first; or a single one.
+        ranks: rank of each answer of a ranking, 0 for the best; answers with equal ranks are not compared.
         is_desirable: the label of a single answer.
         margin: by how much the chosen answer is better, in units of reward.
     """
@@ -61,7 +61,7 @@ def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -
     or without), a ranking of such answers, or an answer with a label in any form that tuning knows.
 
     Raises:
-        ConversationError: the row has no known form, or a field of it is not as expected.
+        ConversationError: the row has no known form, or one of its fields is invalid.
     """
     if not isinstance(value, dict):
         raise ConversationError("expected an object with fields")
@@ -96,7 +96,7 @@ def _parse_pair(value: JsonObject) -> PreferenceRow:
         and isinstance(rejected, str)
         and not rest.keys() & {"prompt", *CONVERSATIONS, *ANSWER_FIELDS}
     ):
-        # The prompt is what both texts begin with.
+        # Two whole texts: their common prefix is the prompt.
         size = _common_prefix(chosen, rejected)
         rest = {"prompt": chosen[:size]}
         chosen = chosen[size:]
@@ -137,7 +137,7 @@ def _parse_ranking(value: JsonObject) -> PreferenceRow:
 
 
 def _common_prefix(first: str, second: str) -> int:
-    """Return the length of what two texts begin with; a space before the difference belongs to the answers."""
+    """Return the length of the common prefix of two texts, without a space at its end, which belongs to the answers."""
     size = next((index for index, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
     return size - 1 if size and first[size - 1] == " " else size
 
@@ -156,12 +156,12 @@ def _parse_answer(rest: JsonObject, answer: Any) -> Row:
             field = next((own for question, own in ANSWER_FIELDS.items() if question in rest), "completion")
             return parse_row({**rest, field: answer})
     if isinstance(answer, dict):
-        # LLaMA-Factory: the conversation without its last message, and that.
+        # LLaMA-Factory: the row has the conversation without its last message, and the answer is that message.
         field = "conversations" if "conversations" in rest else "messages"
         return parse_row({**rest, field: [*(rest.get(field) or []), answer]})
     if not isinstance(answer, list) or not answer:
         raise ConversationError("expected a text, a message, or a list of messages")
-    # The prompt may be a text before the answer alone; whole conversations contain it.
+    # A list that starts with an assistant message is only the answer; otherwise it is a conversation with its prompt.
     starts = isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if starts else []
@@ -170,11 +170,12 @@ def _parse_answer(rest: JsonObject, answer: Any) -> Row:
 
 @dataclass(frozen=True)
 class TokenizedAnswers(TokenizedRow):
-    """Answers with their prompts as ids, one after the other. Weights are below 0 for what is rejected.
+    """Token ids of answers with their prompts, one after the other. Weights are negative for rejected answers.
 
     Attributes:
-        parts: what is stored beside each id (`encode_part`).
-        best_ids: of the best answer of a ranking, whose pairs are all for training or all for validation.
+        parts: code stored with each id (`encode_part`).
+        best_ids: ids of the best answer of a ranking. They decide the split, so that all pairs of a ranking are in the
+            same one.
     """
 
     parts: npt.NDArray[np.int32]
@@ -223,9 +224,9 @@ class PreferenceTokenizer(RowTokenizer):
     def _tokenize_answers(
         self, row: PreferenceRow, parts: Sequence[TokenizedRow], counts: ReadCounts
     ) -> list[TokenizedAnswers]:
-        """Return a pair, or a single answer, as what is stored."""
+        """Return the stored form of a pair or of a single answer."""
         _check_prompts(parts)
-        # Each answer of a pair has one half of a sequence. With labels, every answer is a row of its own.
+        # Each answer of a pair may take half of a sequence. With labels, every answer is a row of its own.
         is_pair = self._settings.rows == "pairs"
         limit = (self.max_length - 1) // (2 if is_pair else 1)
         longest = max(len(part.ids) for part in parts)
@@ -243,24 +244,26 @@ class PreferenceTokenizer(RowTokenizer):
 
 
 def _check_prompts(parts: Sequence[TokenizedRow]) -> None:
-    """Raise ConversationError unless the answers differ, and the ids before them are equal and not none."""
+    """Raise ConversationError unless the answers differ and have the same non-empty prompt."""
     starts = []
     for part in parts:
         trained = part.weights.nonzero()[0]
         if not len(trained):
-            raise ConversationError("no token of an answer is left to be trained")
+            raise ConversationError("no token of an answer is left to train on")
         starts.append(int(trained[0]))
     if not min(starts):
         raise ConversationError("the prompt has no tokens")
     first, last = parts[0], parts[-1]
     if first.ids[: starts[0]] != last.ids[: starts[-1]]:
-        raise ConversationError("chosen and rejected have different prompts, as the template writes them")
+        raise ConversationError("chosen and rejected have different prompts when the template renders them")
     if len(parts) > 1 and first.ids == last.ids:
         raise ConversationError("chosen and rejected are the same")
 
 
 def _join(parts: Sequence[TokenizedRow], sides: Sequence[bool], margin: float) -> TokenizedAnswers:
-    """Return answers to one prompt as one row, and an id that is never read: the last one of a row is only a label.
+    """Return answers to one prompt as one row.
+
+    The row ends with an extra id that serves only as a label: the last id of a row is never an input.
 
     Args:
         sides: whether each answer is rejected or undesirable.

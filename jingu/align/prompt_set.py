@@ -1,4 +1,4 @@
-"""The prompts of a run that generates answers: rows of a JSON Lines file, and which of them each step takes."""
+"""The prompts of a run that generates answers: the rows of a JSON Lines file, and their order over the steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_row
 
-# Keeps the order of resampled prompts apart from that of a step's first ones.
+# A constant that seeds the order of resampled prompts, to make it independent of the ordinary order.
 _RESAMPLING = 7
 
 
@@ -29,10 +29,10 @@ class Prompt:
     """A row of the file.
 
     Attributes:
-        row: its number, from 0.
-        text: as rewards see it; of messages, the content of the last one.
+        row: index of the row, from 0.
+        text: the prompt for rewards: the text, or the content of the last message.
         columns: the other fields of the row.
-        messages: of the row; None: its prompt is a text.
+        messages: the messages of the prompt; None if it is a text.
     """
 
     row: int
@@ -48,10 +48,10 @@ class PromptSet:
 
     Attributes:
         columns: names of the columns that every row has.
-        eos_token_ids: what ends an answer.
-        stop: text that ends an answer, where a template has no token for it.
-        chat_format: of prompts that are messages.
-        tools: definitions of the tools that these may call.
+        eos_token_ids: ids that end an answer.
+        stop: texts that end an answer, for templates without an end token.
+        chat_format: format of prompts that are messages.
+        tools: definitions of the tools that an answer may call.
     """
 
     prompts: list[Prompt]
@@ -62,10 +62,10 @@ class PromptSet:
     tools: tuple[JsonObject, ...] = ()
 
     def select(self, seed: int, first: int, count: int, resampling: int = 0) -> list[Prompt]:
-        """Return the prompts at `count` places of the endless order, from `first` on: each epoch has its own.
+        """Return `count` prompts from place `first` of the endless shuffled order; every epoch is shuffled anew.
 
         Args:
-            resampling: number of the attempt to replace prompts of a step; each has an order of its own.
+            resampling: number of the attempt to replace prompts of a step; every attempt has its own order.
         """
         size = len(self.prompts)
         selected = []
@@ -85,7 +85,7 @@ def load_prompts(
     """Read and tokenize the prompts.
 
     Args:
-        model: the model that the run starts from, whose template `auto` is.
+        model: the model that the run starts from; the template `auto` is that of this model.
         tools: definitions of the tools that answers may call.
 
     Raises:
@@ -93,7 +93,7 @@ def load_prompts(
     """
     path = Path(settings.prompts)
     content = read_text(path)
-    # Messages are rendered by the template, and end as it says. Rows of both kinds may be mixed.
+    # The template renders prompts that are messages. Texts and messages may be mixed in a file.
     template = None if settings.template == "auto" else settings.template
     chat_format = find_chat_format(Path(model or settings.prompts), tokenizer, template)
     prompts: list[Prompt] = []
@@ -132,7 +132,7 @@ def load_prompts(
 
 
 def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the ids of a prompt that is a text, with what the tokenizer begins every text with."""
+    """Return the ids of a text prompt, with the tokens that the tokenizer puts before every text (such as BOS)."""
     return (*tokenizer.prompt_prefix_ids, *tokenizer.encode(text))
 
 
@@ -149,11 +149,11 @@ def _parse_prompt(
     content = value.pop("prompt")
     if isinstance(content, str):
         if tools:
-            raise ConversationError("the prompt is a text, and tools need messages, whose template describes them")
+            raise ConversationError("the prompt is a text, but only the template of messages can describe tools")
         return Prompt(row, encode_text_prompt(tokenizer, content), content, value)
     if chat_format is None:
-        raise ConversationError("the prompt has messages, and the tokenizer no chat template; set task.template")
-    # What follows the prompt is the model's: parse it as a conversation with an answer.
+        raise ConversationError("the prompt has messages, but the tokenizer no chat template; set task.template")
+    # parse_row expects a conversation that ends with an answer, so add one for parsing.
     messages = content if isinstance(content, list) else [content]
     conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
     prompt = conversation.messages[:-1]

@@ -45,8 +45,8 @@ class References:
     """Log-probabilities of the stored answers under the reference model.
 
     Attributes:
-        tables: by data set, [stored rows, 2] of the chosen and the rejected answer; of labeled answers, of the answer
-            and of the one of the row before in its place.
+        tables: [stored rows, 2] by data set: columns for the chosen and the rejected answer. With labeled answers
+            (KTO), the second column is for the mismatched answer, which belongs to the row before.
         has_labels: whether answers are labeled.
     """
 
@@ -60,8 +60,8 @@ class References:
 
         Args:
             datasets: the data set of each row.
-            rows: the row's number in its data set.
-            mismatched: whether the batch has the answers of the rows before.
+            rows: the index of each row in its data set.
+            mismatched: whether the batch has the mismatched answers.
         """
         assert batch.documents is not None
         # Answers 2n and 2n + 1 are those of stored row n.
@@ -72,7 +72,7 @@ class References:
             if table is not None:
                 values_N2 = table[dataset.row_documents(row)]
                 if self.has_labels:
-                    # The only answer is number 0 or 1.
+                    # A row has one answer, whose index is 0 or 1 by its label: fill both columns with its value.
                     values_N2 = values_N2[:, [int(mismatched)]].expand(-1, 2)
                 values_K = values_N2.flatten()
                 reference_BK[index, : len(values_K)] = values_K
@@ -86,11 +86,11 @@ def _split_path(dataset: PreferenceDataset) -> Path:
 def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str | None) -> References:
     """Return the log-probabilities of all answers of the run's data, and compute those that are not stored yet.
 
-    The first start of a run records the fingerprint of the reference model in the run's folder. So a later start needs
-    the model no longer, and cannot take another one.
+    The first start of a run records the fingerprint of the reference model in the run's folder. Later starts need only
+    the stored log-probabilities, not the model, and cannot silently use another model.
 
     Args:
-        path: the reference model; None: the model that the run starts from.
+        path: the reference model; None takes the model that the run starts from.
 
     Raises:
         JinguError: the reference model cannot be opened, or has another vocabulary.
@@ -116,7 +116,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
             for dataset, table in zip(missing, computed, strict=True):
                 with create_folder_atomically(folders[_split_path(dataset)]) as partial:
                     save_file({"log_probs": table}, partial / _FILE)
-        # No rank may read a folder before it is there.
+        # A barrier: no rank may read a folder before it exists.
         sum_over_ranks(torch.zeros((), device=mesh.device_type))
     if torch.distributed.get_rank() == 0 and not record.is_file():
         write_text_atomically(record, json.dumps({"model": source, "fingerprint": fingerprint}))
@@ -125,7 +125,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
 
 
 def fingerprint_model(stored: StoredModel, run: Run) -> str:
-    """Return a hash of what decides about log-probabilities beside the data: spec, weights, and how they compute."""
+    """Return a hash of all that log-probabilities depend on except the data: spec, weights, precision, quantization."""
     digest = xxhash.xxh3_128()
     digest.update(f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}".encode())
     where = Path(str(stored.where))
@@ -136,7 +136,7 @@ def fingerprint_model(stored: StoredModel, run: Run) -> str:
 
 
 def _folder(dataset: PreferenceDataset, fingerprint: str) -> Path:
-    """Return the folder of the log-probabilities of a split; its name depends on the data, too."""
+    """Return the folder of the log-probabilities of a split; its name has a hash of the model and the data."""
     split = dataset.dataset.split
     entry = dataset.dataset.manifest.split(split)
     checksums = " ".join(shard.bin_xxh3 for shard in (*entry.shards, *entry.sidecars))
@@ -145,7 +145,7 @@ def _folder(dataset: PreferenceDataset, fingerprint: str) -> Path:
 
 
 def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
-    """Raise JinguError if a reference model or teacher, which a setting names, reads other token ids than the run."""
+    """Raise JinguError if a model has another vocabulary size than the run; `where` is the setting that names it."""
     if stored.spec.vocab_size != run.spec.vocab_size:
         raise JinguError(
             f"the model has a vocabulary of {stored.spec.vocab_size:,} entries, and the run's model one of "
@@ -156,11 +156,11 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
 
 
 def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
-    """Raise JinguError for a model that is not the one of the fingerprint, or that reads other token ids."""
+    """Raise JinguError for a model with another fingerprint or vocabulary size."""
     check_vocabulary(stored, run, "task.reference")
     if fingerprint_model(stored, run) != fingerprint:
         raise JinguError(
-            "the reference model has changed since the run was started, and its log-probabilities are no longer there.",
+            "the reference model has changed since the run started, and its stored log-probabilities are gone.",
             where=stored.where,
             fix="Restore the model, or the folders reference-* of the data set, or start a new run (name=...).",
         )
@@ -177,7 +177,7 @@ def compute_tables(
 ) -> list[Tensor]:
     """Return the log-probabilities [stored rows, 2] of the answers of each data set under a model, on every rank.
 
-    The model is laid out as the run's own will be, and freed before that is built.
+    The model is sharded like the run's own model, and freed before that is built.
 
     Args:
         is_initial: whether the model is the one that the run starts from.
@@ -186,14 +186,14 @@ def compute_tables(
     device = torch.device(mesh.device_type)
     spec = stored.spec
     if is_initial:
-        # As it is below the adapters, quantized or not.
+        # The run's base model without adapters, quantized as in the run.
         spec = run.spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
     precision = choose_precision(config.precision, device)
     model = materialize(spec, mesh, Layout(config.parallel), precision, stored.read)
     count = max(1, MAX_AUTO_TOKENS // config.batch.sequence_length)
     if config.batch.micro_batch_size != "auto":
         count = config.batch.micro_batch_size
-    # Of the ranks that share rows, one fills the table.
+    # Several ranks compute the same rows; only one of them fills the table, since tables are summed over all ranks.
     fills = all(mesh.get_local_rank(axis) == 0 for axis in ("pipeline", "context", "tensor"))
     has_labels = isinstance(config.task, KtoSettings)
     tables = []
@@ -216,7 +216,7 @@ def compute_tables(
                         documents = dataset.row_documents(int(rows[index]))
                         values_N2 = policy_BK[index, : 2 * len(documents)].view(-1, 2)
                         if has_labels:
-                            # The absent one of both answers has 0.
+                            # A row has one answer; the value of the other index is 0.
                             table[documents, column] = values_N2.sum(1)
                         else:
                             table[documents] = values_N2

@@ -46,7 +46,7 @@ from jingu.text.tokenizer import Tokenizer
 
 Values = list[float | None]
 T = TypeVar("T")
-# How long a function may take to be imported.
+# Seconds that a worker process may take to start and to import a function.
 START_SECONDS = 120.0
 
 
@@ -54,10 +54,10 @@ class RewardScorer(Protocol):
     """Computes one reward of many answers."""
 
     def score(self, answers: Sequence[Answer]) -> Values:
-        """Return a value of each answer; None: not scorable. Raise JinguError if there is none."""
+        """Return the value of each answer, None if it cannot be scored. Raises JinguError if the reward fails."""
 
     def close(self) -> None:
-        """End what runs for it."""
+        """Stop the processes that it uses."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Rewards:
     """All rewards of a run.
 
     Args:
-        settings: of each.
+        settings: the settings of each reward.
         columns: names of the columns that the rows have.
-        tokenizer: of the model that answers.
+        tokenizer: the tokenizer of the model that answers.
 
     Raises:
-        JinguError: a reward cannot be computed: a function that cannot be imported or takes other arguments, a column
-            that is missing, a package that is not installed.
+        JinguError: a reward cannot be computed: its function cannot be imported or takes other arguments, a column is
+            missing, or a package is not installed.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class Rewards:
         """Return the values of each answer by reward.
 
         Raises:
-            JinguError: a reward failed, or gave something else than a number for each answer, and is not to be skipped.
+            JinguError: a reward with `on_error: stop` failed, or did not return a number for each answer.
         """
         parts = {reward.name: _score(reward, answers) for reward in self._rewards}
         return [{name: values[index] for name, values in parts.items()} for index in range(len(answers))]
 
     def total(self, parts: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum that is trained on; None if no part of it is scorable."""
+        """Return the weighted sum of all rewards except audits; None if all of these are None."""
         values = [
             reward.settings.weight * value
             for reward in self._rewards
@@ -148,7 +148,7 @@ def _names(settings: Sequence[Reward]) -> list[str]:
         default = reward.function.rpartition(":")[2] if isinstance(reward, PythonReward) else reward.type
         name = reward.name or default
         if name == "environment":
-            what = "this name is that of the score of an environment."
+            what = "the name environment is reserved for the score of an environment."
             raise JinguError(what, where="task.rewards", fix="Set another name of the reward.")
         if name in names:
             raise JinguError(f"two rewards have the name {name}.", where="task.rewards", fix="Set name of one.")
@@ -163,7 +163,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
         try:
             re.compile(reward.pattern)
         except re.error as error:
-            what = f"it is no regular expression ({error})."
+            what = f"it is not a regular expression ({error})."
             raise JinguError(what, where=f"{where}.pattern", fix="Correct it.") from error
     if column is not None and column not in columns:
         raise JinguError(
@@ -178,7 +178,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
 
 
 def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
-    """Return the values of answers by a reward; None of all if it failed and may be skipped."""
+    """Return the values of answers under a reward; None for all of them if it failed and `on_error` is not stop."""
     try:
         return _checked(reward, reward.scorer.score(answers), answers)
     except JinguError as error:
@@ -204,17 +204,18 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
         what = f"it returned {value} for an answer to the prompt {str(answer['prompt'])[:80]!r}."
         if reward.settings.on_error == "stop":
             raise JinguError(what, where=where, fix="Return a finite number, or None for what cannot be scored.")
-        log_warning(f"{where}: {what} It is not scored.")
+        log_warning(f"{where}: {what} The answer is not scored.")
         checked.append(None)
     return checked
 
 
 class Worker:
-    """A process that computes rewards. It starts with the first request, and ends with the last reference to this
-    object if nobody closes it before.
+    """A process that computes rewards. It starts with the first request.
+
+    It ends with `close`, or else when this object is garbage-collected.
 
     Args:
-        module: its program, which replies to each line of JSON with another one.
+        module: the Python module to run, which replies to each line of JSON with another one.
     """
 
     def __init__(self, module: str = "jingu.align.reward_worker") -> None:
@@ -224,15 +225,15 @@ class Worker:
         self._end: Callable[[], object] = lambda: None
 
     def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
-        """Return the values of answers. After a timeout the process is ended, and the next request starts another.
+        """Return the values of answers. A timeout kills the process, and the next request starts a new one.
 
         Raises:
-            TimeoutError: it took too long.
+            TimeoutError: the reward took longer than `timeout` seconds.
             JinguError: the reward failed.
         """
         key = settings.model_dump_json()
         if answers and key not in self._ready:
-            # Its start, and what a reward imports, do not count.
+            # The timeout is for scoring alone: start the process and import the reward before it begins.
             self.ask(settings, columns, [], START_SECONDS)
             self._ready.add(key)
         request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
@@ -242,7 +243,7 @@ class Worker:
         return list(reply["scores"])
 
     def exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Return the reply of the process to a request. Raises TimeoutError, and ends it, if it takes too long."""
+        """Send a request and return the reply. After `timeout` seconds, kill the process and raise TimeoutError."""
         process = self._start()
         is_late = threading.Event()
 
@@ -261,7 +262,7 @@ class Worker:
         return reply
 
     def _start(self) -> subprocess.Popen[str]:
-        """Return the process, which this starts if there is none."""
+        """Return the process, after starting it if necessary."""
         if self._process is None:
             command = [sys.executable, "-m", self._module]
             self._process = subprocess.Popen(
@@ -271,13 +272,14 @@ class Worker:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process = None
         self._ready.clear()
         self._end()
 
 
-# Neither function may refer to the worker, which would then never be collected.
+# The following functions are finalizers or run in threads: a reference to the worker in one of them would keep the
+# worker from ever being garbage-collected.
 
 
 def _exchange(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def _exchange(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
-    """End a worker's process and its children."""
+    """Kill a worker's process and its children, and wait for it."""
     _kill(process)
     with suppress(OSError), process:
         process.wait()
@@ -332,7 +334,7 @@ class FunctionScorer:
 
 
 class VerifierScorer:
-    """A verifier, in a process that verifiers share if it can hang. An answer that takes too long scores 0."""
+    """A verifier. Those that can hang run in a process that they share; an answer that takes too long scores 0."""
 
     def __init__(self, settings: Reward, worker: Worker) -> None:
         self._settings = settings
@@ -348,7 +350,7 @@ class VerifierScorer:
                 values += self._worker.ask(settings, (), [answer], settings.timeout)
             except TimeoutError:
                 name, limit = settings.name or settings.type, f"{settings.timeout:g} seconds"
-                log_warning(f"the reward {name}: an answer took longer than {limit}, and scores 0.")
+                log_warning(f"The reward {name}: scoring an answer took longer than {limit}, so it scores 0.")
                 values.append(0.0)
         return values
 
@@ -392,7 +394,7 @@ class ModelScorer:
 
 
 class SandboxScorer:
-    """Code that passes tests, each program in a sandbox of its own."""
+    """Runs the tests of generated code, each program in its own sandbox."""
 
     def __init__(self, settings: PythonTestsReward, where: str) -> None:
         self._settings = settings
@@ -423,7 +425,7 @@ class ServerScorer:
         self._settings = settings
         self._columns = columns
         self._client = JsonClient(where, settings.timeout, settings.retries, settings.api_key_file)
-        # A key that cannot be read fails now.
+        # Fail now if the API key cannot be read.
         self._client.headers()
 
     def score(self, answers: Sequence[Answer]) -> Values:
@@ -435,7 +437,7 @@ class ServerScorer:
         """Nothing runs."""
 
     def _post(self, url: str, body: object, read: Callable[[Any], T]) -> T:
-        """Return what `read` finds in the reply to a JSON request."""
+        """Send a JSON request and return the reply as parsed by `read`."""
         return self._client.post(url, body, lambda content: read(read_json(content)), "scores")
 
 
@@ -463,7 +465,7 @@ class JudgeScorer(ServerScorer):
         def read(reply: Any) -> float | None:
             return _number(last_number(reply["choices"][0]["message"]["content"]))
 
-        # A reply without a number does not score the answer.
+        # A reply without a number leaves the answer unscored.
         return self._post(f"{self._judge.url.rstrip('/')}/chat/completions", body, read)
 
 

@@ -1,7 +1,8 @@
-"""The process that computes a reward, so that nothing in it can hang or end the run: one JSON object a line.
+"""The process that computes rewards: user code in it can neither hang nor kill the run.
 
-A line has the settings of a reward, the names of the columns, and answers. The reply is {"scores": [...]} or
-{"error": "..."}. Or a line calls a method of environments or their tools, and the reply is {"values": [...]}.
+It reads and writes one JSON object per line. A request has the settings of a reward, the names of the columns, and
+answers, and its reply is {"scores": [...]}; or it calls a method of environments or their tools, and its reply is
+{"values": [...]}. The reply to a failed request is {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-# Every rank starts such a process: what a function of the user does not need is imported where it is used.
+# Every rank starts such a process, so it must start fast: modules that not every reward needs are imported where they
+# are used.
 if TYPE_CHECKING:
     from jingu.align.verifiers import Answer
     from jingu.chat.messages import JsonObject
@@ -29,7 +31,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class RewardFunctionError(Exception):
-    """A reward function that cannot be used, in words."""
+    """A reward function, environment or tool cannot be used; the message says why."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -40,7 +42,7 @@ def load_function(path: str) -> Callable[..., Any]:
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            # Dataclasses and pickling look their module up by its name.
+            # Dataclasses look up their module by its name while they are defined.
             sys.modules.setdefault(module.__name__, module)
             spec.loader.exec_module(module)
         else:
@@ -99,7 +101,7 @@ def build_score(settings: dict[str, Any], columns: Sequence[str]) -> Score:
 
     reward = TypeAdapter(Reward).validate_python(settings)
     if reward.type in REQUIRED_PACKAGES:
-        # Now, so that it does not count as time of the first answer.
+        # Import it now, so that the import does not count towards the timeout of the first answer.
         importlib.import_module(REQUIRED_PACKAGES[reward.type])
     verify = VERIFIERS[reward.type]
     return lambda answers: [float(verify(reward, answer)) for answer in answers]
@@ -110,7 +112,7 @@ def _score(functions: dict[str, Score], request: dict[str, Any]) -> Sequence[Any
     key = json.dumps(request["settings"])
     if key not in functions:
         functions[key] = build_score(request["settings"], request["columns"])
-    # Without answers, the request only asks whether the function can be used.
+    # A request without answers only checks that the function can be used.
     return list(functions[key](request["answers"])) if request["answers"] else []
 
 
@@ -120,15 +122,15 @@ class EnvironmentWorker:
     def __init__(self) -> None:
         self._build: Callable[[], Any] | None = None
         self._environments: dict[int, Any] = {}
-        # Tools that are functions, and names of those that are methods.
+        # Tools that are functions, and the names of tools that are methods of the environment.
         self._functions: dict[str, Callable[..., Any]] = {}
         self._methods: list[str] = []
 
     def answer(self, request: dict[str, Any]) -> list[Any]:
-        """Return the values that a request asks for; for environments, each with its key.
+        """Handle a request; return the tool definitions for "load", else (key, value) for each environment.
 
         Raises:
-            RewardFunctionError: something of the user's cannot be imported or called, or returns something else.
+            RewardFunctionError: user code cannot be imported, lacks a method, or returns an invalid value.
         """
         method, arguments = request["method"], request["arguments"]
         if method == "load":
@@ -140,7 +142,7 @@ class EnvironmentWorker:
         return [(key, self._call_environment(method, key, argument)) for key, argument in arguments]
 
     def _load(self, path: str | None, tools: list[str]) -> list[JsonObject]:
-        """Import the class and the tools; return the definitions of these."""
+        """Import the class and the tools; return the definitions of the tools."""
         from jingu.align.tools import describe_tool
 
         if path is not None:
@@ -154,7 +156,7 @@ class EnvironmentWorker:
             if ":" in tool:
                 self._functions[name] = load_function(tool)
             elif self._build is None or not callable(getattr(self._build, name, None)):
-                raise RewardFunctionError(f"{path or 'the environment'} has no method {name}, which is to be a tool")
+                raise RewardFunctionError(f"{path or 'the environment'} has no method {name} to use as a tool")
             else:
                 self._methods.append(name)
             try:
@@ -189,8 +191,8 @@ class EnvironmentWorker:
 
 
 def main() -> None:
-    """Serve requests until the standard input ends."""
-    # What a function prints must not get between the replies.
+    """Serve requests until standard input is closed."""
+    # Redirect standard output to standard error, so that nothing a function prints gets between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     functions: dict[str, Score] = {}

@@ -35,9 +35,9 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
     """Print the mean of each reward of the run over saved answers.
 
     Args:
-        answers: JSON Lines of rows with `prompt`, `completion` and columns; or a file of a run's folder `rollouts`, by
-            default the newest one of this run.
-        to: file for the answers with their rewards.
+        answers: JSON Lines file of rows with `prompt`, `completion` and columns, or a file in the folder `rollouts` of
+            a run; None takes the newest rollout of this run.
+        to: file to write the answers with their rewards to.
         best: write only the best answer to each prompt, as a row of instruction data.
 
     Raises:
@@ -84,10 +84,10 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
 
 
 def _best_rows(rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
-    """Return the best answer to each prompt, the first of equals, as instruction tuning reads it.
+    """Return the best answer to each prompt (the first of a tie) as a row of instruction data.
 
     Args:
-        prompts: of the rows: texts, or lists of messages.
+        prompts: the prompt of each row: a text, or a list of messages.
     """
     best: dict[str, dict[str, Any]] = {}
     for row, prompt in zip(rows, prompts, strict=True):
@@ -113,7 +113,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             try:
                 rows.append(dict(json.loads(line)))
             except (ValueError, TypeError) as error:
-                raise JinguError(f"line {number} is no JSON object.", where=path, fix="Correct the line.") from error
+                fix = "Correct the line."
+                raise JinguError(f"line {number} is not a JSON object.", where=path, fix=fix) from error
     if not rows:
         raise JinguError("it has no rows.", where=path, fix="Write one answer a line.")
     return rows
@@ -133,10 +134,10 @@ def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def replay(run: Path, step: int) -> int:
-    """Make a step of a run again, from its newest checkpoint before, and compare the files of its answers.
+    """Repeat a step of a run from the newest earlier checkpoint, and compare the new file of answers with the old one.
 
     Returns:
-        0 if all bytes of them are the same, else 1, with the first difference on the standard output.
+        0 if both files are equal byte by byte, else 1, with the first difference on standard output.
 
     Raises:
         JinguError: the run has no such step.
@@ -152,7 +153,7 @@ def replay(run: Path, step: int) -> int:
     request = StopRequest()
 
     class Replay(PolicyLearning):
-        """Stops after the step."""
+        """Asks the training loop to stop after the replayed step."""
 
         def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
             super().__init__(run, mesh, compile)
@@ -182,7 +183,7 @@ def replay(run: Path, step: int) -> int:
 
 
 def _first_difference(recorded: bytes, replayed: bytes) -> str:
-    """Return where two files of answers differ first, in words; empty if they are equal to the last bit."""
+    """Describe the first difference of two files of answers; empty if they are equal byte by byte."""
     if recorded == replayed:
         return ""
     pairs = zip_longest(recorded.splitlines(), replayed.splitlines(), fillvalue=b"")
@@ -192,7 +193,7 @@ def _first_difference(recorded: bytes, replayed: bytes) -> str:
         try:
             old, new = (dict(json.loads(line)) for line in (before, after))
         except (ValueError, TypeError):
-            return f"line {number} of one of the files is no answer"
+            return f"line {number} of one of the files is not a JSON object"
         for name in {**old, **new}:
             if old.get(name) != new.get(name):
                 return f"line {number} differs in {_describe_values(name, old.get(name), new.get(name))}"
@@ -201,7 +202,7 @@ def _first_difference(recorded: bytes, replayed: bytes) -> str:
 
 
 def _describe_values(name: str, before: Any, after: Any) -> str:
-    """Return the name of a value, and two of its states: of lists, the first elements that differ."""
+    """Describe the recorded and the new value of a field; for lists, the first elements that differ."""
     if isinstance(before, list) and isinstance(after, list):
         pairs = enumerate(zip_longest(before, after))
         index, (before, after) = next(item for item in pairs if item[1][0] != item[1][1])

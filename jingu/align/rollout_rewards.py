@@ -21,8 +21,8 @@ def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: R
     """Return the samples with their rewards, on every rank. Every rank calls this.
 
     Args:
-        prompts: all of the run.
-        rewards: of the first rank, which scores for all; None on the others.
+        prompts: all prompts of the run.
+        rewards: the rewards on the first rank, which scores all answers; None on the others.
 
     Raises:
         StepNotStartedError: a reward failed.
@@ -58,18 +58,18 @@ def split_groups(samples: list[Sample], size: int) -> list[list[Sample]]:
 
 
 def is_dead(group: list[Sample]) -> bool:
-    """Whether nothing can be learned from a group: all of its rewards are equal."""
+    """Return whether all rewards of a group are equal, so that all of its advantages are 0."""
     return len({sample.reward for sample in group} - {None}) <= 1
 
 
 def _add(first: float | None, second: float | None) -> float | None:
-    """Return the sum of what is a number; None if nothing is."""
+    """Return the sum of the rewards that are not None; None if both are."""
     values = [value for value in (first, second) if value is not None]
     return math.fsum(values) if values else None
 
 
 def rewards_of(samples: list[Sample]) -> Tensor:
-    """Return the rewards, NaN where there is none."""
+    """Return the rewards of samples, NaN for those without one."""
     return torch.tensor(
         [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
     )

@@ -1,8 +1,8 @@
-"""Rollouts: answers that the model generates in training, by the inference engine on the training weights.
+"""Rollouts: answers that the inference engine generates during training, from the training weights.
 
-A rollout is a function of weights, seed, step, row of the prompt and number of the answer, and of nothing else: not of
-the batch, the ranks or restarts. A run that is killed within a rollout therefore generates it again, and ends with the
-same weights, though nothing of it was stored.
+An answer depends only on the weights, the seed, the step, the row of its prompt and its number among the answers to
+it; not on batching, the number of ranks or restarts. A run that is killed during a rollout therefore generates the same
+rollout again after a restart, and nothing of it needs to be saved.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Sample:
     """One answer of a rollout.
 
     Attributes:
-        prompt: its text; of messages, the content of the last one.
-        row: of the prompt in its file, from 0.
-        choice: number of the answer among those to this prompt.
-        ids: token ids of the answer, with the token that ends it, and with the replies of an environment.
-        logprobs: of the model's own tokens, under the distribution that they were sampled from.
-        finish_reason: end: by an end token; stop: by a text; length: cut off.
-        rewards: values by name.
-        reward: weighted sum, with what shaping and KL add; None: not scorable.
-        advantages: of each of the model's own tokens.
-        replies: ranges of `ids` that an environment wrote.
+        prompt: text of the prompt, or the content of its last message.
+        row: row of the prompt in its file, from 0.
+        choice: index of the answer among those to this prompt.
+        ids: token ids of the answer, including its end token and the replies of an environment.
+        logprobs: log-probability of each of the model's own tokens, under the distribution that it was sampled from.
+        finish_reason: "end" for an end token, "stop" for a stop text, "length" for an answer that was cut off.
+        rewards: values by the name of the reward.
+        reward: weighted sum, after shaping and the KL penalty; None if the answer could not be scored.
+        advantages: advantage of each of the model's own tokens.
+        replies: ranges [start, end) of `ids` that an environment wrote.
     """
 
     prompt: str
@@ -77,13 +77,13 @@ class Sample:
 
     @property
     def own(self) -> list[int]:
-        """Places in `ids` of the model's own tokens."""
+        """Indices in `ids` of the model's own tokens."""
         return [place for place in range(len(self.ids)) if not any(start <= place < end for start, end in self.replies)]
 
 
-# Name of an environment's score among rewards.
+# Name of an environment's score among the rewards.
 ENVIRONMENT = "environment"
-# Returns a sample that was JSON.
+# Builds a sample from its JSON values.
 read_sample = TypeAdapter(Sample).validate_python
 
 
@@ -111,9 +111,9 @@ class Generator:
     def model_of(self, model: ParallelModel) -> Iterator[InferenceModel]:
         """Yield the model for generation.
 
-        On one rank it has the storage of the training weights; on several, each rank gathers a whole copy, and
-        generates answers of its own. On CPUs, matrices are copied into the layout of the kernels for few rows, except
-        with adapters or in FP8, and where training and generation have to compute the same. All copies are freed at the
+        On one rank it shares the storage of the training weights. On several ranks, each rank gathers a whole copy and
+        generates its share of the answers. On CPUs, matrices are copied into the layout of the kernels for few rows,
+        unless the model has adapters, uses FP8, or must compute exactly as in training. All copies are freed at the
         end.
         """
         with eval_mode(model):
@@ -126,18 +126,18 @@ class Generator:
 
     @contextmanager
     def copy_of(self, spec: ModelSpec, read: TensorReader, device_type: str) -> Iterator[InferenceModel]:
-        """Yield a whole model for generation, whose parameters are what `read` returns, and free it at the end."""
+        """Yield a whole model for generation with the parameters that `read` returns, and free it at the end."""
         whole = _build_whole(spec, self.precision, read)
         for stage in whole.stages if self._prepacks(spec, device_type) else ():
             prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
         yield self._inference_model(whole, spec)
-        # Modules refer to themselves, so without this a copy would stay until the garbage collector runs.
+        # Modules are in reference cycles: without this, the copy would stay until the garbage collector runs.
         for module in list(whole.modules()):
             vars(module).clear()
 
     def _prepacks(self, spec: ModelSpec, device_type: str) -> bool:
         """Return whether matrices are copied into the layout of the kernels for few rows."""
-        # Adapters compute with the matrix beside theirs, which has to stay as it is; so do products in FP8.
+        # Adapter layers and FP8 matmuls need the matrix in its ordinary layout.
         is_plain = spec.adapter is None and self.precision.scaling is None and not self.settings.exact
         return is_plain and device_type == "cpu"
 
@@ -147,14 +147,14 @@ class Generator:
     def generate(
         self, model: InferenceModel, prompts: Sequence[Prompt], step: int, resampling: int = 0, *, greedy: bool = False
     ) -> list[Sample]:
-        """Return the answers to prompts, in the order of these. Every rank calls this with all of them.
+        """Return the answers to prompts, in the order of the prompts. Every rank calls this with all prompts.
 
         Args:
             resampling: number of the attempt to replace prompts of the step.
-            greedy: one answer to each prompt, always the most likely token.
+            greedy: return one answer to each prompt, decoded greedily.
 
         Raises:
-            StepNotStartedError: the model's logits are not finite, or an environment of any rank failed.
+            StepNotStartedError: on any rank, the model's logits are not finite, or an environment failed.
         """
         share = dist.get_rank(), dist.get_world_size()
         try:
@@ -162,7 +162,7 @@ class Generator:
                 "part": self.generate_share(model, prompts, share, step, resampling, greedy=greedy)
             }
         except JinguError as error:
-            # Other ranks wait for the answers of this one, so all of them have to fail.
+            # Send the error to the other ranks, which wait for the answers of this one: all ranks must raise it.
             outcome = describe_error(error)
         outcomes = gather_from_all(outcome)
         for outcome in outcomes:
@@ -179,17 +179,17 @@ class Generator:
         *,
         greedy: bool = False,
     ) -> list[tuple[int, dict[str, Any]]]:
-        """Return the answers to a share of the prompts, each with the place of its prompt, as JSON values.
+        """Return the answers to a share of the prompts, each with the index of its prompt, as JSON values.
 
         Args:
-            share: its number, and how many there are.
+            share: (index, count): this share and the number of shares.
         """
         settings = self.settings
         rank, world = share
         engine = Engine(model, EngineSettings(max_num_seqs=settings.max_num_seqs))
         places: dict[int, int] = {}
         for place in range(rank, len(prompts), world):
-            # The place: a row that occurs twice in a step gets other answers.
+            # The seed includes the place, so that a prompt that occurs twice in a step gets different answers.
             key = int(random_uint64("rollout", 1, self.seed, step, resampling, prompts[place].row, place)[0])
             request = Request(
                 prompts[place].ids,
@@ -219,7 +219,8 @@ class Generator:
         """Return the samples with further turns, and with the environment's score.
 
         Args:
-            seeds: what the draws of a sample follow from, beside the seed of the run and the turn.
+            samples: the first turns, by request and choice.
+            seeds: seed values of each sample, used together with the seed of the run and the turn.
         """
         settings = self.settings
         assert settings.environment is not None
@@ -228,7 +229,7 @@ class Generator:
         environments.begin(owners)
         turns = {number: samples[key].text for number, key in enumerate(keys)}
         for turn in range(1, settings.environment.max_turns + 1):
-            # 1. The replies to all last turns; what is cut off has ended.
+            # 1. Get the replies to all last turns. An answer that was cut off gets none.
             replies = environments.reply(turns, owners)
             requests: dict[int, int] = {}
             reply_ids: dict[int, tuple[int, ...]] = {}
@@ -242,13 +243,14 @@ class Generator:
                 if room < 1:
                     samples[keys[number]] = replace(sample, finish_reason="length")
                     continue
-                # 2. A further turn, after all ids so far.
+                # 2. Request another turn, which continues all ids so far.
                 seed = int(random_uint64("turn", 1, self.seed, *seeds[keys[number]], turn)[0])
                 sampling = SamplingParams(temperature=settings.temperature, seed=seed)
                 context = (*prompt.ids, *sample.ids, *ids)
                 request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 requests[engine.submit(request)] = number
                 reply_ids[number], texts[number] = ids, reply_text(reply[1])
+            # 3. Generate all turns together, and append each to its sample.
             answers = _collect(engine, {request: owners[number] for request, number in requests.items()})
             turns = {}
             for (request_id, _), new in answers.items():
@@ -310,8 +312,10 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
 
 
 def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
-    """Return a function that returns a whole parameter by name: the storage of the model's if it is not divided. All
-    ranks call it together."""
+    """Return a function that gathers a parameter by name; an unsharded one is returned without a copy.
+
+    All ranks call the function together.
+    """
     shards = dict(model.named_parameters())
     mesh = model.sharding.mesh
     group = mesh.get_group("pipeline")
@@ -323,7 +327,7 @@ def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
         else:
             whole = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
         if dist.get_world_size(group) > 1:
-            # One rank of the pipeline has the values, the others have zeros.
+            # One pipeline stage has the values and the others have zeros: their sum is the parameter.
             dist.all_reduce(whole, group=group)
         return whole
 
@@ -331,7 +335,7 @@ def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
 
 
 def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> ParallelModel:
-    """Return a model that this process has whole, whose parameters are what `read` returns."""
+    """Return an unsharded model of this process, with the parameters that `read` returns."""
     whole = materialize(spec, None, Layout(), precision, read)
     for module in whole.modules():
         if isinstance(module, Embedding):
@@ -340,19 +344,19 @@ def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> P
 
 
 def describe_error(error: JinguError) -> dict[str, Any]:
-    """Return an error as JSON, for other ranks."""
+    """Return an error as JSON values, to send it to other ranks."""
     return {"error": (error.what, str(error.where), error.fix)}
 
 
 def raise_error(value: dict[str, Any]) -> None:
-    """Raise the error that a value from another rank describes, if it does."""
+    """Raise the error in a value from another rank, if there is one."""
     if "error" in value:
         what, where, fix = value["error"]
         raise StepNotStartedError(what, where=where, fix=fix)
 
 
 def write_rollout(folder: Path, step: int, samples: Iterable[Sample], **common: Any) -> None:
-    """Write the samples of a step as JSON Lines, each with the values that are common to all."""
+    """Write the samples of a step as JSON Lines, each line with the `common` values."""
     folder.mkdir(exist_ok=True)
     lines = (json.dumps({**common, **asdict(sample)}, ensure_ascii=False) for sample in samples)
     write_text_atomically(folder / f"step_{step}.jsonl", "".join(f"{line}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, in chunks: the logits of a whole sequence never exist.
+"""Log-probabilities of given tokens, computed in chunks, so that the logits of a whole sequence never exist at once.
 
 Shapes: B rows, T tokens of a row, C of them on a context rank, N = B · C, D hidden size, V vocab.
 """
@@ -22,11 +22,11 @@ from jingu.training.loss import ChunkedHead, chunk_loss, chunked_head
 class TokenLogProbs:
     """The log-probability of each token of a batch under a model, in any layout.
 
-    A loss that a task computes of whole rows is computed by every rank of `context`, and the training loop sums it
-    over them: multiply it by `share`.
+    With context parallelism, every rank of `context` gets the values of whole rows and computes the whole loss from
+    them, and the training loop sums these losses: multiply the loss by `share`.
 
     Args:
-        mesh: mesh that the model is laid out over; None: one rank.
+        mesh: the mesh of the model; None for one rank.
         compile: whether to compile the operations on a chunk of logits.
 
     Attributes:
@@ -47,13 +47,13 @@ class TokenLogProbs:
     def __call__(
         self, hidden_BCD: Tensor, weight_VD: Tensor, tokens_BT: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [B, T] of tokens, and entropies [B, T] of the distributions that they are from.
+        """Return log-probabilities [B, T] of tokens, and entropies [B, T] of the distributions at their positions.
 
-        Both are 0 where `tokens_BT` is -100, in fp32 (fp64 for fp64 states), and whole on every rank. Gradients flow
-        through the log-probabilities; entropies have none.
+        Both are 0 where `tokens_BT` is -100, in fp32 (fp64 for fp64 states), and complete on every rank. Only the
+        log-probabilities are differentiable.
 
         Args:
-            hidden_BCD: final hidden states, as the model hands them to its loss with the weight of the head.
+            hidden_BCD: final hidden states, as the model passes them to its loss, together with the head's weight.
             tokens_BT: the token that each position predicts, or -100.
             temperature: divides the logits.
         """
@@ -61,7 +61,7 @@ class TokenLogProbs:
         if self._tokens is not None:
             labels_BC = self._tokens.shard_context(tokens_BT, fill=IGNORE_INDEX)
         labels_N = labels_BC.flatten()
-        # Compute tokens that are asked for. On a card, their number would have to be waited for.
+        # Compute only labeled tokens on CPUs. On GPUs compute all: the host would have to wait for their number.
         index_M = torch.arange(len(labels_N), device=labels_N.device)
         if labels_N.device.type == "cpu":
             index_M = labels_N.ge(0).nonzero().flatten()

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from jingu.chat.messages import JsonObject
 
 Tool = Callable[..., Any]
-# Sections of a docstring in Google's style; and an argument with its description, which may go on in deeper lines.
+# A section heading of a Google-style docstring; and an argument with its description, which may continue on more
+# deeply indented lines.
 _SECTION = re.compile(r"^(Args|Arguments|Returns?|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^( +)(\w+)(?: ?\([^)\n]*\))?:\s*(.*(?:\n\1 +.*)*)", re.MULTILINE)
 
@@ -52,8 +53,8 @@ def describe_tool(name: str, tool: Tool) -> JsonObject:
 
 
 def call_tool(tool: Tool, arguments: str) -> str:
-    """Return what a tool returns for arguments in JSON, as the text that the model reads. A text stays as it is, other
-    values are JSON. Its errors are texts for the model, too, since its arguments may be at fault."""
+    """Call a tool with arguments in JSON, and return its result as a text for the model: a text as it is, other values
+    as JSON. Errors also become texts, since the model's arguments may have caused them."""
     try:
         result = validate_call(tool)(**json.loads(arguments))
         if inspect.isawaitable(result):
@@ -71,6 +72,6 @@ async def _wait(result: Any) -> Any:
 
 
 def _clean(schema: JsonObject) -> JsonObject:
-    """Return a schema as transformers writes it: the type first, as some templates write it as it is."""
+    """Return a schema as transformers writes it. The type comes first: some templates print the schema verbatim."""
     fields = {key: value for key, value in schema.items() if key not in ("title", "default", "additionalProperties")}
     return {"type": schema["type"], **fields} if "type" in schema else fields

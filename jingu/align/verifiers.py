@@ -1,4 +1,4 @@
-"""Verifiers: rewards that follow from the answer and its row by a rule."""
+"""Verifiers: rule-based rewards, computed from an answer and the columns of its row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _number(settings: rewards.NumberReward, answer: Answer) -> bool:
 def _math(settings: rewards.MathReward, answer: Answer) -> bool:
     from math_verify import parse, verify
 
-    # The worker has a timeout, and that of the package is off, of which it warns with every formula.
+    # The worker enforces the timeout. math_verify would warn about its own timeout being off for every formula.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected = parse(str(answer[settings.column]), parsing_timeout=None)
     return bool(verify(expected, parse(answer["completion"], parsing_timeout=None), timeout_seconds=None))
@@ -84,7 +84,7 @@ VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
     "length": _length,
     "python_tests": _python_tests,
 }
-# Those that can take arbitrarily long.
+# Verifiers whose running time is unbounded; they run in a worker with a timeout.
 SLOW_VERIFIERS = {"math", "regex", "json_schema"}
 # Packages that a verifier needs.
 REQUIRED_PACKAGES = {"math": "math_verify", "json_schema": "jsonschema_rs"}

@@ -212,9 +212,12 @@ def test_bad_settings_are_refused_before_a_model_is_built(make: MakeRun, monkeyp
     monkeypatch.setattr(policy_learning.PolicyLearning, "__init__", lambda *_: pytest.fail("a task was made"))
     server = {"task.asynchronous": {"type": "server"}}
     for changes, words in (
-        ({**processes(1), "task.importance_cap": None}, "answers of weights that are 1 step old need a correction"),
+        (
+            {**processes(1), "task.importance_cap": None},
+            "answers by weights that are 1 step old need importance sampling",
+        ),
         ({**processes(1), "task.exact": True}, "do not compute the same log-probabilities"),
-        ({**processes(1), "task.max_resampling": 2}, "prompts are replaced by their rewards"),
+        ({**processes(1), "task.max_resampling": 2}, "resampling depends on the rewards"),
         (server, "this run trains other weights"),
         ({"task.asynchronous": {"type": "server", "staleness": 0}, "task.exact": True}, "or another program"),
     ):

@@ -175,7 +175,7 @@ def test_calls_are_answered_and_other_turns_end_or_go_to_the_class(tools_file: P
         ({}, "neither a class nor a tool"),
         ({"tools": ["FILE:untyped"]}, "the argument text of the tool untyped has no type"),
         ({"tools": ["FILE:nothing"]}, "has no function nothing"),
-        ({"path": "FILE:Safe", "tools": ["shut"]}, "has no method shut, which is to be a tool"),
+        ({"path": "FILE:Safe", "tools": ["shut"]}, "has no method shut to use as a tool"),
         ({"path": "FILE:Safe", "tools": ["step"]}, "the tool step has no docstring"),
     ],
 )

@@ -443,7 +443,7 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
         assert f"from the checkpoint of step 0: {words}." in capsys.readouterr().out
     with pytest.raises(JinguError, match="no answers of step 9"):
         replay(folder, 9)
-    with pytest.raises(JinguError, match="line 1 is no JSON object"):
+    with pytest.raises(JinguError, match="line 1 is not a JSON object"):
         (tmp_path / "bad.jsonl").write_text("[1]\n")
         score(config, tmp_path / "bad.jsonl")
 

@@ -119,7 +119,7 @@ def refusal(config: RunConfig) -> str:
 def test_what_does_not_fit_is_refused(tiny_run: MakeRun, base: str, tmp_path: Path) -> None:
     dpo = {"task": {"type": "dpo"}, "initialize.from": base}
     lora = {"tune": {"type": "lora", "dropout": 0.1}}
-    assert "tune.dropout: the task dpo computes without it, and it is 0.1" in refusal(
+    assert "tune.dropout: the task dpo does not support it, and it is 0.1" in refusal(
         preference_run(tiny_run, tmp_path, {**dpo, **lora}, name="a")
     )
     assert "needs a model to start from" in refusal(

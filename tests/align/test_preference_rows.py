@@ -213,7 +213,7 @@ def test_a_template_that_changes_the_prompt_is_refused(tiny_run: MakeRun, tmp_pa
     same = {"prompt": [USER], "chosen": "yes", "rejected": "not"}
     objective = {"type": "preference", "template": str(template)}
     prepare(make(tiny_run, tmp_path, [same], **{"data.objective": objective, "data.path": str(tmp_path / "same")}))
-    with pytest.raises(JinguError, match="row 2: chosen and rejected have different prompts, as the template writes"):
+    with pytest.raises(JinguError, match="row 2: chosen and rejected have different prompts when the template renders"):
         prepare(make(tiny_run, tmp_path, [same, GOOD], **{"data.objective": objective}))
 
 

@@ -75,7 +75,7 @@ def test_a_verifier_that_hangs_gives_0_and_goes_on(monkeypatch: pytest.MonkeyPat
     rewards = build({"type": "regex", "pattern": r"(T|(.)\2*)*#", "timeout": 0.3})
     hang = answer("a" * 40)
     assert rewards.score([answer("T#"), hang, answer("T#")]) == [{"regex": 1.0}, {"regex": 0.0}, {"regex": 1.0}]
-    assert warnings == ["the reward regex: an answer took longer than 0.3 seconds, and scores 0."]
+    assert warnings == ["The reward regex: scoring an answer took longer than 0.3 seconds, so it scores 0."]
     rewards.close()
 
 
@@ -142,9 +142,12 @@ def test_a_function_that_fails_is_an_error_in_words(functions: str, name: str, w
     ("settings", "words"),
     [
         ([{"type": "exact"}, {"type": "exact"}], "two rewards have the name exact"),
-        ([{"type": "exact", "name": "environment"}], "name is that of the score of an environment"),
+        (
+            [{"type": "exact", "name": "environment"}],
+            "the name environment is reserved for the score of an environment",
+        ),
         ([{"type": "exact", "column": "gold"}], r"no column gold.*Their columns are answer"),
-        ([{"type": "regex", "pattern": "("}], "no regular expression"),
+        ([{"type": "regex", "pattern": "("}], "is not a regular expression"),
         ([{"type": "judge", "template": "{question}"}], "a field that the rows lack"),
     ],
 )
