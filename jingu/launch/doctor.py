@@ -1,6 +1,6 @@
 """`jingu doctor`: check this machine, and under `jingu launch` all nodes and the network between them.
 
-Each check runs in a process of its own with a time limit: a device that hangs or kills its process fails one check.
+Each check runs in its own process with a time limit, so a device that hangs or kills its process fails only one check.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from jingu.errors import JinguError, join_words, pluralize
 from jingu.launch.hosts import FAILING_NODES, write_failing_nodes
 from jingu.runtime.files import write_text_atomically
 
-# A check that takes longer has failed.
+# Time limit of a check.
 CHECK_SECONDS = 60.0
 _DISK_BYTES = 2**26
 MESSAGE_BYTES = 2**24
-# What is below this share of the usual rate fails.
+# A rate below this share of the usual one fails.
 SLOW_SHARE = 0.5
 CLOCK_SECONDS = 1.0
 RDMA_DEVICES = Path("/sys/class/infiniband")
-# RDMA locks the buffers of all connections; below this limit it fails sooner or later.
+# RDMA locks the buffers of all connections in memory. With a lower limit it fails as connections are added.
 _LOCKED_BYTES = 2**30
-# Checks that would measure each other's work.
+# Benchmarks, which must not run at the same time as other checks.
 _MEASUREMENTS = ("devices", "disk")
-# Names the running kernel, which is the same in all containers of a machine; and its place among the figures.
+# Identifies the running kernel, which all containers of a machine share; KERNEL is its key among the figures.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 KERNEL = "kernel"
-# The check of a node that needs the names of all of them.
+# The check that takes the names of all nodes as arguments.
 NAMES = "names of nodes"
 Figures = dict[str, Any]
 
@@ -53,7 +53,7 @@ class CheckError(Exception):
 
 
 def check_devices(_folder: Path) -> tuple[str, Figures]:
-    """Multiply on the devices, and measure them: the figures are those of a machine of `jingu plan`."""
+    """Run a matmul on each device, and measure the figures that a machine file of `jingu plan` has."""
     import torch
 
     from jingu.plan.machine import find_card, measure_machine
@@ -64,19 +64,21 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
         own = torch.device(device.type, index)
         a = torch.randn(512, 512, device=own)
         if not bool(torch.isfinite(a @ a).all()):
-            raise CheckError(f"a product of finite matrices is not finite on {own}")
+            raise CheckError(f"the matmul of two finite matrices is not finite on {own}")
     machine = measure_machine()
     count = torch.accelerator.device_count() or machine.gpus_per_node
     name = device_name(device)
     text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
     card = find_card(name)
     if card is not None and machine.matmul_tflops < SLOW_SHARE * card.matmul_tflops:
-        raise CheckError(f"{text}, and {card.matmul_tflops:,.0f} TFLOP/s are usual: another process, or its clock?")
+        raise CheckError(
+            f"{text}, but {card.matmul_tflops:,.0f} TFLOP/s are usual; another process uses it, or its clock is low"
+        )
     return text, machine.model_dump(mode="json")
 
 
 def check_versions(_folder: Path) -> tuple[str, Figures]:
-    """Read what must be the same on all nodes: versions, the driver, the number of cores."""
+    """Read what must be equal on all nodes: versions, the driver, and the number of cores."""
     from jingu.launch.start import installed_versions
 
     versions = {**installed_versions(), "cores": str(os.cpu_count())}
@@ -93,7 +95,7 @@ def check_versions(_folder: Path) -> tuple[str, Figures]:
 
 
 def check_locked_memory(_folder: Path) -> tuple[str, Figures]:
-    """Read how much memory may be locked: network cards that read memory by themselves need it."""
+    """Read how much memory may be locked, which RDMA network cards need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:,.0f} MiB"
     if RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
@@ -131,7 +133,7 @@ def check_disk(folder: Path) -> tuple[str, Figures]:
         rate = _DISK_BYTES / (time.perf_counter() - start) / 1e9
         path.rename(renamed)
         if renamed.read_bytes() != block:
-            raise CheckError(f"{folder} gives back other bytes than were written")
+            raise CheckError(f"{folder} returned other bytes than were written to it")
     except OSError as error:
         raise CheckError(f"{folder} cannot be written ({error.strerror})") from error
     finally:
@@ -155,7 +157,7 @@ def check_name(_folder: Path) -> tuple[str, Figures]:
 
 
 def check_names(*names: str) -> tuple[str, Figures]:
-    """Look up the names of all nodes, and the names of their addresses."""
+    """Resolve the names of all nodes, and their addresses back to names."""
     addresses = {name: _find_address(name) for name in names}
     nameless = []
     for name, address in addresses.items():
@@ -165,10 +167,10 @@ def check_names(*names: str) -> tuple[str, Figures]:
             nameless.append(address)
             continue
         labels = {own.split(".")[0] for own in (official, *aliases)}
-        # A name that no node has may be another one of the same machine.
+        # Only the name of another node shows a mistake: an unknown name may be an alias of the same machine.
         if name.split(".")[0] not in labels and labels & {other.split(".")[0] for other in names}:
             raise CheckError(f"{name} is {address}, and {address} is {official}; change DNS or /etc/hosts")
-    # The ranks meet without them, but servers that look up their clients wait for an answer.
+    # Not a failure: ranks do not need reverse lookups, but servers that look up their clients wait for a timeout.
     text = f"; no name is known for {join_words(nameless, 'and')}" if nameless else ""
     return f"{pluralize(len(names), 'name')} and addresses{text}", {}
 
@@ -181,7 +183,7 @@ def _find_address(name: str) -> str:
 
 
 def check_load(_folder: Path) -> tuple[str, Figures]:
-    """Look for other processes that compute, on GPUs by nvidia-smi."""
+    """Look for other processes that use the GPUs (with nvidia-smi), and read the CPU load."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         words = [program, "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -205,8 +207,8 @@ CHECKS: dict[str, Callable[[Path], tuple[str, Figures]]] = {
 
 
 def run_check(name: str, *words: str, seconds: float = CHECK_SECONDS) -> Figures:
-    """Run a check in a process of its own; return its name, whether it passed, its text and its figures."""
-    # Only torchrun's ranks have these, and a check is none.
+    """Run a check in its own process; return its name, whether it passed, its text and its figures."""
+    # A check is not a rank, so it must not see torchrun's variables.
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "jingu.launch.doctor", name, *words]
     try:
@@ -221,7 +223,7 @@ def run_check(name: str, *words: str, seconds: float = CHECK_SECONDS) -> Figures
 
 
 def run_checks(folder: Path) -> list[Figures]:
-    """Run all checks of a node: first those that measure nothing, at the same time."""
+    """Run all checks of a node: first the quick ones in parallel, then the benchmarks one by one."""
     quick = [name for name in CHECKS if name not in _MEASUREMENTS]
     with ThreadPoolExecutor(len(quick)) as pool:
         results = dict(zip(quick, pool.map(lambda name: run_check(name, str(folder)), quick), strict=True))
@@ -229,15 +231,15 @@ def run_checks(folder: Path) -> list[Figures]:
 
 
 def doctor(folder: Path | None = None, machine: Path | None = None, file: Path | None = None) -> int:
-    """Check this machine, or as a rank of a launched command all nodes, and print a table.
+    """Check this machine, or all nodes if this is a rank of a launched command, and print a table.
 
     Args:
-        folder: in which runs are written; on several nodes one that they share.
-        machine: file to write, with the figures of this machine for `jingu plan --on`.
-        file: of a run, the axes of whose mesh are measured.
+        folder: folder for runs, which all nodes must share.
+        machine: file to write the figures of this machine to, for `jingu plan --on`.
+        file: configuration of a run, to measure collectives along the axes of its mesh.
 
     Returns:
-        0 if all checks pass, else 2; `failing_nodes.txt` then has the names of the nodes.
+        0 if all checks pass, else 2; `failing_nodes.txt` then lists the failing nodes.
 
     Raises:
         JinguError: the nodes cannot exchange data, or a node could not be measured.
@@ -248,11 +250,11 @@ def doctor(folder: Path | None = None, machine: Path | None = None, file: Path |
     folder = folder or Path("runs")
     config = load_config(file, []) if file is not None else None
     host = socket.gethostname()
-    # 1. Each node checks itself, before the ranks need each other.
+    # 1. Each node checks itself, before the ranks form a process group.
     results = run_checks(folder) if is_first_on_node() else []
     if not is_launched():
         return _conclude({host: results}, {}, machine)
-    # 2. What lies between the nodes.
+    # 2. Check the network between the nodes.
     from jingu.launch.network import check_network
     from jingu.launch.rank_speed import measure_rank_speed
 
@@ -277,14 +279,14 @@ def any_failed(by_host: dict[str, list[Figures]]) -> bool:
 
 
 def _conclude(by_host: dict[str, list[Figures]], network: Figures, machine: Path | None) -> int:
-    """Print the table, and write the files."""
+    """Print the table, write the list of failing nodes and the machine file, and return the exit code."""
     failing = [host for host, results in by_host.items() if any_failed({host: results})]
     _print_table(by_host)
     write_failing_nodes(failing)
     if failing:
         print(f"{len(failing)} of {len(by_host)} nodes fail; their names are in {FAILING_NODES}.")
     if machine is not None:
-        # The slowest node decides how fast a run is.
+        # The slowest node determines the speed of a run.
         rows = [_merge_figures(results) for results in by_host.values()]
         if any("matmul_tflops" not in row or "disk_gbs" not in row for row in rows):
             raise JinguError("a node could not be measured.", where=machine, fix="See the table.")
@@ -308,7 +310,7 @@ def _print_table(by_host: dict[str, list[Figures]]) -> None:
 def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
     """Add a failing result to nodes whose versions or devices differ from those of most nodes, or are slow."""
     versions = {host: _text_of(results, "versions") for host, results in by_host.items()}
-    # Their number and name come first.
+    # The text before the first comma has the number and name of the devices.
     devices = {host: _text_of(results, "devices").partition(",")[0] for host, results in by_host.items()}
     for check, texts in (("same versions", versions), ("same devices", devices)):
         usual, _ = Counter(texts.values()).most_common(1)[0]
@@ -324,7 +326,7 @@ def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
 
 
 def _machine_rates(by_host: dict[str, list[Figures]], key: str) -> dict[str, float]:
-    """Return a rate of each node. Containers of a machine measure each other's work, so they have their best one."""
+    """Return a rate of each node. Containers on the same machine slow each other down, so all get their best rate."""
     rows = {host: _merge_figures(results) for host, results in by_host.items()}
     machines = {host: row.get(KERNEL) or host for host, row in rows.items() if key in row}
     best: dict[str, float] = {}
@@ -346,10 +348,10 @@ def _add_failure(results: list[Figures], check: str, text: str) -> None:
 
 
 def find_slow(rates: dict[tuple[str, str], float]) -> list[str]:
-    """Return the nodes all of whose pairs are slow beside those of other nodes.
+    """Return the nodes whose connections to all their partners are slow compared with other nodes.
 
     Args:
-        rates: of pairs of nodes.
+        rates: the rate of each pair of nodes.
     """
     best: dict[str, float] = {}
     for pair, rate in rates.items():

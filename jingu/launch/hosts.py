@@ -10,7 +10,7 @@ from pathlib import Path
 from jingu.errors import JinguError, join_words
 from jingu.runtime.files import read_text, write_text_atomically
 
-# The names of the nodes in which `jingu doctor`, or its launcher, has found a fault.
+# `jingu doctor`, or its launcher, writes the names of failing nodes to this file.
 FAILING_NODES = Path("failing_nodes.txt")
 
 
@@ -20,7 +20,7 @@ class Node:
 
     Attributes:
         host: its name or address, as ssh knows it.
-        slots: indices of the GPUs that it gives, a rank each; without GPUs only their number counts.
+        slots: indices of the GPUs to use, one rank each; without GPUs only their number counts.
     """
 
     host: str
@@ -28,7 +28,7 @@ class Node:
 
 
 def read_hostfile(path: Path) -> list[Node]:
-    """Read lines such as `node1 slots=8`. Raises JinguError with the line that is wrong."""
+    """Read lines such as `node1 slots=8`. Raises JinguError for an invalid line."""
     nodes: dict[str, Node] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -48,11 +48,11 @@ def read_hostfile(path: Path) -> list[Node]:
 
 @dataclass(frozen=True)
 class NodeSelection:
-    """Nodes of a hostfile, and slots of them.
+    """A selection of nodes of a hostfile and of their slots.
 
     Attributes:
-        include: `node1:0,2@node2`: only slots 0 and 2 of node1, and all of node2; None: all.
-        exclude: in the same syntax, what is left out.
+        include: what to use; for example, `node1:0,2@node2` is slots 0 and 2 of node1 and all of node2. None: all.
+        exclude: what to leave out, in the same syntax.
     """
 
     hostfile: Path
@@ -60,7 +60,7 @@ class NodeSelection:
     exclude: str | None = None
 
     def nodes(self) -> list[Node]:
-        """Return the nodes, with the slots, that remain of the hostfile.
+        """Return the selected nodes with their selected slots.
 
         Raises:
             JinguError: both are set, a host or slot does not exist, or nothing remains.
@@ -100,7 +100,7 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
 
 
 def write_failing_nodes(hosts: Sequence[str]) -> None:
-    """Write the file with the names of failing nodes; without any, remove it."""
+    """Write the file with the names of failing nodes, or remove it if there are none."""
     if hosts:
         write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in hosts))
     else:

@@ -1,6 +1,6 @@
-"""Manifests for clusters that others run: Kubernetes (TrainJob, JobSet, PyTorchJob), SkyPilot and dstack.
+"""Manifests for cluster managers: Kubernetes (TrainJob, JobSet, PyTorchJob), SkyPilot and dstack.
 
-Each of them starts `python -m jingu.launch.node` on every node, with the start in a variable.
+Each manifest runs `python -m jingu.launch.node` on every node, and passes the `Start` in an environment variable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write_manifest(
     if program is None:
         raise JinguError("there is no kubectl on this machine.", fix="Install it, or leave out --apply.")
     try:
-        # It asks a cluster that does not answer several times.
+        # kubectl retries for a long time if the cluster does not answer, hence the timeout.
         result = subprocess.run(
             [program, "apply", "-f", "-"],
             input=text,
@@ -91,11 +91,11 @@ def _train_job(start: Start, image: str) -> Manifest:
 def _job_set(start: Start, image: str) -> Manifest:
     """A JobSet of one job, whose pods are numbered and find each other by name."""
     nodes = len(start.slots)
-    # The job restarts as a whole.
+    # Only the JobSet restarts, as a whole: nodes do not restart their ranks by themselves.
     container = _container(replace(start, max_restarts=0), image, "node")
     pods = {"spec": {"restartPolicy": "Never", "containers": [container]}}
     job = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    # A node cannot be replaced alone: the others would wait for it where they are.
+    # A single node cannot be replaced: the others would hang in their collectives.
     spec = {
         "failurePolicy": {"maxRestarts": start.max_restarts},
         "network": {"enableDNSHostnames": True, "subdomain": start.name},

@@ -34,22 +34,23 @@ from jingu.runtime.device import device_module, device_name
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, find_ranks_that_share, gather_from_all
 
 _TRIALS = 3
-# Rounds in which each node is paired with another one: two show which of a slow pair is at fault.
+# Rounds in which each node is paired with another one. One slow pair does not show which of its nodes is at fault; a
+# second round with other partners does.
 _ROUNDS = 3
-# GB/s on the bus of the groups of an axis, by their ranks.
+# Bus bandwidth in GB/s (as in nccl-tests) of the groups of a mesh axis, by their ranks.
 GroupRates = Mapping[tuple[int, ...], float]
 
 
 def check_network(
     ranks: RankInfo, folder: Path, config: RunConfig | None = None
 ) -> tuple[dict[str, list[Figures]], dict[str, float]]:
-    """Check what lies between the nodes; every rank calls this.
+    """Check clocks, names, the shared folder and the network between the nodes. Every rank calls this.
 
     Args:
-        config: of a run, the axes of whose mesh are measured; None: ranks within nodes, and across them.
+        config: measure along the mesh axes of this run; None measures within nodes and across nodes.
 
     Returns:
-        The results of each node, and the rate between nodes for a machine of `jingu plan`.
+        The results of each node, and the rate between nodes for a machine file of `jingu plan`.
     """
     hosts = gather_from_all(ranks.host)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -59,10 +60,10 @@ def check_network(
     def add(host: str, check: str, passed: bool, text: str) -> None:
         results[host].append({"check": check, "passed": passed, "text": text, "figures": {}})
 
-    # Groups of ranks are made by all of them together; who hangs in one has failed.
+    # Creating process groups is collective. The timeout turns a hang of a later check into an error.
     groups = _make_groups(ranks, hosts, config)
     set_group_timeouts(timedelta(seconds=CHECK_SECONDS))
-    # 1. All clocks are read right after a barrier.
+    # 1. Compare the clocks, which are read right after a barrier.
     all_ranks_agree(True)
     clocks = gather_from_all(time.time())
     for name, leader in zip(names, leaders, strict=True):
@@ -77,16 +78,16 @@ def check_network(
     for name, leader in zip(names, leaders, strict=True):
         text = f"{folder} is shared" if is_visible[leader] else f"{folder} is not the folder of {names[0]}; share it"
         add(name, "shared folder", is_visible[leader], text)
-    # 4. All ranks together, and along each axis, as in training.
+    # 4. Measure all-reduces over all ranks and along each axis, as in training.
     bus_rates = {axis: _measure_groups(ranks, group) for axis, group in groups.items()}
-    # 5. Pairs of nodes, all at once, each node with another one in each round.
+    # 5. Measure pairs of nodes; in each round all pairs run at once, each node in one of them.
     rates = _measure_pairs(ranks, leaders, names)
     slow = find_slow(rates)
     for name in names:
         own = [rate for pair, rate in rates.items() if name in pair]
         if own:
             add(name, "pairs", name not in slow, f"{min(own):,.2f} GB/s to {max(own):,.2f} GB/s with other nodes")
-    # 6. A slow group of an axis has a node at fault, which the pairs may have found already.
+    # 6. Attribute slow groups of an axis to nodes. If the pairs have shown slow nodes, these are the cause.
     for axis, group_rates in bus_rates.items():
         expected = _expected_rate(ranks.device, hosts, next(iter(group_rates)))
         failing = [name for name in find_slow_hosts(group_rates, hosts, expected) if not slow or name in slow]
@@ -96,7 +97,7 @@ def check_network(
 
 
 def _make_groups(ranks: RankInfo, hosts: Sequence[str], config: RunConfig | None) -> dict[str, ProcessGroup | None]:
-    """Return this rank's process groups by axis, without axes of one rank; None is the group of all ranks."""
+    """Return this rank's process group of each axis with more than one rank; None is the group of all ranks."""
     if config is not None:
         from jingu.training.plan_commands import resolve_spec  # slow to import
 
@@ -113,10 +114,10 @@ def _make_groups(ranks: RankInfo, hosts: Sequence[str], config: RunConfig | None
 
 
 def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[int, ...], float]:
-    """Return the GB/s on the bus of all groups of an axis, which reduce at the same time, on every rank.
+    """Return the bus bandwidth in GB/s of all groups of an axis, which run their all-reduce at the same time.
 
     Args:
-        group: that of this rank.
+        group: the group of this rank.
     """
     members = list(range(ranks.world)) if group is None else dist.get_process_group_ranks(group)
     tensor = torch.ones(MESSAGE_BYTES // 4, device=ranks.device)
@@ -127,7 +128,7 @@ def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[i
 
 
 def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence[int]) -> float | None:
-    """Return the GB/s on the bus of a group of ranks on cards that the planner's library knows; else None."""
+    """Return the expected bus bandwidth in GB/s of a group of ranks; None for GPUs that the planner does not know."""
     card = find_card(device_name(device)) if device.type != "cpu" else None
     if card is None or len(members) == 1:
         return None
@@ -137,11 +138,11 @@ def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence
 
 
 def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | None = None) -> list[str]:
-    """Return the nodes that are in slow groups of an axis, and in no other ones.
+    """Return the nodes all of whose groups of an axis are slow.
 
     Args:
-        hosts: of all ranks.
-        expected: GB/s; None: those of the median group.
+        hosts: host of each rank.
+        expected: expected GB/s; None takes those of the median group.
     """
     limit = SLOW_SHARE * (expected or median(rates.values()))
     slow: set[str] = set()
@@ -152,7 +153,7 @@ def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | N
 
 
 def describe_groups(rates: GroupRates, expected: float | None = None) -> str:
-    """Return the rate of the groups of an axis in words."""
+    """Describe the bus bandwidth of the groups of an axis."""
     slowest = min(rates, key=lambda members: rates[members])
     usual = f"; {expected:,.2f} GB/s are expected" if expected is not None else ""
     if len(rates) == 1:
@@ -181,8 +182,8 @@ def _measure_pairs(ranks: RankInfo, leaders: list[int], names: list[str]) -> dic
 
 
 def pair_nodes(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint pairs: the first rounds of a tournament in which everybody meets everybody."""
-    # The circle method: the first one stays, the others move on; with an odd number, one pauses in each round.
+    """Return rounds of disjoint pairs: the first rounds of a round-robin tournament."""
+    # The circle method: the first node keeps its place and the others rotate; an odd count leaves out one per round.
     order = list(range(count + count % 2))
     rounds = []
     for _ in range(min(_ROUNDS, count - 1 + count % 2)):
@@ -193,7 +194,7 @@ def pair_nodes(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _exchange(peer: int, device: torch.device) -> None:
-    """Send to a rank, and receive from it, at the same time: in two calls, NCCL would wait for itself."""
+    """Send to a rank and receive from it at the same time. As two separate calls this would deadlock under NCCL."""
     sent = torch.ones(MESSAGE_BYTES // 4, device=device)
     received = torch.empty_like(sent)
     exchange = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]

@@ -1,8 +1,8 @@
 """One node of a launched command: `python -m jingu.launch.node`.
 
-Under Slurm and in a container the start is in a variable. Over ssh the node first writes a line about itself, and then
-reads the start from its input. The input stays open for as long as the launcher runs: a line is a signal for the ranks,
-and its end ends them.
+Under Slurm and in a container, the `Start` is in an environment variable. Over ssh, the node first writes a line that
+describes it, and then reads the start from standard input, which stays open as long as the launcher runs: each further
+line is a signal for the ranks, and end of file terminates them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_
 from jingu.runtime.gpus import visible_devices
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED, LAUNCHER_PIPE
 
-# Precedes the line in which a node describes itself; a login shell may print something before.
+# Marks the line in which a node describes itself; a login shell may print other lines before it.
 HELLO = "jingu-node "
 # Time for the ranks to save after a signal.
 SHUTDOWN_SECONDS = 600
-# Variables with the number of a node and the address of the first one: Slurm, Kubeflow, JobSet, SkyPilot, dstack,
-# and Kubeflow's training operator before it had torchrun's variables.
+# Variables with the rank of a node, and with the address of the first node: Slurm, Kubeflow, JobSet, SkyPilot, dstack,
+# and older versions of Kubeflow's training operator.
 _NODE_RANKS = (
     "SLURM_NODEID",
     "PET_NODE_RANK",
@@ -43,11 +43,11 @@ _NODE_RANKS = (
     "RANK",
 )
 _MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP", "MASTER_ADDR")
-# Below those that the kernel hands out by itself.
+# Below the kernel's ephemeral ports.
 _PORTS = range(15_000, 32_000)
-# The environment variable with a file that a node of a job of Slurm makes when its ranks have saved after a signal.
+# The environment variable that names a file. A node of a Slurm job creates it when its ranks have saved after a signal.
 SAVED_VARIABLE = "JINGU_SAVED"
-# The file of signals beside that of a start, and how often it is read.
+# With pdsh: the suffix of the file with signals, next to the file with the start, and how often it is read.
 SIGNALS_SUFFIX = ".signals"
 _POLL_SECONDS = 1.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -64,7 +64,7 @@ def describe_node() -> dict[str, object]:
 def free_port() -> int:
     """Return a port on which nobody listens.
 
-    A port that the kernel chose could serve a connection of another program before the ranks listen on it.
+    It is not an ephemeral port: before the ranks listen on it, the kernel could give such a port to another program.
     """
     while True:
         port = secrets.choice(_PORTS)
@@ -74,7 +74,7 @@ def free_port() -> int:
 
 
 def _check_port(port: int) -> None:
-    """Raise JinguError if another process listens on the port where the nodes meet."""
+    """Raise JinguError if another process listens on the rendezvous port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -85,13 +85,13 @@ def _check_port(port: int) -> None:
 
 
 def _find_master(start: Start) -> tuple[str, int]:
-    """Return where the nodes meet, from what the cluster sets."""
+    """Return the address and port of the rendezvous, from the variables that the cluster manager sets."""
     address, port = start.master
     if "SLURM_JOB_ID" in os.environ:
-        # A step may have other nodes than the first ones of its job.
+        # A job step may run on a subset of the job's nodes.
         words = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
         hosts = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-        # Jobs that share a node meet at different ports, and so do the steps of a job.
+        # Jobs that share a node need different ports, and so do the steps of a job.
         number = int(os.environ["SLURM_JOB_ID"]) + 97 * int(os.environ["SLURM_STEP_ID"])
         return hosts[0], 20_000 + number % 10_000
     variables = [os.environ.get(name, "").split() for name in _MASTERS]
@@ -102,18 +102,18 @@ def _find_master(start: Start) -> tuple[str, int]:
 def find_interface(address: str) -> str:
     """Return the network interface that leads to an address; empty if it is unknown.
 
-    gloo would take the interface of the host's name, which is the loopback interface on many machines.
+    Without it, gloo takes the interface of the host name's address, which is the loopback interface on many machines.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # A datagram socket sends nothing when it connects, but it chooses its own address.
+            # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
             probe.connect((address, 9))
             own = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
             try:
-                # SIOCGIFADDR of Linux: the address of an interface.
+                # 0x8915 is SIOCGIFADDR on Linux: get the address of an interface.
                 reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
@@ -123,8 +123,8 @@ def find_interface(address: str) -> str:
 
 
 def run_node(start: Start, node_rank: int) -> int:
-    """Run the ranks of this node to their end. Returns the exit code of the command."""
-    # A warning for each connection whose other end has no name, which nothing here needs.
+    """Run the ranks of this node until they exit. Returns the exit code of the command."""
+    # Silence a warning for each connection whose peer address has no host name, which nothing here needs.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -136,7 +136,7 @@ def run_node(start: Start, node_rank: int) -> int:
     address, port = start.master
     if node_rank == 0:
         _check_port(port)
-    elif "KUBERNETES_SERVICE_HOST" not in os.environ:  # where the first pod may start, and have a name, much later
+    elif "KUBERNETES_SERVICE_HOST" not in os.environ:  # on Kubernetes, the first pod may get its name much later
         wait_for_master(address, port)
     slots = start.slots[node_rank]
     os.environ.update(start.environment)
@@ -153,15 +153,15 @@ def run_node(start: Start, node_rank: int) -> int:
     place = f"meeting at {address}:{port}" + (f" over {interface}" if interface else "")
     few = f" They share {pluralize(cores, 'core')}: give the job more." if cores < len(slots) else ""
     print(f"{len(slots)} ranks, {place}.{few}", file=sys.stderr, flush=True)
-    # 2. The run's file has no name, and ends with this process.
+    # 2. Put the run's configuration into a memory file, which is freed when this process ends.
     words = start.words
     if start.config is not None:
         descriptor = os.memfd_create("config")
         os.write(descriptor, start.config.encode())
         words = [word.replace("{config}", f"/proc/{os.getpid()}/fd/{descriptor}") for word in words]
-    # 3. The ranks stop when this process is killed, which closes a pipe.
+    # 3. Give the ranks a pipe that closes when this process is killed, so that they stop then.
     os.environ[LAUNCHER_PIPE] = f"/proc/{os.getpid()}/fd/{os.pipe()[0]}"
-    # 4. torchrun's engine. Where nodes may be lost, they find each other again.
+    # 4. Run torchrun's agent. If the run may continue with fewer nodes, these rendezvous again after a loss.
     is_elastic = start.min_nodes < len(start.slots)
     config = LaunchConfig(
         min_nodes=start.min_nodes,
@@ -186,14 +186,14 @@ def run_node(start: Start, node_rank: int) -> int:
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             return EXIT_INTERRUPTED
-        # Slurm ends the nodes of a job like this when another one has failed; the code of that node counts.
+        # Slurm sends SIGTERM when another node has failed: return 1, so that the exit code of that node counts.
         is_ended_by_slurm = error.sigval == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
         return 1 if is_ended_by_slurm else EXIT_PREEMPTED
     return 0
 
 
 def combine_codes(codes: list[int]) -> int:
-    """Return one exit code for all ranks or nodes: that of an error that was explained, if there is one."""
+    """Return one exit code for all ranks or nodes: the most informative one, such as 2 for an explained error."""
     for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
         if code in codes:
             return code
@@ -202,7 +202,7 @@ def combine_codes(codes: list[int]) -> int:
 
 
 def _obey_launcher() -> None:
-    """Send this process the signals that the launcher writes; SIGTERM when the launcher is gone."""
+    """Send this process the signals that the launcher writes, and SIGTERM when the launcher is gone."""
     for line in sys.stdin:
         os.kill(os.getpid(), int(line))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -229,8 +229,11 @@ def _read_start(path: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run this node: of a start that comes from the input, from a file, beside the number of the node (pdsh), or from
-    a variable (Slurm, a container)."""
+    """Run this node. Its `Start` comes from a variable (Slurm, a container), a file (pdsh), or standard input (ssh).
+
+    Args:
+        words: the file of the start and the rank of the node with pdsh; otherwise empty.
+    """
     text = _read_start(Path(words[0])) if words else os.environ.pop(START_VARIABLE, None)
     if text is not None:
         start = Start.from_json(text)
@@ -265,5 +268,5 @@ if __name__ == "__main__":
         print(f"jingu: {error}", file=sys.stderr)
         code = 2
     sys.stdout.flush()
-    # The thread that reads the input does not end by itself.
+    # Do not wait for the thread that blocks on standard input.
     os._exit(code)

@@ -1,7 +1,8 @@
-"""`jingu launch pdsh`: one pdsh that reaches all nodes, for clusters where that is the way in.
+"""`jingu launch pdsh`: start all nodes with one pdsh process, for clusters that are used through pdsh.
 
-pdsh passes no input on to the nodes, but closes it when it ends. So each node reads its start from a file in the
-folder that the nodes share, and signals from another one; the end of its input ends its ranks, as over ssh.
+pdsh does not forward input to the nodes, but closes their standard input when it exits. Each node therefore reads its
+start and later signals from two files in the shared folder, and end of file on its input terminates its ranks, as over
+ssh.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from jingu.launch.start import prepare_start
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
-# Starts are in this folder, which the nodes must share.
+# Folder of the files with starts and signals, which the nodes must share.
 FOLDER = Path("pdsh")
-# How pdsh announces that a node has failed.
+# The line with which pdsh reports that a node has failed.
 _FAILURE = re.compile(r"pdsh@.*: (\S+): \S+ exited with exit code (\d+)")
 _EXPLAINED_SECONDS = 3.0
 
@@ -46,7 +47,7 @@ def launch_pdsh(
 ) -> int:
     """Run a command on the nodes of a hostfile through pdsh, in the same folder as here and with the same Python.
 
-    The nodes meet at the first one, under its name in the hostfile.
+    The nodes rendezvous at the first one, under its name in the hostfile.
 
     Returns:
         The exit code of the command.
@@ -67,7 +68,7 @@ def launch_pdsh(
     file = FOLDER / f"{start.name}-{os.getpid()}.json"
     signals = file.with_suffix(SIGNALS_SUFFIX)
     write_text_atomically(file, start.to_json())
-    # pdsh itself replaces %n by the number of the node.
+    # pdsh itself replaces %n by the rank of the node.
     hosts = ",".join(node.host for node in nodes)
     command = [program, "-S", "-b", "-f", str(len(nodes)), "-w", hosts, node_command(str(file), "%n")]
     options = " ".join([*SSH_OPTIONS, os.environ.get("PDSH_SSH_ARGS_APPEND", "")]).rstrip()
@@ -102,7 +103,7 @@ def launch_pdsh(
 
 
 def _pass_errors(process: subprocess.Popen[str], failures: dict[str, int]) -> None:
-    """Pass on what the nodes print, and note those that fail."""
+    """Print the nodes' standard error, and record the exit codes of those that fail."""
     assert process.stderr is not None
     for line in process.stderr:
         match = _FAILURE.match(line)
@@ -113,7 +114,7 @@ def _pass_errors(process: subprocess.Popen[str], failures: dict[str, int]) -> No
 
 
 def _wait(process: subprocess.Popen[str], signals: Path, failures: dict[str, int], pending_signals: list[int]) -> None:
-    """Wait for pdsh. After the failure of a node the others may end by themselves, until their time is over."""
+    """Wait for pdsh, and forward signals. After a node has failed, give the others a grace period to exit."""
     deadline: float | None = None
     while process.poll() is None:
         while pending_signals:

@@ -1,4 +1,4 @@
-"""The speed of a rank while all ranks of a node compute, for `jingu plan`: ranks on CPUs share cores and memory."""
+"""Benchmarks of a CPU rank while all ranks of its node compute, since they share cores and memory (`jingu plan`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jingu.training.reference_steps import measure_reference_steps
 
 # Seconds for which each operation is repeated: long enough that ranks that share a core take turns.
 _SECONDS = 0.2
-# Rows, inputs and outputs of products.
+# Rows, inputs and outputs of the benchmarked matmuls.
 _PRODUCTS = ((64, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
-# Rows, heads, tokens and dims of attention.
+# Batch size, heads, tokens and head size of the benchmarked attention.
 _ATTENTION = (4, 8, 256, 64)
-# Where the fit to reference steps starts for collectives.
+# Initial values for collectives in the fit to reference steps.
 _LINK_GBS, _HOP_US = 1.0, 300.0
 
 
 def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
-    """Return the fields of a machine that CPU ranks share, as each of them finds it; every rank calls this."""
-    # 1. Single operations.
+    """Return the fields of a machine file for CPU ranks that share a node. Every rank calls this."""
+    # 1. Measure single operations.
     local, cores = count_ranks(ranks.world)[1], num_usable_cores()
     share = max(1.0, local / cores)
     peak, half = fit_products({shape: _product_seconds(shape, share) for shape in _PRODUCTS})
@@ -40,7 +40,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
         lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True),
         share,
     )
-    # A token sees half of the others.
+    # With a causal mask, a token attends to half of the others on average.
     attended = 4 * batch * heads * length * (length / 2) * size
     a, b, c = torch.randn(3, 2**20)
     memory = 3 * a.nbytes / _mean_seconds(lambda: torch.add(a, b, out=c), share)
@@ -65,21 +65,24 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
         "link": 1.0,
         "hop_us": _HOP_US,
     }
-    # 2. Steps of small models, in which they and collectives occur as they do in training.
+    # 2. Fit the efficiencies to measured training steps of small models, which also contain collectives.
     start = Machine.model_validate({"nic_gbs": 1.0} | fields | {"efficiency": efficiency})
     fitted = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency)
     return fields | {"efficiency": fitted.model_dump()}
 
 
 def fit_products(seconds: dict[tuple[int, int, int], float]) -> tuple[float, float]:
-    """Return the FLOP/s of large products, and the FLOP of one that reaches half of it, by their relative errors.
+    """Fit seconds = (FLOP + half) / peak to measured matmuls by least squares on relative errors.
 
     Args:
-        seconds: of products, by rows, inputs and outputs.
+        seconds: duration of each matmul, by its rows, inputs and outputs.
+
+    Returns:
+        The peak FLOP/s, and the FLOP of a matmul that reaches half of it.
     """
     flops = np.array([2.0 * np.prod(shape, dtype=np.float64) for shape in seconds])
     measured = np.array(list(seconds.values()))
-    # (flops + half) / peak = seconds, divided by the seconds.
+    # Both sides divided by the seconds: flops / seconds · (1 / peak) + 1 / seconds · (half / peak) = 1.
     table = np.stack([flops / measured, 1 / measured], 1)
     (inverse_peak, overhead), *_ = np.linalg.lstsq(table, np.ones(len(flops)), rcond=None)
     return float(1 / inverse_peak), float(max(overhead / inverse_peak, 1e3))
@@ -92,7 +95,7 @@ def _product_seconds(shape: tuple[int, int, int], ranks_per_core: float) -> floa
 
 
 def _mean_seconds(function: Callable[[], object], ranks_per_core: float) -> float:
-    """Return the seconds of a call, the median over ranks of their means while all of them repeat it."""
+    """Return the mean seconds of a call while all ranks repeat it; the median of all ranks."""
     function()
     all_ranks_agree(True)
     calls, own_start, start = 0, computing_clock(), time.perf_counter()

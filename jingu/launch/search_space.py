@@ -14,14 +14,14 @@ from jingu.errors import JinguError
 
 # Values are separated by commas, except for those within brackets.
 _SEPARATOR = re.compile(r",(?![^\[{]*[\]}])")
-# A range of positive numbers that is at least so wide is drawn from on a log scale.
+# A range of positive numbers whose bounds differ by at least this factor is sampled on a log scale.
 _LOG_RATIO = 10
 _NUMBER = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`: whole ones if both bounds are; on a log scale if it is wide."""
+    """Numbers from `low` to `high`: integers if both bounds are integers, on a log scale if the range is wide."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ class Range:
         return self.low > 0 and self.high >= _LOG_RATIO * self.low
 
     def draw(self, generator: Random) -> str:
-        """Return a random number as a setting is written."""
+        """Return a random number, formatted as a setting."""
         if self.is_log:
             value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         else:
@@ -51,17 +51,17 @@ class SearchSpace:
     ranges: Mapping[str, Range]
 
     def combine(self, count: int | None, seed: int) -> list[dict[str, str]]:
-        """Return all combinations, or `count` random ones: fewer if draws from ranges of whole numbers repeat.
+        """Return all combinations, or `count` random ones; fewer if draws from ranges of integers repeat.
 
         Raises:
-            JinguError: there are ranges, and no count.
+            JinguError: there are ranges, but no count.
         """
         combinations = [dict(zip(self.values, row, strict=True)) for row in itertools.product(*self.values.values())]
         generator = Random(seed)
         if self.ranges:
             if count is None:
                 fix = "Add --random N or --optuna N."
-                raise JinguError("a range has no combinations to count.", where="--grid", fix=fix)
+                raise JinguError("a range has no finite number of combinations.", where="--grid", fix=fix)
             draws = [generator.choice(combinations) for _ in range(count)]
             rows = [draw | {key: own.draw(generator) for key, own in self.ranges.items()} for draw in draws]
             return list({tuple(row.items()): row for row in rows}.values())
@@ -70,7 +70,7 @@ class SearchSpace:
         return combinations
 
     def corners(self) -> list[dict[str, str]]:
-        """Return settings that have every value and every bound, to validate them."""
+        """Return settings that together contain every value and every bound, to validate these."""
         columns = {**self.values, **{key: [own.show(own.low), own.show(own.high)] for key, own in self.ranges.items()}}
         first = {key: column[0] for key, column in columns.items()}
         return [first | {key: value} for key, column in columns.items() for value in column]
@@ -108,7 +108,7 @@ def read_space(grid: Sequence[str]) -> SearchSpace:
         items = _SEPARATOR.split(listing)
         if "" in (key, *items):
             fix = "Write it like --grid optimizer.lr=1e-3,3e-4, without spaces."
-            raise JinguError(f"{text} is no setting with its values.", where="--grid", fix=fix)
+            raise JinguError(f"{text} is not a setting with values.", where="--grid", fix=fix)
         values[key] = list(dict.fromkeys([*values.get(key, []), *items]))
     both = next((key for key in values if key in ranges), None)
     if both is not None:

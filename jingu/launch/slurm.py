@@ -1,4 +1,4 @@
-"""`jingu launch slurm`: write a batch script, and submit it; within an allocation, run at once."""
+"""`jingu launch slurm`: write a batch script and submit it; within an allocation, run immediately."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jingu.launch.start import START_VARIABLE, prepare_start, strip_separator
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
 
-# Scripts and logs are in this folder, which the nodes must share.
+# Folder for scripts and logs, which the nodes must share.
 FOLDER = Path("slurm")
-# Commands that a job array does in parts.
+# Commands whose work a job array divides into parts.
 _ARRAYS = (("data", "build"), ("sweep",))
-# Time to save before the limit of the job; a short job has at most a quarter of its time.
+# Slurm signals the ranks this long before the time limit, so that they save; for a short job, at most a quarter of it.
 _SECONDS_TO_SAVE = 180
-# srun does not inherit the cores of the job by itself.
+# SRUN_CPUS_PER_TASK is exported because srun does not inherit the job's --cpus-per-task.
 _SCRIPT = """#!/bin/bash
 {directives}
 {variables}
@@ -59,11 +59,11 @@ def launch_slurm(
     max_restarts: int = 0,
     write: bool = False,
 ) -> int:
-    """Submit a command as a job of Slurm. It saves before its time limit, and goes on when Slurm starts it again.
+    """Submit a command as a Slurm job. It saves before its time limit, and resumes when Slurm starts it again.
 
     Args:
-        nodes: nodes of the job; with `data build` and `sweep`, its parts, each a job of an array.
-        slots: ranks of a node.
+        nodes: nodes of the job; for `data build` and `sweep`, the number of parts, which are jobs of an array.
+        slots: ranks per node.
         time: limit of the job, as Slurm writes it, such as 12:00:00.
         sbatch: further settings of the job, such as `partition=gpu`.
         max_restarts: how often the job is queued again after a failure, such as a lost node.
@@ -76,7 +76,7 @@ def launch_slurm(
     settings = {"nodes": str(nodes), "ntasks-per-node": "1", "open-mode": "append"}
     srun = ["srun", "--export=ALL"]
     python = [sys.executable, "-m"]
-    # 1. The command of a task: a part of a data set, or a node of a run.
+    # 1. Compose the command of a task: a part of a data set or sweep, or a node of a run.
     array = next((list(own) for own in _ARRAYS if tuple(words[: len(own)]) == own), None)
     if array is not None:
         file = next(iter(words[len(array) :]), None)
@@ -91,13 +91,13 @@ def launch_slurm(
     else:
         start = replace(prepare_start(words, environment), slots=[list(range(slots))] * nodes, min_nodes=nodes)
         name = start.name
-        # Slurm keeps the script: what is launched later changes nothing in this job.
+        # The start is part of the script, which Slurm copies: later edits of the run's file do not affect this job.
         variables = {START_VARIABLE: start.to_json()}
         command = shlex.join([*srun, "--kill-on-bad-exit=1", *python, "jingu.launch.node"])
-    # 2. Within an allocation there is nothing to wait for.
+    # 2. Within an allocation, run immediately.
     if "SLURM_JOB_ID" in os.environ and not write and "array" not in settings:
         return _run_step(shlex.split(command), variables, nodes)
-    # 3. The script.
+    # 3. Write the script.
     settings |= {"job-name": name, "output": str(FOLDER / f"{name}-%j.log")} | ({"time": time} if time else {})
     settings |= dict(setting.lstrip("-").partition("=")[::2] for setting in sbatch or ())
     if array != ["data", "build"]:
@@ -123,8 +123,9 @@ def launch_slurm(
 
 
 def read_limit(text: str) -> int:
-    """Return the seconds of a time limit: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:
-    seconds]]; what is no such limit is long, and for Slurm to judge.
+    """Return the seconds of a time limit in Slurm's notation; `sys.maxsize` for other text, which Slurm will judge.
+
+    The forms are minutes, minutes:seconds, hours:minutes:seconds, and days-hours[:minutes[:seconds]].
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
@@ -147,8 +148,8 @@ def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) 
     if program is None:
         raise JinguError("there is no srun on this machine.", fix="Launch where salloc has started a shell.")
     received: list[int] = []
-    # In a process group of its own. srun would only report its state after Ctrl-C, and kill after a termination; it
-    # passes this signal on to the nodes, whose ranks save.
+    # srun only reports its state on SIGINT, and kills the step on SIGTERM. So it runs in its own process group and
+    # receives SIGUSR1 instead, which it forwards to the nodes, where the ranks save.
     words = [program, f"--nodes={nodes}", "--ntasks-per-node=1", *words]
     variables = {**os.environ, **variables, SAVED_VARIABLE: os.devnull}
     process = subprocess.Popen(words, env=variables, process_group=0)
@@ -161,7 +162,7 @@ def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) 
         code = process.wait()
     if code != 0 or not received:
         return code
-    # The run was saved. A person who stops it sees the code of a run that a person has stopped.
+    # The ranks have saved after a signal: return the same code as a local run that was interrupted or preempted.
     return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_PREEMPTED
 
 

@@ -1,4 +1,4 @@
-"""`jingu launch ssh`: one ssh connection for each node, through which its start, its output and signals travel."""
+"""`jingu launch ssh`: one ssh connection for each node, which carries its start, its output and signals."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jingu.launch.node import HELLO, combine_codes
 from jingu.launch.start import Start, compare_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
-# How long ssh may take to connect, and a node to answer in all.
+# Time for ssh to connect, and in total for a node to describe itself.
 CONNECT_SECONDS = 6
 _ANSWER_SECONDS = 30.0
 # Time for the ranks of other nodes to exit by themselves after those of one node have failed.
 GRACE_SECONDS = 15.0
 POLL_SECONDS = 0.1
-# The exit code of ssh's own failures, and where the program was killed.
+# The exit code of ssh if it fails itself or the remote program was killed.
 SSH_FAILURE = 255
-# Of these failures the reason is known: a node that has explained an error, or is not reached.
+# Exit codes of failures with a known reason: an explained error of the node, or a connection failure.
 EXPLAINED_CODES = (2, SSH_FAILURE)
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}")
 
@@ -38,8 +38,8 @@ class NodeConnection:
     """A node process on another machine, and the ssh client that is connected to it.
 
     Args:
-        command: that runs on the node, in a shell.
-        options: of ssh.
+        command: shell command to run on the node.
+        options: further options of ssh.
     """
 
     def __init__(self, node: Node, command: str, options: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class NodeConnection:
         self._lines: list[str] = []
         self.answer_event = threading.Event()
         self._is_lost = False
-        # In a process group of its own, so that Ctrl-C reaches the node as a signal, and only once.
+        # In its own process group: Ctrl-C must not kill the ssh client, but reach the node as a signal that is sent.
         self.process = subprocess.Popen(
             ["ssh", *SSH_OPTIONS, "-o", "ServerAliveInterval=15", *options, node.host, command],
             stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ class NodeConnection:
         self._reader.start()
 
     def _read(self) -> None:
-        """Pass on what the node prints, with its name; before it describes itself, keep it for an error."""
+        """Print the node's output with its name. Output before its description is kept for an error message."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if self.description:
@@ -75,7 +75,7 @@ class NodeConnection:
         self.answer_event.set()
 
     def describe_failure(self) -> JinguError:
-        """Return what ssh or the node's shell says about a node that has not described itself."""
+        """Return an error about a node that has not described itself, with the reason that ssh or its shell gave."""
         code = self.process.poll()
         lines = [line for line in self._lines if line] if code is not None else []
         reason = lines[-1] if lines else "it does not answer"
@@ -94,14 +94,14 @@ class NodeConnection:
             self.process.stdin.flush()
 
     def announce_loss(self, code: int | None) -> None:
-        """Say once that the node is lost, which it cannot say itself."""
+        """Print once that the node is lost, since it cannot report this itself."""
         if code == SSH_FAILURE and not self._is_lost:
             self._is_lost = True
             text = "the connection has ended, or the node process was killed; its ranks stop."
             print(f"jingu: {self.node.host}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End the node process, which ends its ranks first. Where none has started there is nothing to wait for."""
+        """Stop the node process, which first stops its ranks. Do not wait if it never started."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
@@ -125,7 +125,7 @@ def launch_ssh(
 
     Args:
         ssh_options: further options of ssh, such as `-i key -p 2222`.
-        min_nodes: with so many nodes the run goes on when others are lost.
+        min_nodes: the run continues after losing nodes as long as this many remain; None: all.
 
     Returns:
         The exit code of the command.
@@ -160,7 +160,7 @@ def launch_ssh(
 
 
 def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
-    """Wait until all nodes have described themselves. Raises JinguError about the first one with a fault."""
+    """Wait until all nodes have described themselves. Raises JinguError for the first node that failed."""
     begin = time.monotonic()
     deadline = begin + _ANSWER_SECONDS
     waiting = list(connections)
@@ -170,7 +170,7 @@ def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
         waiting = [own for own in connections if not own.answer_event.is_set()]
         failed = [own for own in connections if own.answer_event.is_set() and not own.description]
         if failed:
-            # By then it is known which other ones cannot be reached.
+            # Wait a little longer, until it is known which other nodes cannot be reached either.
             deadline = begin + CONNECT_SECONDS + 1
     errors = {own.node.host: own.describe_failure() for own in failed or waiting}
     errors = errors or compare_versions({own.node.host: own.description["versions"] for own in connections})
@@ -180,7 +180,7 @@ def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
 
 
 def name_failing_nodes(start: Start, hosts: Sequence[str]) -> None:
-    """Write the doctor's file in its place where it has not come to that; without hosts, remove an older one."""
+    """For `jingu doctor`, write the file of failing nodes if the doctor itself has not; without hosts, remove it."""
     if start.words[0] == "doctor" and not (hosts and FAILING_NODES.exists()):
         write_failing_nodes(hosts)
 
@@ -193,7 +193,11 @@ def node_command(*arguments: str) -> str:
 
 
 def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending_signals: list[int]) -> int:
-    """Wait until all nodes have ended. When too many have failed, the others are ended too."""
+    """Wait until all nodes have exited, and forward signals. After too many failures, stop the others.
+
+    Returns:
+        The exit code of the command.
+    """
     deadline: float | None = None
     while True:
         while pending_signals:

@@ -1,4 +1,4 @@
-"""The start of a command on several nodes: everything that they need to know, as one JSON object."""
+"""The start of a command on several nodes: everything that a node needs to know, as one JSON object."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jingu.launch.hosts import read_environment
 
 # Commands that run on ranks.
 COMMANDS = ("train", "align", "evaluate", "serve", "generate", "doctor")
-# The environment variable in which a job's script or a container has the start.
+# The environment variable with which a Slurm script or a container passes the start.
 START_VARIABLE = "JINGU_START"
-# Clusters accept shorter names than others: it is part of the names of machines.
+# The name becomes part of host names on clusters, whose length is limited.
 _MAX_NAME = 40
 _SUFFIXES = (".yaml", ".yml")
 _OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
@@ -26,18 +26,18 @@ _OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Start:
-    """What to start.
+    """A command to start on several nodes.
 
     Attributes:
-        name: of the run, or of the command, as clusters accept it.
         words: the command; the word `{config}` stands for the file of the run or of the stages.
+        name: name of the run, or of the command, in a form that clusters accept.
         config: the text of that file; None if the command takes none.
-        environment: variables for the ranks.
+        environment: environment variables for the ranks.
         slots: slots of each node.
-        min_nodes: with fewer nodes the run does not go on.
-        max_restarts: how often the ranks are started again after a failure.
-        master: address and port where the nodes meet.
-        versions: of Python, jingu and torch, which are the same on all nodes.
+        min_nodes: the least number of nodes with which the run continues.
+        max_restarts: how often the ranks are restarted after a failure.
+        master: address and port of the rendezvous.
+        versions: versions of Python, jingu and torch, which must be equal on all nodes.
     """
 
     words: list[str]
@@ -59,7 +59,7 @@ class Start:
 
 
 def prepare_start(words: Sequence[str], environment: Path | None = None) -> Start:
-    """Read the command, and load the file that it names, so that its errors appear before anything starts.
+    """Parse the command and load the file that it names, so that mistakes are reported before anything starts.
 
     Args:
         words: such as `train run.yaml optimizer.lr=1e-3` or `align stages.yaml`; without a command, `train`.
@@ -80,7 +80,7 @@ def prepare_start(words: Sequence[str], environment: Path | None = None) -> Star
 
 
 def _clean_name(name: str) -> str:
-    """Return a name as clusters accept it: letters, digits and dashes, of which the first one is a letter."""
+    """Return a name that clusters accept: lowercase letters, digits and dashes, starting with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"jingu-{name}"
     return name[:_MAX_NAME].rstrip("-")
@@ -92,8 +92,12 @@ def strip_separator(words: Sequence[str]) -> list[str]:
 
 
 def _read_file(words: list[str]) -> tuple[list[str], str, str | None]:
-    """Load the file of a run or of stages. Returns the words with `{config}` in its place, its name, and its text."""
-    from jingu.config.load import dump_yaml, load_config, load_stages  # a node needs no schema to answer
+    """Load the file of a run or of stages.
+
+    Returns:
+        The words with `{config}` in place of the file and without overrides, the name of the run, and the text.
+    """
+    from jingu.config.load import dump_yaml, load_config, load_stages  # slow to import, and nodes do not need it
 
     overrides = [word for word in words[1:] if _OVERRIDE.fullmatch(word)]
     plain = [word for word in words[1:] if not word.startswith("-") and word not in overrides]

@@ -1,4 +1,4 @@
-"""`jingu sweep`: one run for each combination of settings, one after another, a table and a page of their losses."""
+"""`jingu sweep`: one run for each combination of settings, one after another; a table and a page of their losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: the settings that it varies, as they were written, and its whole configuration."""
+    """One run of a sweep: its values of the varied settings, as texts, and its whole configuration."""
 
     settings: Mapping[str, str]
     config: RunConfig
@@ -46,7 +46,7 @@ class SweepRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint of the last step is there."""
+        """Whether the checkpoint of the last step exists."""
         steps = complete_steps(checkpoints_path(self.folder, self.config)) if self.has_begun else []
         return self.config.train.steps in steps
 
@@ -66,8 +66,8 @@ def sweep(
     Args:
         grid: settings to vary, each `key=value,value`, or `key=low:high` to draw from a range.
         random: train only this many combinations, chosen at random.
-        optuna: train this many runs, whose settings Optuna chooses from the losses of those before.
-        seed: of these choices.
+        optuna: train this many runs, whose settings Optuna chooses based on the losses of earlier runs.
+        seed: seed of the random choices and of Optuna.
         part: (i, n) trains every n-th combination from the i-th on; other processes train the others.
         processes: ranks of each run.
 
@@ -92,19 +92,19 @@ def sweep(
         runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
     for number, run in enumerate(own, start=1):
-        # 1. Say which run is next. One that is complete needs no process.
+        # 1. Print which run is next, and train it unless it is complete.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         is_complete = run.is_complete
         note = " (complete already)" if is_complete else ""
         print(f"Run {number} of {count}: {words}{note}", flush=True)
         codes[run.config.name] = code = 0 if is_complete else _train(run.config, processes or 1)
 
-        # 2. A signal ends the sweep; the run has saved. A failure does not.
+        # 2. A signal stops the sweep (the run has saved); a failure of one run does not.
         if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
             print(f"Stopped in run {number} of {count}. The same command resumes the sweep.", flush=True)
             return code
 
-        # 3. Write what is known so far, also of the runs of other parts.
+        # 3. Write the results so far, including those of the runs of other parts.
         runs += [run] * (run not in runs)
         results = sorted((_result(run, codes.get(run.config.name)) for run in runs), key=_rank)
         _write_results(folder, results)
@@ -148,9 +148,9 @@ def plan_sweep(
 
 
 def search_runs(file: Path, overrides: Sequence[str], space: SearchSpace, count: int, seed: int) -> Iterator[SweepRun]:
-    """Yield runs whose settings Optuna chooses. Each must have been trained before the next one is asked for.
+    """Yield runs whose settings Optuna chooses. The caller must train each run before it asks for the next one.
 
-    The choices follow from the seed and the losses alone: a sweep that resumes comes to the same ones.
+    The choices depend only on the seed and the losses, so a resumed sweep makes the same ones.
     """
     if find_spec("optuna") is None:
         fix = "Run `pip install 'jingu[sweep]'`, or use --random."
@@ -171,15 +171,15 @@ def search_runs(file: Path, overrides: Sequence[str], space: SearchSpace, count:
 def _make_run(file: Path, overrides: Sequence[str], settings: Mapping[str, str]) -> SweepRun:
     base = load_config(file, overrides)
     words = [f"{key}={value}" for key, value in settings.items()]
-    # A name has only letters, digits, dots, dashes and underscores.
+    # A name may contain only letters, digits, dots, dashes and underscores.
     name = "-".join([base.name, *(re.sub(r"[^\w.-]+", "_", word) for word in words)])
     place = [f"runs_dir={Path(base.runs_dir) / f'{base.name}-sweep'}", f"name={name}"]
     return SweepRun(settings, load_config(file, [*overrides, *words, *place]))
 
 
 def _train(config: RunConfig, processes: int) -> int:
-    """Train a run in processes of its own, and return its exit code."""
-    # The file has no name: what is changed in the run's file from now on does not reach this sweep.
+    """Train a run in separate processes, and return its exit code."""
+    # Pass the configuration in a temporary file, so that later edits of the user's file do not affect this sweep.
     with tempfile.TemporaryFile() as file:
         file.write(dump_yaml(config).encode())
         file.flush()
@@ -192,10 +192,14 @@ def _train(config: RunConfig, processes: int) -> int:
 
 
 def _result(run: SweepRun, code: int | None) -> dict[str, Any]:
-    """Return settings, state and losses of a run. `code` is its exit code; None: not started by this sweep yet."""
+    """Return the settings, state and loss of a run.
+
+    Args:
+        code: exit code of the run; None if this sweep has not started it yet.
+    """
     state = "not started"
     evaluation: dict[str, Any] = {}
-    # The losses of another configuration in this folder say nothing about these settings.
+    # Ignore the losses of a run with another configuration in the same folder.
     if run.has_begun and (run.folder / "metrics.jsonl").is_file():
         record = read_run(run.folder)
         state = describe_state(run.folder, record)
@@ -213,7 +217,7 @@ def _result(run: SweepRun, code: int | None) -> dict[str, Any]:
 
 
 def _rank(result: Mapping[str, Any]) -> float:
-    """Return the validation loss; runs without one come last."""
+    """Return the sort key of a result: the validation loss, or infinity without one."""
     loss = result["validation_loss"]
     return math.inf if loss is None else float(loss)
 

@@ -162,8 +162,8 @@ def test_real_optuna_comes_to_the_same_choices_again(run_file, monkeypatch):
     [
         ("optimizer.lrr=1,2", "Did you mean optimizer.lr?"),
         ("optimizer.lr=1e-3,fast", "optimizer.lr"),
-        ("optimizer.lr=", "is no setting with its values."),
-        ("optimizer.lr", "is no setting with its values."),
+        ("optimizer.lr=", "is not a setting with values."),
+        ("optimizer.lr", "is not a setting with values."),
         ("name=a,b", "name cannot vary"),
         ("tokenizer.path=a/b,a:b", "two combinations would have the same name"),
     ],
@@ -176,7 +176,7 @@ def test_a_mistake_is_refused_before_the_first_run(run_file, monkeypatch, capsys
     ("words", "message"),
     [
         (["--grid", "optimizer.lr=1e-2:1e-3"], "is an empty range."),
-        (["--grid", "optimizer.lr=1e-4:1e-3"], "a range has no combinations to count. Add --random N"),
+        (["--grid", "optimizer.lr=1e-4:1e-3"], "a range has no finite number of combinations. Add --random N"),
         (
             ["--grid", "optimizer.lr=1e-4:1e-3", "--grid", "optimizer.lr=1"],
             "optimizer.lr has both values and a range.",
