@@ -1,8 +1,8 @@
-"""What this rank does at the moment, in a small mapped file that the node's watchdog reads.
+"""The current activity of this rank, in a small memory-mapped file that the node's watchdog reads.
 
-The training loop writes its step, phase and micro-batch there: one store into mapped memory, no system call. PyTorch's
-flight recorder counts the collectives. A thread of the rank writes out what it has recorded when the watchdog asks,
-which is only when training stands still.
+The training loop writes its step, phase and micro-batch there, with one store into mapped memory and no system call.
+PyTorch's flight recorder counts the collectives. A thread of the rank dumps the recorder's content when the watchdog
+asks for it, which happens only after a hang.
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ from jingu.watch.slot import (
     start_time,
 )
 
-# Calls of each process group that a report keeps: enough to find the first one in which ranks differ.
+# Number of latest calls of each process group in a report: enough to find the first one in which ranks differ.
 REPORTED_CALLS = 200
-# The thread looks for commands so often, in seconds.
+# Interval at which the thread checks for commands.
 _POLL_SECONDS = 0.5
-# Ranks of a busy machine read their clocks so many seconds apart.
+# Smaller clock differences may be due to ranks that read their clocks at different times.
 _CLOCK_SECONDS = 5.0
 
 
 class Activity:
-    """Records what this rank does. Without a file nobody else sees it.
+    """Records what this rank does.
 
     Attributes:
-        phase: the present one.
+        phase: the current phase.
+
+    Args:
+        slot: the mapped file that the watchdog reads; None if there is no watchdog.
     """
 
     def __init__(self, slot: mmap.mmap | None = None) -> None:
@@ -72,9 +75,9 @@ class Activity:
 
         Args:
             phase: one of `jingu.watch.slot.PHASES`.
-            step: counted from 0; None: as before.
-            micro_batch: -1: none.
-            peer: the rank with which it exchanges hidden states; -1: none.
+            step: the step, from 0; None keeps the current one.
+            micro_batch: the micro-batch, from 0; -1 for none.
+            peer: the rank with which it exchanges hidden states; -1 for none.
         """
         last_phase, self.phase = self.phase, phase
         if self._slot is None:
@@ -92,24 +95,24 @@ class Activity:
         OPERATION.pack_into(self._slot, 0, self._changes, phase.encode(), self._step, micro_batch, peer, now)
 
     def set_stage(self, stage: int) -> None:
-        """Record the rank's stage of the pipeline: what it computes is compared with others of that stage."""
+        """Record the rank's pipeline stage: its computation time is compared with other ranks of that stage."""
         if self._slot is not None:
             STAGE.pack_into(self._slot, STAGE_OFFSET, stage)
 
 
 @contextmanager
 def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator[Activity]:
-    """Record what this rank does within the block, and have a process of this node watch its ranks.
+    """Record what this rank does within the block, and start a watchdog process on each node.
 
     Args:
-        folder: in which the watchdogs of all nodes report when training stands still.
-        timeout: seconds after which training stands still; None: nobody watches.
+        folder: folder of the run, below which the watchdogs of all nodes write their reports.
+        timeout: seconds without progress after which training counts as hung; None disables the watchdog.
     """
     # The watchdog reads the states of processes from Linux's /proc.
     if timeout is None or ranks.world == 1 or sys.platform != "linux":
         yield Activity()
         return
-    # The ranks of a node share a folder in its memory. The first of them makes it, and starts the watchdog.
+    # The ranks of a node share a folder in main memory. The first of them creates it and starts the watchdog.
     hosts = gather_from_all(ranks.host)
     leader = hosts.index(ranks.host)
     local = ""
@@ -125,7 +128,7 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
     with _open_slot(slots, ranks) as slot:
         gather_from_all(None)  # the watchdog must see the slots of all local ranks
         if leader == ranks.rank:
-            # The first node's folder names this start of the run on all nodes.
+            # The random name of the first node's folder identifies this start of the run on all nodes.
             words = [
                 str(slots),
                 str(folder / Path(folders[0]).name),
@@ -133,7 +136,7 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
                 str(timeout),
                 *map(str, master_address()),
             ]
-            # In a process group of its own: Ctrl-C is for the ranks.
+            # In its own process group, so that Ctrl-C reaches only the ranks.
             watchdog = subprocess.Popen(
                 [sys.executable, "-m", "jingu.watch.watchdog", *words], process_group=0, stdin=subprocess.DEVNULL
             )
@@ -142,7 +145,7 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
 
 
 def describe_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> list[str]:
-    """Return a sentence about each node whose clock differs from those of the others."""
+    """Return a warning for each node whose clock differs from those of the others."""
     usual = median_low(clocks)
     return [
         f"The clock of {host} is {abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} those of the other nodes: "
@@ -154,13 +157,13 @@ def describe_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> list[str]:
 
 @contextmanager
 def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
-    """Map this rank's slot, describe the process beside it, and answer the watchdog within the block."""
+    """Map this rank's slot, write a description of the process, and answer the watchdog within the block."""
     name = f"rank-{ranks.rank:05d}"
     path = slots / f"{name}.slot"
     path.write_bytes(bytes(SLOT_BYTES))
     with path.open("r+b") as file, (slots / f"{name}.stack").open("wb") as stack:
         slot = mmap.mmap(file.fileno(), SLOT_BYTES)
-        # The interpreter's own handler: it writes the stacks even while a call holds the GIL.
+        # faulthandler's C signal handler writes the stacks even while a call holds the GIL.
         faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
         process = {
             "rank": ranks.rank,
@@ -189,7 +192,7 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
 
 
 class _Reporter(threading.Thread):
-    """Shows that this process runs Python, and does what the watchdog asks for."""
+    """A thread that shows regularly that it still gets the GIL, and executes the watchdog's commands."""
 
     def __init__(self, slot: mmap.mmap, path: Path) -> None:
         super().__init__(name="watch", daemon=True)

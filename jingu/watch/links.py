@@ -1,6 +1,6 @@
-"""Connections to other nodes: how fast they deliver, as Linux counts it for each TCP connection.
+"""The throughput of connections to other nodes, from the counters that Linux keeps for each TCP connection.
 
-Nothing is sent for this. RDMA does not appear here.
+The measurement sends nothing. RDMA traffic is not included.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ _BY_FAMILY, _ERROR, _DONE = 20, 2, 3
 _DUMP = 0x301
 _WITH_INFO, _INFO = 2, 2
 _ESTABLISHED = 1 << 1
-# Of an answer: the addresses, and the inode of the socket; of tcp_info: bytes that arrived, and µs with data under way.
+# Layout of a reply: the addresses and the inode of the socket; in tcp_info: the acknowledged bytes (tcpi_bytes_acked)
+# and the µs with data in flight (tcpi_busy_time).
 _ADDRESSES = struct.Struct("=8x16s16s")
 _INODE_OFFSET, _MESSAGE_BYTES = 68, 72
 _ACKED_OFFSET, _BUSY_OFFSET = 120, 168
 _SIZE = struct.Struct("=Q")
 
-# A slow link delivers at less than this share of the rate of others, and is busy for so large a share of the time.
+# A link is slow if its rate is below this share of the others' rate and it is busy for at least this share of the time.
 _SLOW_SHARE = 0.2
 _BUSY_SHARE = 0.25
-# Less than this may wait for delayed acknowledgements alone.
+# With fewer bytes, the busy time may be mostly delayed acknowledgements.
 _MIN_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the ranks of a node sent to another node.
+    """The traffic from the ranks of a node to another node.
 
     Attributes:
-        host: of the sender.
+        host: name of the sender.
         source, destination: addresses.
-        sent: bytes that arrived.
-        busy: seconds in which data was under way.
-        seconds: for which this was measured.
+        sent: acknowledged bytes.
+        busy: seconds with data in flight.
+        seconds: duration of the measurement.
     """
 
     host: str
@@ -59,15 +60,15 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second while it is busy."""
+        """Bytes per second while data is in flight."""
         return self.sent / max(self.busy, 1e-9)
 
 
 def describe_slow_link(links: Sequence[Link], host: str | None = None) -> str | None:
-    """Return a sentence about a link that is slow beside the others; None if there is none.
+    """Return a sentence about the slowest link if it is slow compared with the others, else None.
 
     Args:
-        host: only links from this node count.
+        host: report only a link from this node; None reports any.
     """
     used = [link for link in links if link.sent >= _MIN_BYTES]
     if len(used) < 2:
@@ -89,7 +90,8 @@ class LinkMeter:
     """Measures the links of a node's ranks.
 
     Args:
-        pids: of the ranks.
+        host: name of the node.
+        pids: process ids of the ranks.
     """
 
     def __init__(self, host: str, pids: Sequence[int]) -> None:
@@ -98,24 +100,24 @@ class LinkMeter:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to measure."""
+        """Start a measurement."""
         self._start = time.monotonic()
         self._before = _read_connections(self._pids)
 
     def measure(self) -> list[Link]:
-        """Return what was sent since the begin."""
+        """Return the traffic since the start of the measurement."""
         seconds = time.monotonic() - self._start
         totals: dict[tuple[str, str], tuple[int, int]] = {}
         for inode, (source, destination, sent, busy) in _read_connections(self._pids).items():
             *_, sent_before, busy_before = self._before.get(inode, ("", "", 0, 0))
-            # Connections that are busy at the same time share the link.
+            # Connections may be busy at the same time, so their busy times must not be added up.
             all_sent, longest = totals.get((source, destination), (0, 0))
             totals[source, destination] = (all_sent + sent - sent_before, max(longest, busy - busy_before))
         return [Link(self._host, *ends, sent, busy / 1e6, seconds) for ends, (sent, busy) in totals.items()]
 
 
 def _read_connections(pids: Sequence[int]) -> dict[int, tuple[str, str, int, int]]:
-    """Return connections of processes to other machines, by inode: addresses, bytes that arrived, and busy µs."""
+    """Return connections of processes to other machines by inode: addresses, acknowledged bytes, and busy µs."""
     inodes = set()
     for pid in pids:
         with suppress(OSError):
@@ -125,7 +127,7 @@ def _read_connections(pids: Sequence[int]) -> dict[int, tuple[str, str, int, int
                     if name.startswith("socket:["):
                         inodes.add(int(name[len("socket:[") : -1]))
     connections: dict[int, tuple[str, str, int, int]] = {}
-    # Systems without this interface have no links to tell about.
+    # Some containers do not offer this interface: then there are no links.
     with suppress(OSError, struct.error):
         for family in (socket.AF_INET, socket.AF_INET6):
             for inode, source, destination, sent, busy in _dump(family):

@@ -1,7 +1,7 @@
-"""Stragglers while training goes on: ranks that compute for longer than their peers or wait for data, and slow links.
+"""Stragglers during training: ranks that compute for longer than their peers or wait for data, and slow links.
 
-What counts is the time in which a process runs, or waits for a core: in a collective it sleeps. On accelerators, whose
-work the host does not see, it is the clock of the card, as NVML tells it where pynvml is installed.
+On CPUs, the computation time is the time in which a process runs or waits for a core: in a collective it sleeps. On
+GPUs, whose work the host does not see, it compares the clock frequencies, which NVML reports if pynvml is installed.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from jingu.watch.slot import READS, READS_OFFSET, STAGE, STAGE_OFFSET, UNTIMED_P
 if TYPE_CHECKING:
     from jingu.watch.watchdog import LocalRank
 
-# A straggler takes so much longer than its peers, in so many windows in a row, and so large a share of a step.
+# A straggler takes this much longer than its peers, in this many windows in a row, and loses this share of a step.
 SLOW_RATIO = 1.2
 _WINDOWS = 3
 _SHARE_OF_STEP = 0.05
-# What varies by itself exceeds its usual value by so many errors too rarely to be named.
+# Differences below this many standard errors count as noise.
 _NUM_ERRORS = 3.0
-# Windows that show how much a rank's computation varies.
+# Number of windows from which the noise of a rank's computation time is estimated.
 _NOISE_WINDOWS = 12
-# The clock of a slow card, beside those of its peers.
+# A GPU is slow if its clock is below this share of its peers' clocks.
 _SLOW_CLOCK = 0.85
+# Minimum steps of a window.
 _STEPS = 3
-# A node's latest window ends at most so many windows before or after that of another node.
+# Windows of two nodes are compared only if they end at most this many windows apart.
 _RECENT_WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a rank did in a window, in seconds of a step.
+    """The pace of a rank in a window. Times are in seconds per step.
 
     Attributes:
-        stage: of the pipeline; peers have the same one.
+        stage: pipeline stage; peers are the ranks of the same stage.
         step: duration of a step.
-        compute: time in which the process ran, or waited for a core; 0 on an accelerator.
-        core: the part of it in which it waited for a core.
+        compute: time in which the process ran or waited for a core; 0 on an accelerator.
+        core: the part of `compute` in which it waited for a core.
         data: time in which it read data.
-        compute_error, data_error: how much these vary by themselves.
-        clock: of the card in MHz; 0: unknown.
+        compute_error, data_error: standard errors of `compute` and `data`.
+        clock: clock frequency of the GPU in MHz; 0 if unknown.
     """
 
     rank: int
@@ -69,7 +70,7 @@ class Pace:
 
 
 def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
-    """Return a sentence if a rank is a straggler among its peers; None if it is not, or has no peers."""
+    """Describe a rank that is a straggler among its peers; None if it is not, or has no peers."""
     peers = [pace for pace in paces if pace.stage == own.stage and pace.rank != own.rank]
     if not peers:
         return None
@@ -85,7 +86,7 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
     place = f"rank {own.rank} ({own.host})"
     clock = f"Its clock is {own.clock:,.0f} MHz (others {usual('clock'):,.0f})."
     is_slow_clock = 0 < own.clock < _SLOW_CLOCK * usual("clock")
-    # The cause may be the disk or its own code that reads: waiting for data is no computation.
+    # Check data first: a slow dataset's own code also counts as computation.
     if exceeds("data"):
         return (
             f"{place} waits for data for {own.data:.3g} s of a step (its peers: {usual('data'):.3g} s): "
@@ -104,17 +105,17 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
 
 
 def estimate_noise(values: Sequence[float]) -> float:
-    """Return how much values vary from one to the next; a single jump is none."""
+    """Return the median difference of consecutive values, which a single jump does not affect."""
     return median(abs(after - before) for before, after in pairwise(values)) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the ranks of a node did for a while.
+    """The measurements of a node over several steps.
 
     Attributes:
-        step: at its end.
-        steps: number of them.
+        step: the step at the end of the window.
+        steps: number of steps in the window.
     """
 
     step: int
@@ -130,7 +131,7 @@ class Window:
 
 @dataclass
 class _Reading:
-    """Totals of a rank at the begin of a window."""
+    """Counters of a rank at the beginning of a window."""
 
     step: int
     seconds: float
@@ -142,8 +143,8 @@ class PaceMeter:
     """Measures the ranks of one node in windows, and compares them with their peers on all nodes.
 
     Args:
-        folder: in which the watchdogs of all nodes exchange what they measure, and `jingu watch` reads it.
-        window: seconds.
+        folder: folder in which the watchdogs of all nodes exchange their windows; `jingu watch` reads it, too.
+        window: minimum seconds of a window.
     """
 
     def __init__(self, ranks: Sequence[LocalRank], folder: Path, window: float) -> None:
@@ -152,7 +153,7 @@ class PaceMeter:
         self._window = window
         self._cards = [_open_card(rank.process.get("card", "")) for rank in ranks]
         self._computes: list[deque[float]] = [deque(maxlen=_NOISE_WINDOWS) for _ in ranks]
-        # By rank; the links of this node are -1.
+        # Number of consecutive slow windows by rank; key -1 is for the links of this node.
         self._slow_windows = dict.fromkeys((-1, *(rank.process["rank"] for rank in ranks)), 0)
         self.links = LinkMeter(ranks[0].process["host"] if ranks else "", [rank.process["pid"] for rank in ranks])
         self._begin()
@@ -169,9 +170,9 @@ class PaceMeter:
         return _Reading(rank.operation[2], run, core, READS.unpack_from(rank.slot, READS_OFFSET))
 
     def look(self) -> list[str]:
-        """Look at the ranks once. Returns sentences about new stragglers, at the end of a window."""
+        """Poll the ranks once. Returns descriptions of new stragglers at the end of a window."""
         phases = [rank.operation[1] for rank in self._ranks]
-        # Only the first rank writes checkpoints and samples.
+        # Discard windows with evaluations or saves: the first rank has more work in them than its peers.
         self._is_disturbed = self._is_disturbed or any(phase in (*UNTIMED_PHASES, "failed") for phase in phases)
         seconds = time.monotonic() - self._start
         steps = self._ranks[0].operation[2] - self._readings[0].step
@@ -190,7 +191,7 @@ class PaceMeter:
             steps = max(1, after.step - before.step)
             stage = STAGE.unpack_from(rank.slot, STAGE_OFFSET)[0]
             count, total, squares = (b - a for a, b in zip(before.reads, after.reads, strict=True))
-            # Of the sum of so many reads that vary like these.
+            # Variance of the sum of `count` independent reads.
             variance = max(0.0, squares - total * total / count) * count / (count - 1) if count > 1 else 0.0
             is_on_cpu = rank.process["device"] == "cpu"
             computes.append((after.seconds - before.seconds) / steps if is_on_cpu else 0.0)
@@ -224,7 +225,10 @@ class PaceMeter:
         return sentences
 
     def _exchange(self, own: Window) -> list[Window]:
-        """Return the latest windows of all nodes: of about the same steps, as one of a node that has ended stays."""
+        """Write this node's window; return it and those of other nodes that cover about the same steps.
+
+        The file of a node that has exited may still exist, with an old window.
+        """
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self._file(), json.dumps(asdict(own)))
@@ -235,10 +239,10 @@ class PaceMeter:
         return self._folder / f"pace-{self._ranks[0].process['rank']:05d}.json"
 
     def close(self) -> None:
-        """Remove what the nodes have exchanged."""
+        """Remove this node's file, and the folder if it is empty."""
         with suppress(OSError):
             self._file().unlink(missing_ok=True)
-            self._folder.rmdir()  # fails while another node, or a verdict, has a file there
+            self._folder.rmdir()  # fails, as it should, while another node or a verdict has a file there
 
 
 def read_windows(folder: Path) -> list[Window]:
@@ -251,7 +255,7 @@ def read_windows(folder: Path) -> list[Window]:
 
 
 def _process_seconds(pid: int) -> tuple[float, float]:
-    """Return for how long the threads of a process have run or waited for a core, and for how long they waited."""
+    """Return the seconds that the threads of a process have run or waited for a core, and the seconds of waiting."""
     run = wait = 0
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError, ValueError):
@@ -262,7 +266,7 @@ def _process_seconds(pid: int) -> tuple[float, float]:
 
 
 def _open_card(uuid: str) -> Any:
-    """Return NVML's handle of a card; None if there is none, or no pynvml."""
+    """Return NVML's handle of a GPU; None without a GPU or without pynvml."""
     if not uuid or find_spec("pynvml") is None:
         return None
     nvml = import_module("pynvml")

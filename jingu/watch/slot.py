@@ -1,6 +1,6 @@
-"""The file of one rank: what it does at the moment.
+"""The slot of a rank: the layout of the mapped file with its current activity.
 
-This module does not import torch, so that a watchdog stays small.
+This module does not import torch, to keep the watchdog process small.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 OPERATION = struct.Struct("=q16sqqqd")
 # Time at which the rank's thread last ran.
 BEAT = struct.Struct("=d")
-# Offset of the byte in which the watchdog leaves a command, and the commands.
+# Offset of the byte with the watchdog's command to the rank, and the commands.
 COMMAND = OPERATION.size + BEAT.size
 LISTEN, REPORT, EXIT = range(3)
-# The rank's stage of the pipeline, which stays the same.
+# The rank's pipeline stage.
 STAGE = struct.Struct("=q")
 STAGE_OFFSET = COMMAND + 1
-# Of reading data: how often, for how many seconds in all, and the sum of their squares.
+# Statistics of reading data: number of reads, their total seconds, and the sum of their squared seconds.
 READS = struct.Struct("=qdd")
 READS_OFFSET = STAGE_OFFSET + STAGE.size
 SLOT_BYTES = READS_OFFSET + READS.size
 
-# Phases of a rank, and how messages call them.
+# Phases of a rank, and their names in messages.
 PHASES = {
     "": "start",
     "rollout": "rollouts",
@@ -42,15 +42,15 @@ PHASES = {
     "save": "save",
     "failed": "error",
 }
-# How long these take says nothing.
+# Phases that may take arbitrarily long without being a hang.
 UNTIMED_PHASES = ("", "evaluate", "save")
 
 
 def process_state(pid: int, started: int) -> str:
-    """Return the state of a process as the kernel names it (R, S, D, T, Z); empty if it has ended.
+    """Return the state of a process as the kernel names it (R, S, D, T, ...); empty if it has exited.
 
     Args:
-        started: its start time; another process may have its number now.
+        started: start time of the process, to recognize that another process has the same pid now.
     """
     fields = _stat(pid)
     if not fields or int(fields[19]) != started or fields[0] == "Z":
@@ -59,7 +59,7 @@ def process_state(pid: int, started: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine did."""
+    """Return the start time of a process, in clock ticks since boot."""
     return int(_stat(pid)[19])
 
 

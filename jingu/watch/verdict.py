@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, and what it does instead: from what all ranks report."""
+"""The diagnosis of a hang: which rank the others wait for, and what it does instead, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jingu.errors import join_words
 from jingu.watch.links import Link, describe_slow_link
 from jingu.watch.slot import PHASES
 
-# Calls whose inputs have the same shape on every rank of the group.
+# Collectives whose inputs have the same shape on every rank of the group.
 _SAME_SHAPES = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
 _BROKEN = ("dead", "stopped", "unreachable")
-# Ranks that wait for one another are followed this far.
+# At most this many ranks are described.
 _MAX_NAMED_RANKS = 3
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank did when training stood still.
+    """What one rank was doing when training hung.
 
     Attributes:
-        state: running; stopped (by a signal); disk (it waits for a disk); silent (a call holds the interpreter's
-            lock); dead (it has exited); unreachable (the network does not lead to its node).
-        peer: the rank with which it exchanges hidden states; -1: none.
-        seconds: since it last began something.
+        state: running; stopped (by a signal); disk (uninterruptible wait for I/O); silent (a call holds the GIL); dead
+            (it has exited); unreachable (its node has no connection to that of rank 0).
+        peer: the rank with which it exchanges hidden states; -1 for none.
+        seconds: seconds since its last activity began.
         groups: its process groups by name: axis, ranks, and calls (number, operation, shapes, whether it is done).
-        stack: functions that its main thread is in, the innermost first, as `file:line function`.
-        links: from its node to others; only the first rank of a node has them.
+        stack: stack of its main thread, the innermost function first, as `file:line function`.
+        links: traffic from its node to others; only in the report of the first rank of a node.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits in a call until other ranks join it; in an exchange, for one other rank."""
+    """A rank waits in a collective until the absent ranks join it, or in a point-to-point exchange for one rank."""
 
     rank: int
     call: str
@@ -63,13 +63,14 @@ class Wait:
 def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     """Return sentences that name the ranks for which the others wait.
 
-    A rank that has ended or is stopped is at fault; else one whose call differs from that of its group; else the rank
-    to which all waits lead; and if ranks wait for one another, the one for which most of them wait. A slow link is
-    named too; it is the cause if all ranks have joined their collectives.
+    The suspects are, in this order: ranks whose call differs from that of the rest of their group; ranks that are dead,
+    stopped or unreachable; the ranks at the end of all chains of waits; and in a cycle of waits, the rank for which
+    most ranks wait. A slow link is also named; it is the cause if all ranks have joined their collectives.
 
     Args:
-        reports: of the ranks that could be asked.
-        seconds: for how long training has stood still.
+        reports: reports of the ranks that could be asked.
+        world: number of ranks.
+        seconds: how long training has made no progress; 0 if all ranks have exited.
     """
     by_rank = {report.rank: report for report in reports}
     waits = list(_find_waits(by_rank))
@@ -99,7 +100,7 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
 
 
 def _find_waits(by_rank: dict[int, RankReport]) -> Iterator[Wait]:
-    """Yield each call in which a rank waits for others that have not begun it."""
+    """Yield each call in which a rank waits for others that have not started it."""
     for rank, report in by_rank.items():
         if report.state == "dead":
             continue
@@ -125,8 +126,11 @@ def _last_call(report: RankReport, group: str) -> int:
 
 
 def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str] | None:
-    """Return the ranks of the first call that is another operation or has other shapes than in the rest of its group,
-    and a sentence about it; None if all calls agree."""
+    """Find the first call whose operation or shapes differ between the ranks of its group.
+
+    Returns:
+        The ranks in the minority, and the description of the difference; None if all calls agree.
+    """
     # 1. Gather what each rank called, by group and number.
     calls: dict[tuple[str, int], dict[int, tuple[str, str]]] = {}
     axes = {}
@@ -136,7 +140,7 @@ def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str
             for number, operation, shapes, _ in group["calls"]:
                 shape = str(shapes) if operation.lstrip("_").startswith(_SAME_SHAPES) else ""
                 calls.setdefault((name, number), {})[report.rank] = (operation, shape)
-    # 2. Find the first call of a group in which they differ. The fewest are at fault.
+    # 2. Find the first call of a group in which they differ. The minority is at fault.
     for (name, number), by_member in sorted(calls.items(), key=lambda item: item[0][1]):
         counts = Counter(by_member.values()).most_common()
         if len(counts) == 1:
@@ -159,17 +163,17 @@ def _describe_call(call: tuple[str, str]) -> str:
 
 
 def _follow(waits: Sequence[Wait], by_rank: dict[int, RankReport]) -> tuple[int, ...]:
-    """Return the ranks to which all waits lead; if ranks wait for one another, the one for which most wait."""
+    """Return the awaited ranks that do not wait themselves; in a cycle of waits, the rank for which most wait."""
     waiting = {wait.rank for wait in waits}
     awaited = Counter(rank for wait in waits for rank in set(wait.absent))
     roots = tuple(rank for rank in sorted(awaited) if rank not in waiting)
     if roots:
         return roots
-    # A rank that has left the pipeline is at fault, rather than its neighbor, which still expects it there.
+    # Prefer exchanges: a rank that has left the pipeline schedule is at fault, not its neighbor that still waits there.
     awaited = Counter(rank for wait in waits if wait.is_exchange for rank in wait.absent) or awaited
     if awaited:
         return (awaited.most_common(1)[0][0],)
-    # Nobody waits for another rank: the one that has done nothing for the longest time.
+    # Nobody waits for another rank: suspect the one that has been idle for the longest time.
     return (max(by_rank.values(), key=lambda report: report.seconds).rank,)
 
 

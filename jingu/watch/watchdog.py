@@ -1,8 +1,8 @@
-"""The watchdog of a node: a process that reads what the node's ranks do, and ends them when training stands still.
+"""The watchdog of a node: a process that monitors the node's ranks, and terminates them when training hangs.
 
-It starts with the ranks and ends with them. It imports neither torch nor a library of devices, and looks twice a
-second: training does not notice it. When a rank has done nothing new for the deadline, the watchdogs of all nodes
-write what their ranks do into a folder of the run, and each of them comes to the same verdict.
+It starts and ends with the ranks. It does not import torch and polls only twice a second, so that it does not slow down
+training. When a rank has made no progress until the deadline, the watchdogs of all nodes write reports of their ranks
+into a folder of the run, and each of them derives the same verdict from all reports.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from jingu.watch.slot import BEAT, COMMAND, EXIT, LISTEN, OPERATION, REPORT, UNT
 from jingu.watch.verdict import RankReport, find_difference, judge
 
 _POLL_SECONDS = 0.5
-# A rank may do nothing new for so many median steps, or for the timeout, if that is longer.
+# The deadline is this many median steps, or the timeout if that is longer.
 _DEADLINE_STEPS = 10
-# The first steps compile, and nobody knows yet how long a step takes.
+# The first steps may compile, and the duration of a step is not known yet: they get a multiple of the timeout.
 _FIRST_STEPS = 2
 _FIRST_STEPS_FACTOR = 5
-# After a rank has exited, its group cannot go on. The others are ended by their launcher ten seconds later.
+# After a rank has exited, the others cannot continue. The verdict must come before their launcher kills them, which it
+# does after ten seconds.
 _SECONDS_AFTER_DEATH = 4.0
 # Time for ranks to report, for other nodes to report, and for ranks to exit.
 _REPORT_SECONDS = 3.0
 _NODE_SECONDS = 10.0
 _EXIT_SECONDS = 3.0
-# The thread of a rank runs twice a second; without a sign for so long, a call holds the interpreter's lock.
+# The reporter thread of a rank runs twice a second; if it has not run for this long, a call holds the GIL.
 _SILENT_SECONDS = 5.0
 # The shortest window in which ranks are compared.
 _MIN_WINDOW = 1.0
@@ -50,7 +51,7 @@ STRAGGLERS = "stragglers.txt"
 
 @dataclass
 class LocalRank:
-    """A rank of this node: its process, and its slot in memory."""
+    """A rank of this node: its process, and its mapped slot."""
 
     process: dict[str, Any]
     path: Path
@@ -63,11 +64,11 @@ class LocalRank:
         return (changes, phase.rstrip(b"\0").decode(), *numbers)
 
     def is_finished(self) -> bool:
-        """Return whether the rank has ended without an error."""
+        """Return whether the rank has finished without an error."""
         return not self.path.with_suffix(".json").exists()
 
     def process_state(self) -> str:
-        """Return the state of the process as the kernel names it; empty if it has ended."""
+        """Return the state of the process as the kernel names it; empty if it has exited."""
         return process_state(self.process["pid"], self.process["start_time"])
 
     def is_stopped(self) -> bool:
@@ -81,7 +82,7 @@ class LocalRank:
                 os.kill(self.process["pid"], number)
 
     def report(self) -> RankReport:
-        """Return what the rank does, from its slot and the files that it has written."""
+        """Return a report about the rank, from its slot and the files that it has written."""
         _, phase, step, micro_batch, peer, changed = self.operation
         now = time.monotonic()
         states = {"": "dead", "T": "stopped", "t": "stopped", "D": "disk"}
@@ -100,17 +101,18 @@ class LocalRank:
 
 
 def read_stack(text: str, thread: str) -> Iterator[str]:
-    """Yield the functions of a thread from the newest of faulthandler's dumps, the innermost first.
+    """Yield the stack of a thread from the newest of faulthandler's dumps, the innermost function first.
 
     Args:
-        thread: its identifier in hexadecimal.
+        text: the dumps.
+        thread: identifier of the thread in hexadecimal.
     """
     _, heading, latest = text.rpartition(f"hread 0x{thread} ")
     for line in latest.splitlines()[1:] if heading else ():
         match = re.match(r'  File "(.*)", line (\d+) in (.*)', line)
         if match is None:
             return
-        # The last folders tell enough of a path.
+        # Shorten the path to its last three parts.
         yield f"{'/'.join(match[1].split('/')[-3:])}:{match[2]} {match[3]}"
 
 
@@ -119,10 +121,10 @@ class Watchdog:
 
     Args:
         slots: folder with the slots of this node's ranks.
-        folder: in which the watchdogs of all nodes report; it is made when training stands still.
+        folder: folder for the reports of the watchdogs of all nodes.
         world: number of ranks on all nodes.
-        timeout: seconds after which training stands still, unless its steps are slow.
-        master: address and port at which every node must reach the first one; without an address, none.
+        timeout: seconds without progress after which training counts as hung, unless its steps are slow.
+        master: address and port at which every node must reach the first one; an empty address skips this check.
     """
 
     def __init__(
@@ -138,11 +140,11 @@ class Watchdog:
         self._last_step = (0, 0.0)
         self._step_seconds: list[float] = []
         self._has_ended = False
-        # Since when a rank's process is stopped by a signal.
+        # Time since which a rank's process has been stopped by a signal.
         self._stop_time: float | None = None
-        # Paces are compared while training goes on; three windows are as long as it may stand still.
+        # A straggler is reported after three windows, which together take as long as the timeout.
         self._pace = PaceMeter(self._ranks, folder, max(_MIN_WINDOW, timeout / 3))
-        # The first ranks that ended with an error; the others follow.
+        # The ranks that died first; the deaths of other ranks are consequences.
         self._first_dead: list[int] = []
 
     @staticmethod
@@ -153,7 +155,7 @@ class Watchdog:
             return LocalRank(process, slot, mmap.mmap(file.fileno(), 0))
 
     def watch(self) -> str | None:
-        """Watch until all ranks of this node have ended. Returns the verdict if training has stood still."""
+        """Watch until all ranks of this node have exited. Returns the verdict if training has hung."""
         verdict = None
         while verdict is None and not self._has_ended:
             time.sleep(_POLL_SECONDS)
@@ -162,7 +164,7 @@ class Watchdog:
         return verdict
 
     def look(self) -> str | None:
-        """Look at all ranks once. Returns the verdict if training stands still."""
+        """Poll all ranks once. Returns the verdict if training hangs."""
         running = [rank for rank in self._ranks if not rank.is_finished()]
         dead = [rank.process["rank"] for rank in running if not rank.process_state()]
         self._first_dead = self._first_dead or dead
@@ -170,7 +172,7 @@ class Watchdog:
             self._has_ended = True
             return self._judge_the_dead() if running else None
         if all(rank.operation[1] == "failed" for rank in running):
-            return None  # they have said why, and are about to exit
+            return None  # they have printed their errors, and are about to exit
         self._measure_steps(running)
         if len(running) == len(self._ranks) and not dead and not self._is_beginning():
             self._announce(self._pace.look())
@@ -185,7 +187,7 @@ class Watchdog:
         return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
 
     def _announce(self, sentences: list[str]) -> None:
-        """Print sentences about stragglers, and keep them beside the run's log."""
+        """Print descriptions of stragglers, and append them to a file of the run."""
         for sentence in sentences:
             print(f"jingu: {sentence}", file=sys.stderr, flush=True)
         if sentences:
@@ -212,26 +214,26 @@ class Watchdog:
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
 
     def _idle_seconds(self, ranks: list[LocalRank]) -> float:
-        """Return for how long the slowest of the ranks has begun nothing new; 0 while one does what takes its time."""
+        """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit."""
         operations = [rank.operation for rank in ranks]
-        # Nobody knows yet how long rollouts take.
+        # The duration of a rollout is not known yet at the beginning.
         untimed = (*UNTIMED_PHASES, "rollout") if self._is_beginning() else UNTIMED_PHASES
         if any(operation[1] in untimed for operation in operations):
-            # A process that is stopped does not even go on with its save.
+            # A stopped process does not continue its save or evaluation, either.
             return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
         return time.monotonic() - min(operation[5] for operation in operations)
 
     def _investigate(self, ranks: list[LocalRank], seconds: float) -> str | None:
-        """Ask all ranks what they do, and come to a verdict; None if they go on in the meantime."""
+        """Collect the reports of all ranks, and return a verdict; None if a rank has made progress in the meantime."""
         changes = [rank.operation[0] for rank in ranks]
-        # 1. Let each rank report its calls, and then its stacks.
+        # 1. Let each rank dump its collective calls, and then its stacks.
         for rank in ranks:
             rank.slot[COMMAND] = REPORT
         self._wait(lambda: all(rank.slot[COMMAND] == LISTEN for rank in ranks), _REPORT_SECONDS)
         for rank in ranks:
             rank.send(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
-        # 2. Tell the other nodes, and wait for what they tell.
+        # 2. Write the reports of this node, and wait for those of the other nodes.
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             reports = [rank.report() for rank in ranks]
@@ -241,26 +243,28 @@ class Watchdog:
             own = json.dumps([asdict(report) for report in reports])
             write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", own)
         self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
-        # 3. If a rank goes on, it was only slow.
+        # 3. If a rank has made progress, it was only slow.
         if [rank.operation[0] for rank in ranks] != changes:
             (self._folder / f"{ranks[0].path.stem}.json").unlink(missing_ok=True)
             return None
         return judge(self._reports() or [rank.report() for rank in ranks], self._world, seconds)
 
     def _reaches_master(self) -> bool:
-        """Return whether the network leads from this node to the one where the ranks have met."""
+        """Return whether this node has a connection to the first one."""
         try:
             if self._master[0]:
                 socket.create_connection(self._master, timeout=_REPORT_SECONDS).close()
         except ConnectionRefusedError:
-            return True  # its machine answers
+            return True  # the machine answers
         except OSError:
             return False
         return True
 
     def _judge_the_dead(self) -> str | None:
-        """Return a verdict on ranks that have all ended, unless they said themselves why: their calls differ, or one
-        was killed first."""
+        """Return a verdict on ranks that have all exited: their calls differ, or one of them was killed.
+
+        Ranks that failed with an error have printed it themselves; then there is no verdict.
+        """
         reports = [rank.report() for rank in self._ranks]
         first = [report for report in reports if report.rank in self._first_dead and report.phase != "failed"]
         if find_difference(reports) is None:
@@ -280,7 +284,7 @@ class Watchdog:
             time.sleep(0.1)
 
     def end_ranks(self) -> None:
-        """End the ranks of this node: by their own threads, and those that do not answer by force."""
+        """Terminate the ranks of this node: ask their reporter threads to exit, then kill those that remain."""
         for rank in self._ranks:
             rank.slot[COMMAND] = EXIT
         self._wait(lambda: not any(rank.process_state() for rank in self._ranks), _EXIT_SECONDS)
@@ -289,7 +293,7 @@ class Watchdog:
 
 
 def main(slots: Path, folder: Path, world: int, timeout: float, master: tuple[str, int]) -> None:
-    """Watch the ranks of this node to their end, print the verdict, and end the ranks."""
+    """Watch the ranks of this node until they exit. If they hang, print the verdict and terminate them."""
     try:
         watchdog = Watchdog(slots, folder, world, timeout, master)
         verdict = watchdog.watch()
