@@ -1,4 +1,4 @@
-"""Measure the terms of a step while it runs, to compare them with the plan."""
+"""Measurement of the terms of a running step, to compare them with the plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jingu.compat.torch_distributed import collective_group
 from jingu.parallel.mesh import AxisSizes
 from jingu.watch.activity import Activity
 
-_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_product", "grouped_outer")
 )
 _AXES = ("tensor", "context", "expert", "pipeline")
-# Phases of a step (`jingu.watch.slot.PHASES`) whose operations belong to one term.
+# Phases of a step (`jingu.watch.slot.PHASES`) all of whose local operations count towards one term.
 _PHASES = {"optimizer": "optimizer", "gradients": "optimizer", "data": "launch"}
-# Those that are a term with all that happens in them, as the plan counts them: collectives, and what the host does.
+# Phases that are a term as a whole, as in the plan: their wall-clock time with collectives and work of the host.
 _WHOLE_PHASES = {
     "rollout": "generation",
     "log-probs": "log-probabilities",
@@ -35,9 +35,9 @@ class StepSeconds:
     """The seconds of a step on a rank, by term.
 
     Attributes:
-        computing: of local operations, by this rank's own clock (`computing_clock`).
+        computing: seconds of local operations, by this rank's own clock (`computing_clock`).
         waiting: wall-clock seconds of collectives, and of phases that are terms as a whole.
-        used: what the own clock shows of `waiting`.
+        used: the part of `waiting` that the rank's own clock counts as computation.
     """
 
     computing: dict[str, float] = field(default_factory=dict)
@@ -46,28 +46,28 @@ class StepSeconds:
 
 
 def widest_axis(sizes: AxisSizes) -> str:
-    """Return the axis to which all ranks belong: data, unless another one takes them all."""
+    """Return the axis that spans all ranks: data, unless another axis does."""
     ranks = prod(sizes.shape)
     return next((axis for axis in _AXES if getattr(sizes, axis) == ranks > 1 and axis != "expert"), "data")
 
 
 def computing_clock() -> float:
-    """Return the seconds that this thread has computed, or of a rank with several threads, that have passed."""
+    """Return the CPU seconds of this thread, or wall-clock seconds if the rank has several threads."""
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class StepTimer(TorchDispatchMode):
-    """Sums up the seconds of the operations of a step by term, on a CPU, where an operation ends when it returns.
+    """Sums up the seconds of a step's operations by term, on CPUs, where operations are synchronous.
 
     Args:
-        activity: knows the present phase of the step.
-        waits: whether collectives end before the next operation begins, so that their time counts. Only where all
-            ranks call the same collectives in the same order: stages of a pipeline would wait for each other forever.
-        widest: the axis of all ranks, which PyTorch lets use the default group.
+        activity: has the current phase of the step.
+        waits: whether to wait for each collective, to measure its time. This requires that all ranks call the same
+            collectives in the same order: pipeline stages would deadlock.
+        widest: the axis that spans all ranks; PyTorch uses the default group for it.
 
     Attributes:
-        seconds: by term of `jingu.plan.step_time.TERMS` and of `jingu.plan.alignment`. What Python takes between
-            operations is not among them, except in the phases of learning from rewards.
+        seconds: seconds by term of `jingu.plan.step_time.TERMS` and of `jingu.plan.alignment`. They do not include
+            the time of Python code between operations, except in phases that are terms as a whole.
     """
 
     def __init__(self, activity: Activity, *, waits: bool, widest: str) -> None:
@@ -79,13 +79,13 @@ class StepTimer(TorchDispatchMode):
         self._last = ("", 0.0, 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What a DTensor does comes here again, as operations on its local tensor.
+        # Operations on a DTensor arrive here a second time, on its local tensor: count only those.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         term, is_local = self._term(func, args)
         start, own_start = time.perf_counter(), computing_clock()
         result = func(*args, **(kwargs or {}))
-        # A send ends when its peer receives, which may come later.
+        # Never wait for a send: it ends only when its peer receives.
         if self._waits and func.namespace == "c10d" and not func.name().startswith(("c10d::send", "c10d::recv")):
             works: list[Any] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
             for work in works:
@@ -104,7 +104,7 @@ class StepTimer(TorchDispatchMode):
         return result
 
     def _term(self, func: Any, args: Any) -> tuple[str, bool]:
-        """Return the term of an operation, and whether only this rank computes it."""
+        """Return the term of an operation, and whether it is local rather than a collective or a whole phase."""
         whole = _WHOLE_PHASES.get(self._activity.phase)
         if whole is not None:
             return whole, False
@@ -112,7 +112,7 @@ class StepTimer(TorchDispatchMode):
         if group is not None:
             axis = group.removeprefix("mesh_")
             if axis not in _AXES:
-                # Data, another axis of all ranks, or experts over all ranks, which alone exchange rows.
+                # The default group: the widest axis, or experts over all ranks, which are alone in using all-to-all.
                 is_exchange = self._widest == "data" and ("all_to_all" in func.name() or "alltoall" in func.name())
                 axis = "expert" if is_exchange else self._widest
             self._collective = axis
@@ -123,7 +123,7 @@ class StepTimer(TorchDispatchMode):
         phase = _PHASES.get(self._activity.phase)
         if phase is not None:
             return phase, True
-        if name in _PRODUCTS:
+        if name in _MATMULS:
             return "matmuls", True
         return "attention" if "scaled_dot_product" in name else "elementwise", True
 
@@ -131,21 +131,22 @@ class StepTimer(TorchDispatchMode):
 def complete_terms(
     ranks: Sequence[StepSeconds], computing: float, step: float, *, ranks_per_core: float, is_pipeline: bool
 ) -> dict[str, float]:
-    """Return the seconds of a step by term: the operations of the mean rank, what Python takes, and collectives.
+    """Return the seconds of a step by term: operations (mean over ranks), Python ("launch"), and collectives.
 
-    Ranks that share cores compute in turns, so each takes as many times as long as it has a core for itself. A
-    collective's wall-clock time contains the computation of others; what counts is the time in which no rank computes.
+    Ranks that share cores compute in turns, so their CPU seconds are multiplied by `ranks_per_core`. The wall-clock
+    time of a collective includes waiting for the computation of other ranks; collectives therefore share only the rest
+    of the step, in which no rank computes.
 
     Args:
-        ranks: what each of them measured in one step.
-        computing: seconds of a step by the own clock of the mean rank, without timing each operation.
+        ranks: the measurements of each rank in one step.
+        computing: mean seconds of a step by the ranks' own clocks, without the overhead of timing each operation.
         step: wall-clock seconds of such a step.
     """
     terms = {term: ranks_per_core * _mean(ranks, "computing", term) for term in _terms(ranks, "computing")}
     waiting = {term: _mean(ranks, "waiting", term) for term in _terms(ranks, "waiting")}
     host = ranks_per_core * (computing - sum(rank.used for rank in ranks) / len(ranks)) - sum(terms.values())
     terms["launch"] = terms.get("launch", 0.0) + max(0.0, host)
-    # What is left of the step, or a pipeline's idle time.
+    # Collectives, and in a pipeline the bubble, share the rest of the step.
     rest = max(0.0, step - sum(terms.values()))
     if is_pipeline:
         waiting["bubble"] = max(0.0, rest - sum(waiting.values()))

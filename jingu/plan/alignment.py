@@ -1,7 +1,7 @@
-"""What learning from rewards adds to a step: generated answers, and the models beside the trained one.
+"""Memory and time that reinforcement learning adds to a step: generation, and models beside the trained one.
 
-The phases of a step follow each other on the same cards: generation, scores of other models, updates. A card must hold
-the fullest of them.
+The phases of a step run one after another on the same GPUs: generation, scoring with other models, updates. The memory
+of a run is that of the phase that needs most.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Companion:
     """A model beside the trained one.
 
     Attributes:
-        role: frozen: laid out as the trained model, scores answers; trained: has an optimizer, too; whole: the first
-            rank has it in main memory, in fp32.
+        role: "frozen" scores answers and is sharded like the trained model; "trained" also has an optimizer; "whole" is
+            unsharded in the first rank's main memory, in fp32.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Companion:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How a step generates.
+    """How a step generates answers.
 
     Attributes:
-        prompts: of a step, over all ranks; answers: to each.
-        new_tokens: of an answer; streams: answers that a rank generates at a time.
+        prompts: prompts of a step, over all ranks; answers: answers to each.
+        new_tokens: tokens of an answer; streams: answers that a rank generates at a time.
         updates: optimizer steps of a step.
         prepacks: whether matrices are copied into the layout of a CPU's kernels.
-        shares_prompts: whether the answers to a prompt share it in training.
+        shares_prompts: whether the answers to a prompt share one copy of it in training.
     """
 
     prompts: int
@@ -58,7 +58,7 @@ class Rollouts:
 
 
 def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
-    """Return the forecast of a run that learns from its own answers, from that of an update of the trained model."""
+    """Extend the forecast of one update of the trained model to a whole step with generation and scoring."""
     update = _update_workload(result.work, rollouts)
     phases = _phases(result, update, rollouts)
     fullest = max(phases, key=lambda name: phases[name].total)
@@ -68,7 +68,7 @@ def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
 
 
 def _update_workload(work: Workload, rollouts: Rollouts) -> Workload:
-    """Return the update, with the tokens of an answer and with its share of the prompt."""
+    """Return the workload of an update, in which a row is an answer with its share of the prompt's tokens."""
     if not rollouts.shares_prompts:
         return work
     prompt = max(1, work.sequence - rollouts.new_tokens)
@@ -77,18 +77,18 @@ def _update_workload(work: Workload, rollouts: Rollouts) -> Workload:
 
 
 def _beside(work: Workload, companion: Companion) -> Workload:
-    """Return the same step of another model."""
+    """Return the same workload for another model."""
     return replace(work, model=model_sizes(companion.spec, work.software.compute_bytes))
 
 
 def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str, RankMemory]:
-    """Return what the fullest rank holds in each phase of a step."""
+    """Return the memory of the fullest rank in each phase of a step."""
     work, machine = result.work, result.machine
     own_update = fullest_stage(update)[1]
     card = {part: size for part, size in result.memory.card.items() if part in ("weights", "optimizer state")}
     offloaded = dict(result.memory.offloaded)
     trained: dict[str, RankMemory] = {}
-    # 1. What stays from step to step.
+    # 1. Persistent state: the trained model and its companions.
     for companion in rollouts.companions:
         name = f"{companion.name} weights"
         if companion.role == "whole":
@@ -101,18 +101,18 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         if companion.role == "trained":
             place[f"{companion.name} optimizer state"] = parts["optimizer state"]
             trained[companion.name] = own
-    # 2. Updates, of one model after the other.
+    # 2. Updates, one model after the other.
     rest = {part: size for part, size in own_update.card.items() if part not in card}
     phases = {"update": RankMemory(card | rest, offloaded)}
     for name, own in trained.items():
         rest = {f"{name} {part}": size for part, size in own.card.items() if part not in ("weights", "optimizer state")}
         phases[f"{name} update"] = RankMemory(card | rest, offloaded)
-    # 3. Generation, on several ranks with a whole copy of the model on each.
+    # 3. Generation: with several ranks, each one has a whole copy of the model.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
     cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
     generation = {"cache": min(cache, MAX_MEMORY_SHARE * machine.memory_gib * 2**30)}
     if work.ranks > 1:
-        # Prepacking replaces matrices of this copy.
+        # Prepacking replaces the matrices of this copy, so it adds nothing.
         generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
     elif rollouts.prepacks:
         generation["prepacked copy"] = _matrix_numbers(work) * work.software.compute_bytes
@@ -121,7 +121,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
 
 
 def _matrix_numbers(work: Workload) -> int:
-    """Return the numbers of the matrices of linear layers and the head: without embeddings, experts and routers."""
+    """Return the number of elements in matrices of linear layers and the head, without embeddings and experts."""
     parts = (*work.model.blocks, work.model.head)
     weights = (weight for part in parts for weight in part.weights if weight.is_product and len(weight.shape) == 2)
     return sum(prod(weight.shape) for weight in weights)
@@ -141,7 +141,7 @@ def _seconds(work: Workload, update: Workload, machine: Machine, rollouts: Rollo
     answers = _answers_of_rank(work, rollouts)
     prompt = max(1, work.sequence - rollouts.new_tokens)
     weights = num_parameters(work.spec) * work.software.weight_bytes
-    # Streams that have ended make room for the next ones.
+    # Continuous batching: a finished stream makes room for the next answer.
     streams = min(rollouts.streams, answers)
     context = prompt + rollouts.new_tokens // 2
     generation = answers / streams * rollouts.new_tokens * decode_seconds(work.spec, machine, streams, context, weights)

@@ -1,4 +1,4 @@
-"""Fit a machine's efficiency to measured steps."""
+"""Fitting of a machine's efficiency to measured steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jingu.plan.machine import Efficiency, Machine
 from jingu.plan.step_time import step_time
 from jingu.plan.workload import Workload
 
-# Few measurements move a constant by about this factor, as a logarithm, away from its default.
+# Standard deviation of the prior on the logarithm of each constant, around its default.
 PRIOR_WIDTH = 0.3
-# On CPUs, of which each is another one.
+# The prior is wider for CPUs, which differ more from one another.
 CPU_PRIOR_WIDTH = 2.0
-# Logarithm of the typical error of one measured step; that of the median of many is smaller.
+# Standard deviation of the logarithm of one measured step; that of the median of many steps is smaller.
 NOISE = 0.05
-# That of a term of a single step; terms below this share of a step say little.
+# The same for a term of a single step. Terms below MIN_SHARE of a step hardly count.
 TERM_NOISE = 0.15
 MIN_SHARE = 0.02
-# Quantiles of measured over planned seconds between which 8 of 10 logged steps lie.
+# Quantiles of measured over planned seconds: 8 of 10 logged steps lie between them.
 QUANTILES = (0.1, 0.9)
 
 
@@ -30,8 +30,8 @@ class Measurement:
     """A measured step.
 
     Attributes:
-        terms: its seconds by term, where they were measured.
-        logged: seconds of a step at each logged time, whose median is `seconds`.
+        terms: seconds by term, if they were measured.
+        logged: step seconds of each line of the log; `seconds` is their median.
     """
 
     work: Workload
@@ -42,7 +42,7 @@ class Measurement:
 
     @property
     def noise(self) -> float:
-        """Logarithm of the typical error of `seconds`."""
+        """Standard deviation of the logarithm of `seconds`."""
         return NOISE / sqrt(max(1, len(self.logged)))
 
     def planned(self, efficiency: Efficiency) -> dict[str, float]:
@@ -51,12 +51,12 @@ class Measurement:
 
 
 def prediction_errors(measurements: Sequence[Measurement], efficiency: Efficiency) -> list[float]:
-    """Return predicted over measured seconds, less 1."""
+    """Return predicted over measured seconds, minus 1."""
     return [sum(m.planned(efficiency).values()) / m.seconds - 1 for m in measurements]
 
 
 def term_errors(measurement: Measurement, planned: Mapping[str, float]) -> list[float]:
-    """Return logarithms of planned over measured seconds of each term, near zero for small ones."""
+    """Return the logarithm of planned over measured seconds of each term, damped towards 0 for small terms."""
     least = MIN_SHARE * measurement.seconds
     measured = measurement.terms.items()
     return [log((planned[term] + least) / (seconds + least)) for term, seconds in measured if term in planned]
@@ -65,7 +65,7 @@ def term_errors(measurement: Measurement, planned: Mapping[str, float]) -> list[
 def residual_interval(measurements: Sequence[Measurement], start: Efficiency | None = None) -> tuple[float, float]:
     """Return quantiles of measured over planned seconds of logged steps.
 
-    With three runs or more, each is predicted by constants that were fitted to the others.
+    With three or more runs, each is predicted with constants fitted to the others (leave-one-out).
     """
     ratios: list[float] = []
     for number, measurement in enumerate(measurements):
@@ -77,10 +77,10 @@ def residual_interval(measurements: Sequence[Measurement], start: Efficiency | N
 
 
 def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None = None) -> Efficiency:
-    """Return the efficiency that explains measured steps best, near the default where they say little.
+    """Return the efficiency that fits measured steps best (a maximum a posteriori estimate).
 
     It minimizes squared logarithms of predicted over measured seconds, of steps and of their terms, by Gauss-Newton
-    steps, with a normal prior on the logarithms of the constants.
+    steps, with a normal prior on the logarithms of the constants: it stays near `start` where measurements say little.
     """
     start = start or Efficiency()
     names = list(Efficiency.model_fields)
@@ -89,7 +89,7 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
 
     def residuals(x: np.ndarray) -> np.ndarray:
         efficiency = Efficiency(**dict(zip(names, np.exp(x), strict=True)))
-        # Few outliers should not decide: beyond two widths of the noise, errors count linearly.
+        # Huber loss against outliers: beyond two standard deviations, errors count linearly.
         plans = [m.planned(efficiency) for m in measurements]
         pairs = list(zip(measurements, plans, strict=True))
         totals = [log(sum(plan.values()) / m.seconds) / m.noise for m, plan in pairs]
@@ -101,7 +101,7 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
 
 
 def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 15) -> np.ndarray:
-    """Minimize a sum of squares by Levenberg's damped Gauss-Newton steps, with differences as derivatives."""
+    """Minimize a sum of squares by damped Gauss-Newton steps (Levenberg), with a Jacobian of finite differences."""
     damping = 1.0
     values = residuals(x)
     for _ in range(rounds):

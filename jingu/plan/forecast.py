@@ -1,4 +1,4 @@
-"""What a run will take: its layout's memory and time, and from them speed, duration, energy, price and checkpoints."""
+"""The forecast of a run: memory and step time of its layout; from these speed, duration, energy, price, checkpoints."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from jingu.plan.workload import Software, Workload, model_sizes, num_parameters
 if TYPE_CHECKING:
     from jingu.parallel.layout import Precision
 
-# Hours of a card between failures: 419 failures of 16,384 cards in 54 days (Llama 3, 2024, section 3.3.4).
+# Mean GPU-hours between failures: 419 failures of 16,384 GPUs in 54 days (Llama 3, 2024, section 3.3.4).
 HOURS_BETWEEN_FAILURES = 50_000
-# Share of its power that an idle card takes.
+# Power of an idle card, as a share of its power under load.
 IDLE_POWER = 0.2
-# Bytes of a number, where it is not half.
+# Bytes of a number; other types have 2.
 _ITEMSIZES = {"fp64": 8.0, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take on a machine.
+    """The forecast of a run on a machine.
 
     Attributes:
-        seconds: of a step, by term.
-        memory: of the fullest card.
-        price: of a card's hour; None: not known.
-        assumptions: what the estimate assumes where nothing is known.
+        steps: steps of the run.
+        seconds: seconds of a step, by term.
+        memory: memory of the fullest card.
+        price: price of a card-hour; None if unknown.
+        assumptions: sentences about what the estimate assumes.
         updates: optimizer steps of a step.
-        phases: bytes of the fullest card in each phase of a step, if there are several; `memory` is of the fullest.
+        phases: bytes of the fullest card in each phase of a step, if there are several; `memory` is the maximum.
     """
 
     work: Workload
@@ -72,7 +73,7 @@ class Forecast:
 
     @property
     def spare(self) -> float:
-        """Bytes of the card that are left; below zero, the run does not fit."""
+        """Free bytes of the card; negative if the run does not fit."""
         return self.machine.usable_bytes - self.memory.total
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Forecast:
             "kilowatt_hours": hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000,
             "price": None if self.price is None else hours * ranks * self.price,
             "checkpoint_bytes": state,
-            # Young's optimum (1974), with the copy to main memory as what a save costs.
+            # Young's optimum (1974); a save costs the time of the copy to main memory.
             "checkpoint_interval_seconds": sqrt(2 * stall * failures),
             "checkpoint_write_seconds": state / max(1, ranks // machine.gpus_per_node) / (machine.disk_gbs * 1e9),
             "assumptions": self.assumptions,
@@ -115,7 +116,7 @@ class Forecast:
 def forecast(
     work: Workload, machine: Machine, steps: int, price: float | None = None, assumptions: list[str] | None = None
 ) -> Forecast:
-    """Return what a run of so many steps will take."""
+    """Return the forecast of a run of this many steps."""
     return Forecast(work, machine, steps, step_time(work, machine), fullest_stage(work)[1], price, assumptions or [])
 
 
@@ -126,7 +127,7 @@ def _checkpoint_bytes(work: Workload) -> float:
 
 
 def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:
-    """Return a step of a run in the layout of its settings."""
+    """Return the workload of a step of a run, in the layout of its settings."""
     return Workload(
         model_sizes(spec, software.compute_bytes),
         sizes,
@@ -141,7 +142,7 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
 
 
 def run_software(precision: Precision) -> Software:
-    """Return how jingu executes a step in a precision."""
+    """Return jingu's parameters of execution in a precision."""
     return Software(
         weight_bytes=precision.masters.itemsize,
         gradient_bytes=precision.masters.itemsize,
@@ -152,7 +153,7 @@ def run_software(precision: Precision) -> Software:
 
 
 def card_software(settings: PrecisionSettings) -> Software:
-    """Return how jingu executes a step on a card, which computes bf16 unless the settings name another precision."""
+    """Return jingu's parameters of execution on a GPU, in bf16 unless the settings name another precision."""
     masters = 8.0 if settings.type == "fp64" else 4.0
     reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
     compute = _ITEMSIZES.get(settings.type, 2.0)
@@ -169,15 +170,15 @@ def _optimizer_name(config: RunConfig) -> Any:
 def estimate_memory(
     config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, precision: Precision
 ) -> RankMemory:
-    """Return what the fullest rank of a run holds. It needs no process group."""
+    """Return the memory of the fullest rank of a run. It needs no process group."""
     return fullest_stage(run_workload(config, spec, sizes, plan, run_software(precision)))[1]
 
 
 def require_memory(memory: RankMemory, available: float, owner: str) -> None:
-    """Raise JinguError if a device cannot hold what a rank trains, whatever its activations take.
+    """Raise JinguError if a device cannot hold weights, gradients and optimizer state, even without activations.
 
     Args:
-        owner: who has the memory, for the message.
+        owner: the device, for the message.
     """
     state = memory.state
     if state <= available:
@@ -228,7 +229,7 @@ def print_forecast(result: Forecast) -> None:
 
 
 def print_search(result: SearchResult, machine: Machine) -> None:
-    """Print the best layouts with their terms, and why the others failed."""
+    """Print the best layouts with their terms, and why others were rejected."""
     names = [term for term in (result.best[0].seconds if result.best else {}) if _matters(term, result)]
     rows = []
     for number, plan in enumerate(result.best, start=1):
@@ -245,7 +246,7 @@ def print_search(result: SearchResult, machine: Machine) -> None:
 
 
 def describe_rejection(result: SearchResult, reason: str) -> str:
-    """Return a reason for which layouts fail, with an example."""
+    """Return a reason for which layouts were rejected, with an example."""
     example = result.examples.get(reason, "")
     if reason == "out of memory":
         short, layout = result.nearest
@@ -254,7 +255,7 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
 
 
 def print_serving(plan: ServingPlan, machine: Machine) -> None:
-    """Print what a served model takes."""
+    """Print memory and speed of a served model."""
     print(f"{plan.cards} × {machine.name}, sequences of {plan.context:,} tokens\n")
     print(f"weights          {plan.weights / 2**30:,.2f} GiB a card of {machine.usable_bytes / 2**30:,.1f}")
     print(f"cache            {format_bytes(plan.cache_per_token)} a token and card: {plan.max_streams:,} streams fit")
@@ -272,10 +273,10 @@ def print_serving(plan: ServingPlan, machine: Machine) -> None:
 
 
 def print_clusters(forecasts: Sequence[Forecast], deadline: float | None = None) -> None:
-    """Print clusters of several sizes: the smallest on which a run fits, and the one with the fewest card-hours.
+    """Print clusters of several sizes, marking the smallest one and the one with the fewest card-hours.
 
     Args:
-        deadline: days within which the run must end; of the clusters that need longer, none is the smallest.
+        deadline: maximum days of the run; slower clusters are not marked.
     """
     in_time = [result for result in forecasts if deadline is None or result.days <= deadline]
     hours = {result.work.ranks: result.card_hours for result in in_time}

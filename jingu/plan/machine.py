@@ -1,4 +1,4 @@
-"""Machines: a card, its memory and links, and how much of each a training step reaches."""
+"""Machines: a GPU, its memory and links, and the share of their peak rates that a training step achieves."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class _Part(BaseModel):
 
 
 class Efficiency(_Part):
-    """What a step reaches of a machine: the constants that calibration fits, each with a physical meaning.
+    """The efficiency of a step on a machine: constants that calibration fits, each with a physical meaning.
 
     The defaults were fitted to published runs (`bench/planning.py`).
 
     Attributes:
-        matmul: share of the best measured product that the products of a step reach.
-        half_gflop: size of a product, in GFLOP, that reaches half of that.
-        attention: share of the best measured product that fused attention reaches.
-        memory: share of the memory bandwidth that elementwise operations reach.
-        kernel_us: time in which the host launches a kernel, in µs; small operations take no less.
-        operation_us: time that an elementwise operation takes on a CPU, however small it is, in µs.
-        link: share of the bandwidth within a node that collectives reach.
-        nic: share of the network bandwidth that collectives reach.
-        hop_us: latency of a collective between two neighbours of a ring, in µs.
+        matmul: throughput of a step's large matmuls, as a share of the best measured matmul.
+        half_gflop: size of a matmul, in GFLOP, that achieves half of that.
+        attention: throughput of fused attention, as a share of the best measured matmul.
+        memory: share of the memory bandwidth that elementwise operations achieve.
+        kernel_us: time to launch a kernel, in µs; a small operation takes at least this long.
+        operation_us: minimum time of an elementwise operation on a CPU, in µs.
+        link: share of the bandwidth within a node that collectives achieve.
+        nic: share of the network bandwidth that collectives achieve.
+        hop_us: latency of a collective between two neighbors of a ring, in µs.
     """
 
     matmul: Positive = 0.85
@@ -59,23 +59,23 @@ class Efficiency(_Part):
 
 
 class Machine(_Part):
-    """A cluster's card and its surroundings. Bandwidths are in GB/s, one direction, of one card.
+    """A GPU ("card") of a cluster and its surroundings. Bandwidths are in GB/s, per card and in one direction.
 
     Attributes:
         memory_gib: memory of a card that a process can use.
-        peak_tflops: dense products in bf16 (fp16 where there is no bf16), by the vendor.
-        matmul_tflops: the best that anybody has measured of them.
+        peak_tflops: the vendor's peak of dense bf16 matmuls (fp16 on cards without bf16).
+        matmul_tflops: the best measured throughput of these matmuls.
         memory_gbs: bandwidth of the card's memory.
-        link_gbs: to the other cards of the node.
-        nic_gbs: to other nodes.
-        host_gbs: to main memory.
+        link_gbs: bandwidth to the other cards of the node.
+        nic_gbs: bandwidth to other nodes.
+        host_gbs: bandwidth to main memory.
         host_gib: a card's share of main memory.
-        disk_gbs: writes of a node to the storage of checkpoints.
-        watts: of a card under load.
+        disk_gbs: write bandwidth of a node to the storage of checkpoints.
+        watts: power of a card under load.
         gpus_per_node: cards of a node.
-        is_shared: whether the ranks of a node share one device, as they do on CPUs.
-        cores: of a node of such a machine; None: as many as its ranks.
-        interval: measured over planned seconds, of which 8 of 10 logged steps lie between these two; of calibration.
+        is_shared: whether the ranks of a node share one device, as on CPUs.
+        cores: cores of a node if `is_shared`; None for one per rank.
+        interval: bounds of measured over planned seconds for 8 of 10 logged steps, from a calibration.
     """
 
     name: str = "custom"
@@ -97,16 +97,16 @@ class Machine(_Part):
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a card that tensors can use: without the context of the driver, and fragments."""
+        """Bytes of a card that tensors can use, without the driver's context and fragmentation."""
         return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
 
     @property
     def ranks_per_core(self) -> float:
-        """Ranks that share a core, at least one: while some of them wait, the others compute faster."""
+        """Ranks that share a core, at least 1. While some of them wait, the others compute faster."""
         return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
 
     def with_nodes(self, gpus_per_node: int) -> Machine:
-        """Return the machine with another number of cards in a node; ranks on a CPU share what it has."""
+        """Return the machine with another number of cards per node; ranks on a CPU share its memory and speed."""
         update: dict[str, object] = {"gpus_per_node": gpus_per_node}
         if self.is_shared:
             shared = ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbs", "link_gbs")
@@ -116,7 +116,7 @@ class Machine(_Part):
 
 @cache
 def machine_library() -> dict[str, Machine]:
-    """Return the known machines by name; machines.csv names the sources of their figures."""
+    """Return the known machines by name; machines.csv lists the sources of their figures."""
     text = files("jingu.plan").joinpath("machines.csv").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     rows = csv.DictReader(lines)
@@ -126,7 +126,7 @@ def machine_library() -> dict[str, Machine]:
 def find_machine(name: str) -> Machine:
     """Return a machine: `here`, one of the library, or one that a YAML file describes.
 
-    A file has the fields of `Machine`; with `like`, those of a machine of the library beside its own.
+    A file has the fields of `Machine`. With the key `like`, missing fields are those of a machine of the library.
 
     Raises:
         JinguError: there is no such machine, or the file is wrong.
@@ -163,34 +163,34 @@ def _read_machine(path: Path) -> Machine:
         raise JinguError(
             f"matmul_tflops {machine.matmul_tflops:g} is above peak_tflops {machine.peak_tflops:g}.",
             where=path,
-            fix="The measured products cannot be faster than the peak.",
+            fix="Measured matmuls cannot be faster than the peak.",
         )
     return machine
 
 
 def nominal_machine(device: torch.device) -> Machine:
-    """Return this machine without measuring it: its own memory, and speeds of the library or of a common CPU.
+    """Return this machine without measuring it: its own memory, but speeds of the library or of a common CPU.
 
-    Equal machines give equal figures, so that every rank of a run can choose the same layout.
+    These figures are deterministic, so that every rank of a run chooses the same layout.
     """
     from jingu.runtime.device import device_name, total_memory
 
     memory = total_memory(device) / 2**30
     if device.type == "cpu":
         return Machine(**read_table(__file__, "common_cpu.toml"), memory_gib=memory, cores=num_usable_cores())
-    # A card that the library does not name is taken to be a common one.
+    # An unknown card is assumed to be as fast as a common one.
     card = find_card(device_name(device)) or machine_library()["a100-80"]
     return card.model_copy(update={"name": "here", "memory_gib": memory})
 
 
 def find_card(title: str) -> Machine | None:
-    """Return the library's machine of a card, by the name that its driver gives; None if the library lacks it."""
+    """Return the library's machine of a card, by the device name of its driver; None if the library lacks it."""
     names = [name for name in machine_library() if all(part in title.lower() for part in name.split("-"))]
     return machine_library()[max(names, key=len)] if names else None
 
 
 def measure_machine() -> Machine:
-    """Measure this machine: products, memory and its size. Several ranks share its cores and its memory."""
+    """Measure matmul throughput, memory bandwidth and memory size of this machine. CPU ranks will share them."""
     import torch
 
     from jingu.runtime.device import device_module, find_device_type, measure_peak_flops, total_memory
@@ -207,7 +207,7 @@ def measure_machine() -> Machine:
         if is_card:
             device_module(device).synchronize()
 
-    # A copy reads and writes.
+    # A copy reads and writes each byte.
     memory = 2 * source.nbytes / _best_seconds(copy) / 1e9
     small = torch.ones(8, device=device)
     kernel = _best_seconds(lambda: small.add_(1), 200)
@@ -217,7 +217,7 @@ def measure_machine() -> Machine:
         peak_tflops=tflops,
         matmul_tflops=tflops,
         memory_gbs=memory,
-        # Ranks of one machine exchange through its memory.
+        # CPU ranks exchange data through main memory.
         link_gbs=memory / 4,
         nic_gbs=1.0,
         gpus_per_node=max(1, torch.accelerator.device_count()),

@@ -1,7 +1,7 @@
-"""The bytes that a rank holds at a time, by part, in closed form.
+"""The peak memory of a rank by part, in closed form.
 
-What a rank owns follows exactly from the shapes of the parameters and the axes of the mesh. Activations follow from
-what a block saves for its backward pass, and from how many micro-batches are in flight.
+Weights, gradients and optimizer state follow exactly from the shapes of the parameters and the axes of the mesh.
+Activations follow from what a block saves for its backward pass, and from the number of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from jingu.model.spec import Experts
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.workload import BlockSizes, OptimizerName, Software, Stage, Weight, Workload
 
-# Elements of one chunk of logits (jingu/training/loss.py), on a card.
+# Elements of one chunk of logits (jingu/training/loss.py), on a GPU.
 LOGITS_CHUNK = 2**27
-# What a rank trains; offload moves it to main memory, or to disk.
+# The parts that offload moves to main memory or to disk.
 STATE = ("weights", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds: bytes on the card by part, and bytes in main memory or on disk by part."""
+    """The memory of one rank: bytes on the card by part, and offloaded bytes by part."""
 
     card: dict[str, float]
     offloaded: dict[str, float]
@@ -34,20 +34,20 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """Bytes on the card of what the rank trains."""
+        """Bytes of weights, gradients and optimizer state on the card."""
         return sum(self.card.get(part, 0.0) for part in STATE)
 
 
 @dataclass(frozen=True)
 class Owned:
-    """What a rank owns of a part.
+    """A rank's share of a part of the model.
 
     Attributes:
         weights: bytes of its shards; state: bytes of their optimizer state.
-        trained: numbers of its shards that are trained.
-        gathered: bytes of what ZeRO gathers of it, in the dtype of products.
-        reduced: numbers of its gradients before ZeRO divides them.
-        rounded: bytes of wider weights, rounded for products.
+        trained: trainable elements of its shards.
+        gathered: bytes of the parameters that ZeRO gathers, in the compute dtype.
+        reduced: elements of the gradients before ZeRO shards them.
+        rounded: bytes of compute-dtype copies of weights that are stored in a wider dtype.
     """
 
     weights: float
@@ -62,10 +62,10 @@ class Owned:
 def owned(
     part: BlockSizes, sizes: tuple[int, int, int], kv_heads: int, optimizer: OptimizerName, soft: Software
 ) -> Owned:
-    """Return what the first rank of a stage owns of a block, or of embedding or head.
+    """Return the share of the first rank of a stage of a block, or of embedding or head.
 
     Args:
-        sizes: ranks of tensor, of expert, and those that ZeRO divides over.
+        sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
     """
     weights = state = gathered = rounded = 0.0
     trained = reduced = 0
@@ -85,13 +85,13 @@ def owned(
 
 
 def _state_bytes(weight: Weight, local: int, optimizer: OptimizerName, in_block: bool) -> float:
-    """Return the bytes of the optimizer's state of a parameter, of which this rank has `local` numbers in fp32."""
+    """Return the bytes of the optimizer's state of a parameter, of which this rank has `local` elements in fp32."""
     *leading, rows, columns = (1, 1, *weight.shape)
     if len(weight.shape) > 1:
         if optimizer == "adamw 8-bit" and columns % 256 == 0:
             return local * (2 + 2 * 4 / 256) + 4
         if optimizer == "adafactor":
-            # Means of rows and columns are whole on every rank.
+            # Means of rows and columns are replicated.
             return 4.0 * prod(leading) * (rows + columns) + 4
         if optimizer == "muon" and in_block:
             return local * 4.0
@@ -99,7 +99,7 @@ def _state_bytes(weight: Weight, local: int, optimizer: OptimizerName, in_block:
 
 
 def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
-    """Return how many forward passes of all of a rank's blocks wait for their backward pass, at most."""
+    """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
     ranks, batches = work.sizes.pipeline, work.accumulation
     if ranks == 1:
         return 1.0
@@ -113,13 +113,14 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
             return min(batches, ranks - stage.rank)
         case "zbv":
             return min(batches, ranks)
-    # Chunks of blocks, of which a rank has several (Narayanan et al., 2021).
+    # Interleaved: a rank has several chunks of blocks (Narayanan et al., 2021).
     warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
     return min(batches, warm_up / chunks)
 
 
 def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
-    """Return the bytes that a block keeps of one micro-batch: without checkpointing, selective, and its input."""
+    """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
+    input."""
     sizes, soft, spec = work.sizes, work.software, work.spec
     divided = work.tokens / sizes.tensor
     spread = divided if soft.sequence_parallel else work.tokens
@@ -131,14 +132,14 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
         inputs = (work.tokens - divided) * (block.attended + 1) * spec.hidden_size * soft.compute_bytes
         inputs *= soft.saved_per_hidden is None
     else:
-        # Norms, residuals and their dropout are whole on each rank (Korthikanti et al., 2022, equation 2).
+        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
         saved += (work.tokens - divided) * 10 * spec.hidden_size
     saved += inputs
     scores = 0.0
     if not soft.fused_attention:
         scores = soft.saved_scores * spec.attention.num_heads / sizes.tensor * work.tokens * work.sequence
     if isinstance(spec.feed_forward, Experts) and work.sizes.expert > 1:
-        # The rows that other ranks' tokens send are in two more orders.
+        # The all-to-all stores the rows of tokens in two more orders.
         saved += 2 * divided * spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
     selective = divided * (
         soft.saved_products * block.product_outputs * soft.compute_bytes + 4 * spec.attention.num_heads
@@ -150,7 +151,7 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
 
 
 def stage_memory(work: Workload, stage: Stage) -> RankMemory:
-    """Return what a rank of a stage holds at the fullest moment of a step."""
+    """Return the peak memory of a rank of a stage."""
     soft, parts = work.software, owned_parts(work, stage)
     card = {
         "weights": sum(count * part.weights for part, count in parts),
@@ -160,7 +161,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         **_activations(work, stage),
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
-        # Where the only micro-batch's activations end, gradients begin: these take the space of those.
+        # With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory.
         before = card["activations"] + card.get("loss", 0.0)
         share = max(0.0, 1 - card["gradients"] / before)
         card |= {part: card[part] * share for part in ("activations", "loss") if part in card}
@@ -174,32 +175,33 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
 
 
 def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
-    """Return what the first rank of a stage owns of each kind of block, of embedding and head, and how often."""
+    """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
     sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
     key = (sizes, work.spec.attention.num_kv_heads, work.optimizer, work.software)
     return [(owned(part, *key), count) for part, count in stage.parts]
 
 
 def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:
-    """Return what ZeRO gathers and keeps whole beside the shards."""
+    """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
     soft, zero = work.software, work.parallel.zero_stage
     if not soft.copies_weights:
         return {}
     if work.sizes.data * work.sizes.context == 1:
-        # Wider weights are rounded for the forward pass. The backward pass needs them, unless it recomputes them.
+        # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
+        # recomputes the forward pass.
         if work.checkpointing.type == "full":
             return {"compute weights": 0.0}
         return {"compute weights": sum(part.rounded * count for part, count in parts)}
     gathered = sum(part.gathered * count for part, count in parts)
     blocks = parts[: len(stage.blocks)]
     if zero == 3:
-        # The parameters of one block while it computes, and those of the next one.
+        # The parameters of the current block, and the prefetched ones of the next.
         gathered += 2 * max(part.gathered for part, _ in blocks) - sum(part.gathered * count for part, count in blocks)
     result = {"compute weights": gathered}
     if zero <= 1 and work.accumulation > 1:
-        # Gradients stay whole until the last micro-batch.
+        # Gradients stay unsharded until the last micro-batch.
         result["whole gradients"] = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
-    # Gradients of one block, whole, on their way to the ranks that own them.
+    # The unsharded gradients of one block during their reduce-scatter.
     result["reduction"] = (soft.compute_bytes + soft.reduce_bytes) * max(part.reduced for part, _ in blocks)
     return result
 
@@ -216,11 +218,11 @@ def _activations(work: Workload, stage: Stage) -> dict[str, float]:
             checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
         stored = input_bytes if checkpointing.type == "full" else selective
         total += in_flight * (checkpointed * stored + (len(numbers) - checkpointed) * saved)
-        # A checkpointed block is computed again, one at a time.
+        # Checkpointed blocks are recomputed one at a time.
         recomputed = max(recomputed, saved * min(1, checkpointed))
     result = {"activations": total, "recomputation": recomputed}
     if stage.has_head and not spec.score_head:
-        # States and their gradient, logits, and the gradient of the head's weight in fp32.
+        # Hidden states and their gradient, a chunk of logits, and the gradient of the head's weight in fp32.
         vocabulary = -(-spec.vocab_size // work.sizes.tensor)
         tokens = work.tokens if soft.whole_logits else min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
         states = 2 * work.tokens * spec.hidden_size * soft.compute_bytes
@@ -230,6 +232,6 @@ def _activations(work: Workload, stage: Stage) -> dict[str, float]:
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:
-    """Return the rank of the pipeline that holds the most on its card, and what it holds."""
+    """Return the stage with the highest memory, and its memory."""
     memories = ((stage, stage_memory(work, stage)) for stage in work.stages)
     return max(memories, key=lambda pair: pair[1].total)

@@ -1,7 +1,7 @@
-"""Record a step exactly: the peak of all tensors, and every collective by axis, operation and bytes.
+"""An exact record of a step: the peak memory of all tensors, and every collective by axis, operation and bytes.
 
-The same recorder watches a step on real ranks and one on ranks that do not exist (`jingu/compat/torch_distributed.py:
-pretend_ranks`), where collectives return at once; both count the same.
+The same recorder works on real ranks and on simulated ones (`jingu/compat/torch_distributed.py:pretend_ranks`), whose
+collectives return at once; both give the same counts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jingu.compat.torch_distributed import collective_group
 
 @dataclass
 class StepRecord:
-    """What a step did on a rank.
+    """The record of a step on a rank.
 
     Attributes:
-        peak: most bytes of tensors at a time; begin: bytes before the step.
-        calls: number of collectives, and `sent`: their bytes, by group and operation.
+        begin: bytes of tensors before the step; peak: their maximum during the step.
+        calls: number of collectives by group and operation; sent: their bytes.
     """
 
     begin: int = 0
@@ -37,7 +37,7 @@ class StepRecord:
 
 
 class _StepRecorder(TorchDispatchMode):
-    """Sees every operation on tensors, also those of the backward pass, which runs in the same thread on CPUs."""
+    """Intercepts every tensor operation, also those of the backward pass, which runs in the same thread on CPUs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,10 +45,11 @@ class _StepRecorder(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def watch(self, value: object, others: Container[int] = ()) -> bool:
-        """Count the storages of tensors from now on, as long as they live; return whether there are new ones.
+        """Count the storages of tensors as long as they live; return whether there are new ones.
 
         Args:
-            others: keys of storages that do not count.
+            value: tensors in any nested structure.
+            others: keys of storages to ignore.
         """
         before = len(self._storages)
         for key, storage in _storages(value).items():
@@ -60,12 +61,12 @@ class _StepRecorder(TorchDispatchMode):
         self._storages.pop(key, None)
 
     def total(self) -> int:
-        """Return the bytes of all storages that live."""
+        """Return the bytes of all live storages."""
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What a DTensor does comes here again, as operations on its local tensor.
+        # Operations on a DTensor arrive here a second time, on its local tensor: count only those.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         group = collective_group(func, args)
@@ -73,12 +74,12 @@ class _StepRecorder(TorchDispatchMode):
             key = (group, func.name().partition("::")[2].partition(".")[0])
             self.record.calls[key] += 1
             self.record.sent[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            # Stages of a pipeline receive into tensors of the first step.
+            # Pipeline stages reuse receive buffers that they allocated before this recorder existed.
             self.watch(args)
-        # Views of storages that nobody has allocated here: gloo's own buffers, which others do not need.
+        # Ignore results that alias arguments, such as gloo's own buffers: nothing is allocated for them here.
         others = _storages(args).keys()
         result = func(*args, **(kwargs or {}))
-        # FSDP allocates by resizing storages, before it gathers into them.
+        # FSDP allocates memory by resizing known storages before it gathers into them.
         if self.watch(result, others) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
         return result
@@ -92,10 +93,10 @@ def _storages(value: object) -> dict[int, torch.UntypedStorage]:
 
 
 def record_step(step: Callable[[], object], state: object) -> StepRecord:
-    """Run a step, and return what it did.
+    """Run a step, and return its record.
 
     Args:
-        state: tensors that live before the step: parameters and optimizer state.
+        state: tensors that exist before the step: parameters and optimizer state.
     """
     recorder = _StepRecorder()
     recorder.watch(state)

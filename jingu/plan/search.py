@@ -1,7 +1,8 @@
-"""Search for the best layout: all that are valid, those that do not fit into memory set aside, ranked by time.
+"""Search for the fastest layouts among all valid ones that fit into memory.
 
-Layouts are tried from the most promising on, and the search ends where no other layout can be faster than the best
-ones: each rank at least computes its share of the products once, and no schedule makes that shorter.
+It is a branch and bound search: groups of layouts are tried in the order of a lower bound of their step time, and the
+search ends when the bound of the next group is above the best layouts. The bound is the computation of a rank's share
+of the model, which no schedule makes shorter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import idle_share, model_seconds, step_time
 from jingu.plan.workload import Workload
 
-# Pipelines to try: the schedule, and stages of a rank.
+# Pipelines to try: schedule and stages per rank.
 _SCHEDULES = (("1f1b", "auto"), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", "auto"), ("zbv", "auto"))
 _CHECKPOINTING = tuple(ActivationCheckpointingSettings(type=kind) for kind in ("none", "selective", "full"))
 _OFFLOAD = (NoOffloadSettings(), HostOffloadSettings())
@@ -36,7 +37,7 @@ class Plan:
     """A layout with its estimates.
 
     Attributes:
-        seconds: of a step, by term.
+        seconds: seconds of a step, by term.
         memory: bytes of the fullest card.
     """
 
@@ -51,25 +52,31 @@ class Plan:
 
 @dataclass
 class SearchResult:
-    """The best layouts, and why others are not among them: reasons with their number, and an example of each."""
+    """The best layouts, and why others were rejected.
+
+    Attributes:
+        tried: number of estimated layouts.
+        rejected: number of rejected layouts by reason; examples: one example for each reason.
+        checked: cached results of `_conflict`.
+        nearest: the layout that is short of the least memory: missing bytes and description.
+    """
 
     best: list[Plan]
     tried: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     checked: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
-    # The layout that fails by the least memory: its bytes too many.
     nearest: tuple[float, str] = (inf, "")
 
     def reject(self, reason: str, example: str, number: int = 1) -> None:
-        """Count layouts that fail for a reason."""
+        """Count layouts that are rejected for a reason."""
         self.rejected[reason] += number
         self.examples.setdefault(reason, example)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the axes with what ZeRO shards: a candidate before batch, schedule and recomputation are chosen."""
+    """Sizes of the mesh axes and the ZeRO stage: a candidate before batch, schedule and checkpointing are chosen."""
 
     sizes: AxisSizes
     settings: ParallelSettings
@@ -81,12 +88,13 @@ def search_layouts(
     """Return the fastest layouts of a step on a number of ranks.
 
     Args:
-        base: a step of the run in any layout; its model, sequence and software count.
+        base: a step of the run in any layout; only its model, sequence and software matter.
         rows: sequences of a step over all ranks.
-        prune: whether to skip layouts that cannot be among the best; without it, all are tried.
+        best: number of layouts to return.
+        prune: whether to skip layouts that cannot be among the best.
     """
     result = SearchResult([])
-    # Groups of layouts, by a bound that no layout of the group can beat.
+    # Try groups of layouts in the order of the lower bound of their step time.
     groups = list(_groups(base, ranks, rows, machine, result))
     order = sorted(range(len(groups)), key=lambda number: groups[number].bound) if prune else range(len(groups))
     top: list[tuple[float, float, int, Plan]] = []
@@ -104,15 +112,15 @@ def search_layouts(
     return result
 
 
-def _bound(work: Workload, group: _Family, machine: Machine) -> float:
-    """Return seconds of a step that a layout cannot beat: those of its group, and the least bubble of its schedule."""
-    # No rank idles less than where all stages take equally long. Ranks that share a core do not idle.
+def _bound(work: Workload, group: _LayoutGroup, machine: Machine) -> float:
+    """Return a lower bound of a layout's step time: that of its group, plus the minimum bubble of its schedule."""
+    # The bubble is smallest if all stages take equally long. Ranks that share a core do not idle.
     idle = 0.0 if machine.ranks_per_core > 1 else idle_share(work) * (work.sizes.pipeline - 1)
     return group.bound * (1 + idle / work.accumulation)
 
 
 def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | None:
-    """Return the estimates of a layout, offloaded if it does not fit otherwise; None if it does not fit at all."""
+    """Return the estimates of a layout, with offload if it does not fit otherwise; None if it does not fit at all."""
     for offload in _OFFLOAD:
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
@@ -128,15 +136,15 @@ def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | 
         result.rejected["out of memory"] += 1
         if memory - machine.usable_bytes < result.nearest[0]:
             result.nearest = (memory - machine.usable_bytes, describe_layout(work))
-        # No offload helps if what it leaves is too much.
+        # Offload cannot help if the rest without the offloaded state is already too large.
         if max(memory.total - memory.state for memory in memories) > machine.usable_bytes:
             return None
     return None
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Layouts that differ in schedule and offload alone; `bound`: seconds of a step that none of them can beat."""
+class _LayoutGroup:
+    """Layouts that differ only in schedule and offload; `bound` is a lower bound of their step time in seconds."""
 
     bound: float
     mesh: Grid
@@ -145,8 +153,8 @@ class _Family:
     checkpointing: ActivationCheckpointingSettings
 
 
-def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_Family]:
-    """Yield meshes with a micro-batch and recomputation."""
+def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_LayoutGroup]:
+    """Yield all combinations of a mesh, a micro-batch and a kind of activation checkpointing."""
     seconds: dict[tuple[object, ...], float] = {}
     for mesh in _meshes(base, ranks, result):
         sizes = mesh.sizes
@@ -155,7 +163,7 @@ def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: Sea
             continue
         share = rows // sizes.data
         for micro, checkpointing in product(_divisors(share, MAX_MICRO_BATCH), _CHECKPOINTING):
-            # What computes a micro-batch costs the same, whatever ZeRO shards and however many stages there are.
+            # The computation of a micro-batch does not depend on the ZeRO stage or the pipeline stages.
             key = (sizes.tensor, sizes.context, sizes.expert, mesh.settings.context_method, micro, checkpointing.type)
             if key not in seconds:
                 work = replace(
@@ -163,7 +171,7 @@ def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: Sea
                 )
                 seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
             bound = seconds[key] * (share // micro) / sizes.pipeline
-            yield _Family(bound, mesh, micro, share // micro, checkpointing)
+            yield _LayoutGroup(bound, mesh, micro, share // micro, checkpointing)
 
 
 def _meshes(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
@@ -216,12 +224,12 @@ def _expert_sizes(base: Workload, ranks: int) -> list[int]:
     return [size for size in _divisors(part.num_experts) if ranks % size == 0]
 
 
-def _layouts(base: Workload, group: _Family, result: SearchResult) -> Iterator[Workload]:
-    """Yield the schedules and offloads of a group that fit together."""
+def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Iterator[Workload]:
+    """Yield the layouts of a group, one for each valid schedule."""
     sizes, kind = group.mesh.sizes, group.checkpointing.type
     for schedule, stages in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
         update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
-        # Many layouts fail for one reason: whether parts fit together is asked once.
+        # Many layouts share these parts, so check once whether they are compatible.
         zero = group.mesh.settings.zero_stage
         key = (schedule, stages, sizes.pipeline, zero, kind, sizes.expert > 1, group.accumulation)
         if key not in result.checked:
@@ -240,8 +248,8 @@ def _layouts(base: Workload, group: _Family, result: SearchResult) -> Iterator[W
         )
 
 
-def _conflict(settings: ParallelSettings, kind: str, base: Workload, group: _Family) -> JinguError | None:
-    """Return the error of a layout whose parts do not fit together."""
+def _conflict(settings: ParallelSettings, kind: str, base: Workload, group: _LayoutGroup) -> JinguError | None:
+    """Return the error of an invalid layout; None if it is valid."""
     try:
         check_layout(settings, kind, base.spec, group.mesh.sizes, group.accumulation)
     except JinguError as error:
@@ -255,7 +263,7 @@ def _divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
 
 
 def describe_layout(work: Workload) -> str:
-    """Return a layout in a few words."""
+    """Return a short description of a layout."""
     settings = work.parallel
     parts = [str(work.sizes), f"ZeRO {settings.zero_stage}", f"micro-batch {work.micro_batch}"]
     if work.sizes.expert > 1:

@@ -1,4 +1,4 @@
-"""What a served model takes: memory of weights and cache, tokens per second against the batch, the first token."""
+"""The plan of a served model: memory of weights and KV cache, throughput by batch size, and time to first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import Experts, ModelSpec
 from jingu.plan.machine import Machine
 
-# Streams for which speeds are shown.
+# Numbers of concurrent streams for which the plan shows the throughput.
 BATCHES = (1, 4, 16, 64, 256)
 
 
@@ -19,7 +19,7 @@ class ServingPlan:
     """A model on cards that share it by tensor parallelism.
 
     Attributes:
-        weights: bytes on a card; cache_per_token: bytes of keys and values of a token on a card.
+        weights: bytes of weights on a card; cache_per_token: bytes of a token's KV cache on a card.
         max_streams: sequences of `context` tokens whose cache fits.
         first_token: seconds until the first token of a prompt of `context` / 2 tokens.
         speeds: tokens per second of all streams, by their number.
@@ -38,9 +38,9 @@ def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, we
     """Return memory and speed of a served model.
 
     Args:
-        cards: that share the model.
+        cards: number of cards that share the model.
         context: tokens of a sequence, prompt and answer.
-        weight_bytes: of a weight: 2 in bf16, about 1 or 0.56 quantized.
+        weight_bytes: bytes per weight: 2 in bf16, about 1 or 0.56 if quantized.
 
     Raises:
         JinguError: the weights do not fit.
@@ -62,8 +62,8 @@ def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, we
 
 
 def cache_bytes_per_token(spec: ModelSpec, cards: int, number_bytes: float = 2.0) -> float:
-    """Return the bytes of keys and values of a token on a card."""
-    # More ranks than key-value heads keep copies of them.
+    """Return the bytes of a token's KV cache on a card."""
+    # With more ranks than key-value heads, these are replicated.
     heads = max(1.0, spec.attention.num_kv_heads / cards)
     return 2.0 * number_bytes * spec.num_layers * heads * spec.attention.head_dim
 
@@ -71,10 +71,10 @@ def cache_bytes_per_token(spec: ModelSpec, cards: int, number_bytes: float = 2.0
 def decode_seconds(
     spec: ModelSpec, machine: Machine, streams: int, context: int, weights: float, cards: int = 1
 ) -> float:
-    """Return the seconds of a step that generates one token of each stream.
+    """Return the seconds of a decode step, which generates one token of each stream.
 
     Args:
-        context: tokens before it.
+        context: tokens of each stream before the new one.
         weights: bytes of the weights on a card.
     """
     shapes = parameter_sizes(spec)
@@ -87,7 +87,7 @@ def decode_seconds(
 
 
 def prompt_seconds(spec: ModelSpec, machine: Machine, prompt: int, cards: int = 1) -> float:
-    """Return the seconds until the first token after a prompt."""
+    """Return the seconds of the prefill of a prompt, which gives the first token."""
     compute = prompt * generation_flops(spec, parameter_sizes(spec), prompt // 2) / _peak(machine, cards)
     return compute + _latency(spec, machine, cards) + _launch(spec, machine)
 
@@ -101,16 +101,20 @@ def _launch(spec: ModelSpec, machine: Machine) -> float:
 
 
 def _latency(spec: ModelSpec, machine: Machine, cards: int) -> float:
-    """Return the seconds of the all-reduces of each layer's two halves."""
+    """Return the latency in seconds of two all-reduces per layer."""
     return spec.num_layers * 2 * 2 * (cards - 1) * machine.efficiency.hop_us * 1e-6
 
 
 def _share_read(spec: ModelSpec, active: float, streams: int) -> float:
-    """Return the share of the weights that a step of several streams reads: of a mixture, the chosen experts'."""
+    """Return the share of the weights that a decode step reads; of a mixture of experts, only the chosen experts.
+
+    Args:
+        active: share of the weights that one token uses.
+    """
     part = spec.feed_forward
     if not isinstance(part, Experts):
         return 1.0
     active_share = part.num_experts_per_token / part.num_experts
-    # Active weights are the dense ones and the chosen share of the experts'.
+    # The share of expert weights, from: active = dense + experts · active_share.
     experts = (1 - active) / (1 - active_share) if active_share < 1 else 0.0
     return 1 - experts * (1 - active_share) ** streams

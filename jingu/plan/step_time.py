@@ -1,6 +1,6 @@
-"""The seconds of a training step, by term: a roofline of each operation, and the collectives that nothing hides.
+"""The seconds of a training step, by term: a roofline model of each operation, and exposed communication.
 
-A term is what a rank of the slowest stage spends. Formulas: Narayanan et al., 2021 (arXiv:2104.04473, pipelines and
+Terms are those of a rank of the slowest stage. Formulas: Narayanan et al., 2021 (arXiv:2104.04473, pipelines and
 tensor parallelism), Rajbhandari et al., 2020 (ZeRO), Korthikanti et al., 2022 (recomputation), Calculon (Isaev et al.,
 2023, exposed communication).
 """
@@ -40,7 +40,7 @@ class Neighbors:
 
 
 def place_groups(work: Workload, machine: Machine) -> dict[str, Neighbors]:
-    """Return the group of each axis. Neighbours on the last axes of the mesh share a node."""
+    """Return the group of each axis. Neighbors on the last axes of the mesh share a node."""
     return _place(work.sizes, machine.gpus_per_node)
 
 
@@ -51,7 +51,7 @@ def _place(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
         size = getattr(sizes, axis)
         groups[axis] = Neighbors(size, max(1, min(size, gpus_per_node // inner)))
         inner *= size
-    # ZeRO divides over shard × context; experts over the nearest of these ranks.
+    # ZeRO shards over shard × context; expert parallelism uses the nearest of these ranks.
     fsdp = sizes.shard * sizes.context
     room = max(1, gpus_per_node // sizes.tensor)
     groups["fsdp"] = Neighbors(fsdp, min(fsdp, room))
@@ -61,31 +61,31 @@ def _place(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
 
 
 def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float = 1.0) -> float:
-    """Return the time of a gather or a scatter of `size` bytes in all, in a number of calls."""
+    """Return the time of an all-gather or reduce-scatter of `size` bytes in total, in a number of calls."""
     if group.ranks == 1 or not size:
         return 0.0
     rates, ranks = machine.efficiency, group.ranks
     bandwidth = machine.link_gbs * rates.link
     if group.in_node < ranks:
-        # A node's cards of the group share its traffic, each with its own network card.
+        # The group's cards on a node share its traffic, and each of them has its own network card.
         bandwidth = min(bandwidth, machine.nic_gbs * rates.nic * group.in_node)
-    # Ranks that share cores wait for their turn, whatever the number of hops: a tree's depth is nearer to it.
+    # Ranks that share cores take turns, so latency hardly grows with the ring; the depth of a tree fits better.
     hops = log2(ranks) if machine.ranks_per_core > 1 else min(ranks - 1, 2 * log2(ranks) + group.in_node)
     return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
 
 
 def exchange_seconds(size: float, group: Neighbors, machine: Machine, share_far: float = 1.0) -> float:
-    """Return the time of an all-to-all in which each rank sends `size` bytes in all.
+    """Return the time of an all-to-all in which each rank sends `size` bytes in total.
 
     Args:
-        share_far: of the bytes for other nodes that travel there.
+        share_far: share of the bytes for other nodes that crosses the network, if duplicates are sent only once.
     """
     if group.ranks == 1 or not size:
         return 0.0
     rates = machine.efficiency
     near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
     far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9) * share_far
-    # All send at once, so that ranks that share cores wait once for their turn.
+    # All ranks send at once, so ranks that share cores wait for their turn only once.
     hops = 1 if machine.ranks_per_core > 1 else min(group.ranks - 1, 8)
     return rates.hop_us * 1e-6 * hops + max(near, far)
 
@@ -95,7 +95,7 @@ def exchange_seconds(size: float, group: Neighbors, machine: Machine, share_far:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds of a block's forward pass for one micro-batch; `backward` are those of its products backward."""
+    """Seconds of a block's forward pass for one micro-batch; `backward` is for the matmuls of its backward pass."""
 
     matmuls: float
     backward: float
@@ -111,10 +111,10 @@ def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a forward pass: tokens times a rank's part of a matrix.
+    """A matmul of a forward pass: tokens times a rank's part of a matrix.
 
     Attributes:
-        shape: of the part; experts first.
+        shape: shape of the part; experts first.
         moved: bytes of operands and results.
     """
 
@@ -126,7 +126,7 @@ class Product:
 
 
 def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product]:
-    """Return the products of a part for one micro-batch."""
+    """Return the matmuls of a part for one micro-batch."""
     sizes, spec, soft = work.sizes, work.spec, work.software
     result = []
     for weight in part.weights:
@@ -135,7 +135,7 @@ def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product
         shape = weight.cut(sizes.tensor, spec.attention.num_kv_heads, sizes.expert)
         rows, count = float(work.tokens), 1
         if len(shape) == 3 and isinstance(spec.feed_forward, Experts):
-            # Each token goes to some experts, of which this rank has `count`, and so do the tokens of its group.
+            # This rank has `count` experts, which receive the tokens of all ranks of the expert group.
             count = shape[0]
             rows *= spec.feed_forward.num_experts_per_token * sizes.expert / spec.feed_forward.num_experts
             rows *= soft.expert_imbalance
@@ -148,11 +148,11 @@ def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product
 
 
 def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
-    """Return the seconds of all products of a part: of a forward pass, and of a backward pass."""
+    """Return the seconds of all matmuls of a part, for a forward pass and for a backward pass."""
     forward = backward = 0.0
     for product in products(part, work, machine):
         forward += product.seconds
-        # The gradient of inputs, and that of weights, if they are trained.
+        # One matmul for the gradient of the inputs, and one for that of the weights if they are trained.
         backward += product.seconds * (1 + product.is_trained)
     return forward, backward
 
@@ -171,7 +171,7 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
     if not soft.sequence_parallel:
         traffic += (work.tokens - work.tokens / sizes.tensor) * 8 * spec.hidden_size * soft.compute_bytes
     if isinstance(spec.feed_forward, Experts) and sizes.expert > 1:
-        # Rows are put into the order of ranks, and of experts, and back: each time read and written.
+        # Rows are permuted into the order of ranks, then of experts, and back; each permutation reads and writes them.
         row = spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
         traffic += 4 * work.tokens / sizes.tensor * row
     if part.attended:
@@ -182,7 +182,7 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
         speed = rates.attention if soft.fused_attention else rates.matmul * 0.6
         attention = flops / (machine.matmul_tflops * 1e12 * speed)
         if work.parallel.context_method == "ring" and sizes.context > 1 and part.is_causal:
-            # In each round the ring waits for the rank whose tokens see all keys of the round.
+            # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
             attention *= 2 - 1 / sizes.context
         if not soft.fused_attention:
             traffic += part.attended * heads * work.tokens * work.sequence * soft.saved_scores * 2
@@ -192,7 +192,7 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a rank for one micro-batch, by term; `forward` and `backward` are their sums."""
+    """Seconds of a rank for one micro-batch, by term; `forward` + `backward` is their sum."""
 
     terms: dict[str, float]
     forward: float
@@ -200,9 +200,9 @@ class StageTime:
 
 
 def _computation(work: Workload) -> Workload:
-    """Return what the computation of a micro-batch depends on: the step without stages, ZeRO and other micro-batches.
+    """Reduce a workload to what the time of one micro-batch depends on, without pipeline, ZeRO and accumulation.
 
-    Many layouts of a search share it, as one object.
+    Many layouts of a search reduce to the same object, which serves as a cache key.
     """
     sizes, parallel = work.sizes, work.parallel
     key = (sizes.tensor, sizes.context, sizes.expert, parallel.context_method, work.sequence, work.micro_batch)
@@ -221,16 +221,16 @@ def _shared_computation(
 
 @lru_cache(maxsize=65536)
 def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[dict[str, float], float]:
-    """Return the seconds of a block for one micro-batch by term, and the share of them that a forward pass takes."""
+    """Return the seconds of a block for one micro-batch by term, and the share of the forward pass."""
     soft, spec, sizes = work.software, work.spec, work.sizes
     groups = place_groups(work, machine)
     time = _block_time(block, work, machine)
     share = 1.0 / work.checkpointing.every
     full = share * (work.checkpointing.type == "full")
     selective = share * (work.checkpointing.type == "selective")
-    # Selective checkpointing computes cheap operations again; where scores are stored, attention alone.
+    # Selective checkpointing recomputes elementwise operations with fused attention, otherwise attention scores.
     again = (0.0, selective) if soft.fused_attention else (selective, 0.6 * selective)
-    # Collectives of `tensor`: a gather and a scatter around attention and around the feed-forward.
+    # Tensor parallelism: an all-gather and a reduce-scatter around attention and around the feed-forward.
     passes = 2.0 + full
     calls = 2 * (block.attended + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
@@ -246,7 +246,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     if soft.overlaps_experts:
         computing = terms["matmuls"] + terms["attention"]
         terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
-    # The host launches kernels while the card computes, and the slower of them counts. A CPU is both.
+    # The host launches kernels while a GPU computes, so only the excess counts. On a CPU both times add up.
     kernels = (soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)) * (2 * passes - 1)
     seconds = (kernels + calls * (sizes.tensor > 1)) * machine.efficiency.kernel_us * 1e-6
     terms["launch"] = seconds if machine.is_shared else max(0.0, seconds - sum(terms.values()))
@@ -255,20 +255,21 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
 
 
 def _expert_seconds(size: float, work: Workload, group: Neighbors, machine: Machine) -> float:
-    """Return the seconds of a forward pass in which `size` bytes of tokens travel to their experts and back."""
+    """Return the seconds of the all-to-alls of a forward pass: `size` bytes of tokens to their experts and back."""
     part = work.spec.feed_forward
     if not isinstance(part, Experts) or group.ranks == 1:
         return 0.0
     chosen, share_far = part.num_experts_per_token, 1.0
     if work.software.sends_to_nodes:
-        # A node has experts of a token with this probability, and gets it once.
+        # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
+        # probability that a node has none.
         nodes = group.ranks / group.in_node
         share_far = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
     return 2 * exchange_seconds(size * chosen, group, machine, share_far)
 
 
 def model_seconds(work: Workload, machine: Machine) -> float:
-    """Return the seconds of all blocks of a model, and of the products of its head, for one micro-batch."""
+    """Return the seconds of all blocks of a model and of the matmuls of its head for one micro-batch."""
     work = _computation(work)
     counts = Counter(work.model.blocks)
     blocks = sum(count * sum(_block_terms(block, work, machine)[0].values()) for block, count in counts.items())
@@ -276,7 +277,7 @@ def model_seconds(work: Workload, machine: Machine) -> float:
 
 
 def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
-    """Return the seconds that a rank of a stage needs for one micro-batch, its own collectives among them."""
+    """Return the seconds of a rank of a stage for one micro-batch, including collectives within the stage."""
     work = _computation(work)
     terms = dict.fromkeys(TERMS, 0.0)
     forward = 0.0
@@ -295,7 +296,7 @@ def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
 
 
 def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
-    """Return the seconds of a forward pass in which ranks of `context` exchange tokens for heads, or pass keys on."""
+    """Return the exposed communication of context parallelism in a forward pass, in seconds: Ulysses or ring."""
     if group.ranks == 1:
         return 0.0
     part, sizes = work.spec.attention, work.sizes
@@ -321,11 +322,11 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     terms["data"] = data_seconds(work, slowest, time, machine)
     terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     if ranks > 1:
-        # Each micro-batch crosses a boundary there and back.
+        # Each micro-batch crosses a stage boundary in the forward and in the backward pass.
         travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
         computing = time.forward + time.backward if work.software.overlaps_sends else 0.0
         terms["pipeline"] = max(0.0, travel - computing) * batches
-        # The slowest rank waits until its first micro-batch has come through the other ranks, and back.
+        # The bubble: the time in which a micro-batch passes through the other ranks and back.
         others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
         others -= time.forward + time.backward
         terms["bubble"] = idle_share(work) * (others + (ranks - 1) * travel)
@@ -337,9 +338,10 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
 def _share_cores(
     terms: dict[str, float], times: list[tuple[Stage, StageTime]], work: Workload, machine: Machine
 ) -> None:
-    """Change the terms of a pipeline's slowest rank where ranks share cores: who computes while others wait is faster.
+    """Adapt the terms of a pipeline to ranks that share cores, where a rank is faster while others wait.
 
-    A step takes as long as the work of all ranks on all cores, or as its longest path with a core for each rank.
+    A step takes the maximum of two times: the work of all ranks on all cores, and the longest path with one core for
+    each rank.
     """
     computing = [term for term in TERMS if term not in _STEP_TERMS]
     path = (sum(terms[term] for term in computing) + terms["bubble"]) / machine.ranks_per_core
@@ -350,7 +352,7 @@ def _share_cores(
 
 
 def boundary_seconds(work: Workload, machine: Machine) -> float:
-    """Return the seconds in which a micro-batch's hidden states cross a boundary of the pipeline."""
+    """Return the seconds to send a micro-batch's hidden states to the next pipeline stage."""
     size = work.tokens / work.sizes.tensor * work.spec.hidden_size * work.software.compute_bytes
     if not work.software.sequence_parallel:
         size *= work.sizes.tensor
@@ -362,24 +364,24 @@ def boundary_seconds(work: Workload, machine: Machine) -> float:
 
 
 def idle_share(work: Workload) -> float:
-    """Return which share of the other ranks' time for one micro-batch a rank idles in a step."""
+    """Return the bubble of a step as a share of the other ranks' time for one micro-batch."""
     schedule = work.parallel.pipeline_schedule
     share = 1 / stages_per_rank(work.parallel)
     if schedule in SPLIT_BACKWARD_SCHEDULES:
-        # Gradients of parameters fill a third of it; zbv with enough micro-batches nearly all.
+        # Weight gradients fill two thirds of the bubble; with zbv five sixths.
         share *= 1 / 3 if schedule == "zero_bubble" else 1 / 6
     return share
 
 
 def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine) -> float:
-    """Return the exposed seconds in which gradients are summed and parameters gathered."""
+    """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering."""
     soft, zero = work.software, work.parallel.zero_stage
     groups = place_groups(work, machine)
     parts = owned_parts(work, stage)
     gathered = sum(part.gathered * count for part, count in parts)
     reduced = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
     rounds = work.accumulation
-    # What stands before and after the blocks is a call of its own, which only small models notice.
+    # Embedding and head need a call of their own, which matters only for small models.
     calls = (stage.num_blocks + machine.is_shared) * soft.gathers_per_block
     gather = ring_seconds(gathered, groups["fsdp"], machine, calls)
     reduce = ring_seconds(reduced, groups["fsdp"], machine, calls)
@@ -388,10 +390,10 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
         gathers, reductions = 2 * rounds, rounds
     else:
         gathers, reductions = 1, rounds if zero == 2 else 1
-    # What overlaps takes cores from the computation, where ranks share them.
+    # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
     if not soft.overlap or machine.is_shared:
         return gathers * gather + reductions * reduce + replicas
-    # What overlaps competes for the card; blocks at both ends of a pass have nothing to hide behind.
+    # Overlapped communication competes with computation (`overlap`), and the first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
     exposed = passes * max(first * gather, gather - time.forward * soft.overlap)
@@ -401,9 +403,10 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
 
 
 def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
-    """Return the seconds of clipping and the update, and of its travel from and to main memory with offload."""
+    """Return the seconds of gradient clipping and the update, including transfers to and from main memory."""
     numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
     if work.parallel.offload.type != "none":
-        # Main memory is a tenth as fast as a card's, and gradients and weights cross the bus.
+        # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory, whose bandwidth is
+        # taken as twice that of the bus.
         return numbers * (8 / (machine.host_gbs * 1e9) + 30 / (machine.host_gbs * 2e9))
     return numbers * 34 / (machine.memory_gbs * machine.efficiency.memory * 1e9)

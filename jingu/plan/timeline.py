@@ -1,7 +1,7 @@
 """The timeline of a pipeline: when each rank computes which micro-batch in a step, and how long it waits.
 
-The order of the passes is that of the schedule that training runs (`jingu/parallel/scheduled_stage.py:SCHEDULES`);
-their times are those of `jingu/plan/step_time.py:stage_time`.
+The passes have the order of the schedule that training runs (`jingu/parallel/scheduled_stage.py:SCHEDULES`) and the
+durations of `jingu/plan/step_time.py:stage_time`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jingu.plan.step_time import boundary_seconds, stage_time
 from jingu.plan.workload import Workload
 
 Kind = Literal["forward", "backward", "weights"]
-# Gradients of inputs are backward passes; those of weights are passes of their own where a schedule divides them.
+# A schedule may split the backward pass: gradients of inputs then count as "backward", those of weights as "weights".
 _KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
@@ -44,8 +44,8 @@ class Timeline:
 
     Attributes:
         ranks: passes of each rank, in their order.
-        batches: micro-batches that they are of: those of the step, or fewer, but so many that the pipeline is full.
-        idle: share of a whole step's passes in which each rank waits.
+        batches: number of simulated micro-batches: those of the step, or fewer if these already fill the pipeline.
+        idle: share of a whole step in which each rank waits.
     """
 
     ranks: list[list[Pass]]
@@ -65,23 +65,23 @@ def simulate_pipeline(work: Workload, machine: Machine) -> Timeline:
     is_divided = work.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES
     durations: list[dict[Kind, float]] = []
     for time in times:
-        # The gradient of inputs takes as long as that of weights.
+        # The gradients of inputs and of weights take half of the backward pass each.
         backward = time.backward / chunks / (2 if is_divided else 1)
         durations.append({"forward": time.forward / chunks, "backward": backward, "weights": backward})
     passes = _run_steps(work, rank_orders(work, batches), durations, boundary_seconds(work, machine))
-    # Further micro-batches prolong the step by those of the slowest rank, which then does not wait.
+    # Each further micro-batch extends the step by the time of the slowest rank, which is always busy by then.
     busy = [time.forward + time.backward for time in times]
     step = max(own[-1].end for own in passes) + (work.accumulation - batches) * max(busy)
     return Timeline(passes, batches, [1 - work.accumulation * seconds / step for seconds in busy])
 
 
 def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
-    """Return the passes of each rank of the pipeline in the order in which it takes them."""
+    """Return the passes of each rank of the pipeline in the order of the schedule."""
     ranks, name = work.sizes.pipeline, work.parallel.pipeline_schedule
     if name in ("gpipe", "1f1b"):
         orders = []
         for rank in range(ranks):
-            # Forward passes before the first backward pass.
+            # Number of warm-up forward passes before the first backward pass.
             ahead = batches if name == "gpipe" else min(batches, ranks - rank)
             order: list[Step] = [("forward", rank, batch) for batch in range(ahead)]
             for batch in range(batches):
@@ -89,8 +89,8 @@ def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
                 order += [("forward", rank, batch + ahead)] * (batch + ahead < batches)
             orders.append(order)
         return orders
-    # PyTorch's schedules of several stages compute the orders of all ranks when they are made, of the first rank's
-    # stages here, of which they ask no more than their places.
+    # PyTorch's other schedules compute the orders of all ranks in their constructor. They need the stages of one rank
+    # (here the first), but only read these attributes, so stand-ins are enough.
     count = ranks * stages_per_rank(work.parallel)
     stages = [
         SimpleNamespace(
@@ -125,17 +125,17 @@ def rank_orders(work: Workload, batches: int) -> list[list[Step]]:
 def _run_steps(
     work: Workload, orders: list[list[Step]], durations: list[dict[Kind, float]], travel: float
 ) -> list[list[Pass]]:
-    """Return the passes of each rank, each of which begins when the rank and what it needs are ready.
+    """Simulate the passes of each rank: a pass starts when its rank is free and its input has arrived.
 
     Args:
-        travel: seconds from a rank to the next.
+        travel: seconds to send hidden states to the next rank.
     """
     last = work.sizes.pipeline * stages_per_rank(work.parallel) - 1
     ends: dict[Step, float] = {}
     passes: list[list[Pass]] = [[] for _ in orders]
     while any(len(own) < len(order) for own, order in zip(passes, orders, strict=True)):
         for rank, (own, order) in enumerate(zip(passes, orders, strict=True)):
-            # Take passes until one needs what another rank has not computed yet.
+            # Run passes until one needs a result that another rank has not computed yet.
             while len(own) < len(order):
                 kind, stage, batch = order[len(own)]
                 source = _source(kind, stage, batch, last)
@@ -152,7 +152,7 @@ def _run_steps(
 
 
 def _source(kind: Kind, stage: int, batch: int, last: int) -> Step | None:
-    """Return the pass whose result a pass needs: of the stage before or after, or its own forward pass."""
+    """Return the pass whose result a pass needs; None for the first forward pass of a micro-batch."""
     if kind == "weights":
         return ("backward", stage, batch)
     if kind == "forward":

@@ -1,7 +1,7 @@
-"""What a step computes, stores and sends: the sizes that the estimates of memory and time need, and nothing of ranks.
+"""Workloads: the sizes of a model's parts, and the step of a run that estimates of memory and time are made for.
 
-The sizes come from the table of the model's parameters or, with adapters, from the modules themselves: a block of each
-kind is built on the meta device, and its sharding table says how its parameters are divided.
+The sizes come from the table of the model's parameters. Models with adapters have no such table: one block of each kind
+is built on the meta device, and its sharding table says how its parameters are sharded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter: its shape, the dims that ranks can divide, and whether it is trained.
+    """A parameter: its shape, the dims that can be sharded, and whether it is trained.
 
     Attributes:
-        is_product: whether tokens are multiplied with it.
-        stored: the dtype on a rank: of master weights, of products (frozen beside adapters), or its own bytes.
-        packing: elements in one number, of quantized matrices.
-        is_copy: whether another stage updates it, as the embedding of a tied head.
+        is_product: whether it is the matrix of a matmul with tokens.
+        stored: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
+            in this number of bytes per element.
+        packing: values per stored element, for quantized matrices.
+        is_copy: whether another stage updates it, as for the head that is tied to an embedding.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +44,13 @@ class Weight:
     is_copy: bool = False
 
     def itemsize(self, software: Software) -> float:
-        """Return the bytes of a number on a rank."""
+        """Return the bytes of an element on a rank."""
         if isinstance(self.stored, int):
             return self.stored
         return software.weight_bytes if self.stored == "master" else software.compute_bytes
 
     def cut(self, tensor: int, kv_heads: int, expert: int) -> tuple[int, ...]:
-        """Return the shape of the first rank's part before ZeRO divides it; no rank has a larger one."""
+        """Return the shape of the first rank's part before ZeRO shards it; no rank has a larger one."""
         shape = list(self.shape)
         ranks = {"inner": tensor, "kv_heads": min(tensor, kv_heads), "experts": expert}
         for kind, dim in self.dims:
@@ -57,16 +58,16 @@ class Weight:
         return tuple(shape)
 
     def numbers(self, sizes: tuple[int, int, int], kv_heads: int) -> tuple[int, int]:
-        """Return the numbers of the first rank's shard, as `plan_sharding` divides it, and before ZeRO divides it.
+        """Return the elements of the first rank's shard under `plan_sharding`, and those before ZeRO shards it.
 
         Args:
-            sizes: ranks of tensor, of expert, and those that ZeRO divides over.
+            sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
         """
         tensor, expert, ranks = sizes
         shape = self.cut(tensor, kv_heads, expert)
         dim = 0
         if self.dims and self.dims[0].kind == "experts":
-            # Experts that ZeRO's ranks cannot divide evenly are divided by rows.
+            # If ZeRO's ranks do not divide the number of experts, it shards them by rows.
             ranks //= expert
             by_rows = self.shape[1] % (ranks * (tensor if self.dims[-1].dim == 1 else 1)) == 0
             dim = int(bool(self.shape[0] // expert % ranks) and by_rows)
@@ -76,13 +77,14 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class BlockSizes:
-    """A block of a model, or what stands before or after the blocks.
+    """A block of a model, or the part before or after the blocks.
 
     Attributes:
         weights: its parameters.
-        saved: bytes of a token that the backward pass needs, without scores of attention.
-        product_outputs: outputs of products and attention of a token: what selective checkpointing saves.
-        attended: attention layers.
+        saved: bytes per token that are saved for the backward pass, without attention scores.
+        product_outputs: outputs of matmuls and attention per token, which selective checkpointing saves.
+        attended: number of attention layers.
+        is_causal: whether attention is causal.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -94,31 +96,31 @@ class BlockSizes:
 
 @dataclass(frozen=True, eq=False)
 class Software:
-    """How a training system executes a step. The defaults are jingu's; published runs have others.
+    """How a training system executes a step. The defaults are those of jingu; published runs have others.
 
     Attributes:
-        weight_bytes: of a weight that a rank owns; gradient_bytes: of its gradient.
-        reduce_bytes: of a gradient on its way; compute_bytes: of a number in products and activations.
-        state_share: the optimizer's state, as a multiple of what it is in fp32.
-        copies_weights: whether products use copies of the weights that a rank owns, gathered or rounded.
-        whole_logits: whether the logits of all tokens exist at a time.
-        logit_bytes: of a logit with its gradient, in all dtypes in which it exists.
-        saved_products: share of the products whose results selective checkpointing saves.
-        fused_attention: whether scores are never stored.
-        sequence_parallel: whether norms and residuals are divided over the ranks of `tensor`, too.
-        saved_per_hidden: bytes that a block saves for each number of a token's hidden state; None: counted.
-        saved_scores: bytes that are stored for each score without fused attention.
-        in_flight: micro-batches in flight on every rank of a pipeline; None: the schedule's.
-        traffic: bytes that elementwise operations of a forward pass move, as a multiple of those that are saved.
-        kernels: kernels of a block's forward pass that the host launches.
+        weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
+        reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
+        state_share: size of the optimizer state, relative to fp32.
+        copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
+        whole_logits: whether the logits of all tokens exist at the same time.
+        logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
+        saved_products: share of the matmuls whose results selective checkpointing saves.
+        fused_attention: whether attention never stores its scores.
+        sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
+        saved_per_hidden: bytes that a block saves per element of a token's hidden state; None: count them.
+        saved_scores: bytes stored per score without fused attention.
+        in_flight: micro-batches in flight on every rank of a pipeline; None: derive them from the schedule.
+        traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
+        kernels: number of kernels in a block's forward pass.
         gathers_per_block: collectives that gather a block's parameters under ZeRO 3.
-        overlap: share of the computing time in which gradients and gathered weights travel; 0: none.
-        overlaps_sends: whether hidden states travel between stages during computation.
-        expert_imbalance: rows of the fullest expert, as a multiple of the mean.
-        expert_kernels: kernels of a mixture's forward pass beside those of a block: routing, order, products.
-        sends_to_nodes: whether a token travels to a node once, however many of its experts are there.
-        overlaps_experts: whether tokens travel to experts while another micro-batch is computed.
-        product_speed: of products, as a multiple of bf16.
+        overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
+        overlaps_sends: whether hidden states are sent between stages during computation.
+        expert_imbalance: rows of the fullest expert, relative to the mean.
+        expert_kernels: additional kernels of a mixture of experts: routing, permutation, matmuls.
+        sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
+        overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
+        product_speed: speed of matmuls, relative to bf16.
     """
 
     weight_bytes: float = 4.0
@@ -152,8 +154,8 @@ class Workload:
     """One step of a run in one layout.
 
     Attributes:
-        sequence: tokens of a row; micro_batch: rows of a forward pass; accumulation: forward passes of a rank.
-        checkpointing: none, selective or full; of every n-th block.
+        sequence: tokens of a row; micro_batch: rows of a forward pass; accumulation: micro-batches of a step.
+        checkpointing: activation checkpointing: none, selective or full, for every n-th block.
     """
 
     model: ModelSizes
@@ -175,13 +177,13 @@ class Workload:
         return self.sequence * self.micro_batch * self.accumulation * self.sizes.data
 
     def saved_bytes(self, block: BlockSizes) -> float:
-        """Return the bytes of a token that a block's backward pass needs, without scores of attention."""
+        """Return the bytes per token that a block saves for its backward pass, without attention scores."""
         per_hidden = self.software.saved_per_hidden
         return block.saved if per_hidden is None else per_hidden * self.spec.hidden_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of a forward pass on the ranks of `tensor` together: those of one rank of `context`."""
+        """Tokens of a forward pass on one rank of `context`, before sequence parallelism shards them."""
         return self.micro_batch * -(-self.sequence // self.sizes.context)
 
     @property
@@ -190,12 +192,12 @@ class Workload:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What each rank of the pipeline holds; equal ones once, of which the first has the most in flight."""
+        """The distinct stages. Of equal ones, only the first is listed: it has the most micro-batches in flight."""
         return _merge_stages(self.rank_stages)
 
     @property
     def rank_stages(self) -> tuple[Stage, ...]:
-        """What each rank of the pipeline holds, in the order of the ranks."""
+        """The part of the model that each rank of the pipeline has, in the order of the ranks."""
         layers = self.parallel.layers_per_stage
         key = (
             self.parallel.pipeline_schedule,
@@ -207,12 +209,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of the pipeline holds.
+    """The part of the model that a rank of the pipeline has.
 
     Attributes:
-        rank: the first of `count` ranks that hold the same.
-        blocks: its blocks by kind: numbers of the blocks of each.
-        ends: embedding, and norm and head, if it has them.
+        rank: the first of `count` ranks with an equal part.
+        blocks: kinds of blocks, each with the indices of its blocks.
+        ends: the embedding, and the norm with the head, if it has them.
     """
 
     rank: int
@@ -227,13 +229,13 @@ class Stage:
 
     @cached_property
     def parts(self) -> tuple[tuple[BlockSizes, int], ...]:
-        """Kinds of blocks and ends, and how often the rank has each."""
+        """Kinds of blocks and ends, and the number of each."""
         return (*((kind, len(numbers)) for kind, numbers in self.blocks), *((end, 1) for end in self.ends))
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """The parts of a model: its blocks, an encoder's first, the embedding, the last norm, and it with the head."""
+    """The parts of a model: blocks (encoder blocks first), embedding, last norm, and head (with that norm)."""
 
     spec: ModelSpec
     blocks: tuple[BlockSizes, ...]
@@ -244,7 +246,7 @@ class ModelSizes:
 
 @lru_cache(maxsize=1024)
 def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[Stage, ...]:
-    """Return what each rank of the pipeline holds."""
+    """Return the stages of all ranks of the pipeline; `key` is the hashable part of `ParallelSettings`."""
     schedule, stages_per_rank, layers = key
     settings = ParallelSettings(
         pipeline_schedule=schedule, stages_per_rank=stages_per_rank, layers_per_stage=layers and list(layers)
@@ -258,7 +260,7 @@ def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[S
             kinds.setdefault(model.blocks[block], []).append(block)
         has_head = len(ranges) - 1 in numbers
         ends = (model.embedding,) * (0 in numbers)
-        # Embedding and head that are tied, and on one rank, are one parameter.
+        # A tied embedding and head on the same rank are one parameter.
         if has_head:
             ends += (model.norm if ends and model.spec.tie_word_embeddings else model.head,)
         blocks = tuple((kind, tuple(members)) for kind, members in kinds.items())
@@ -280,7 +282,7 @@ class _Parameter(NamedTuple):
     """A parameter of a model of one block.
 
     Attributes:
-        itemsize: bytes of a number, where it is not floating-point.
+        itemsize: bytes of an element if it is not floating-point.
     """
 
     shape: tuple[int, ...]
@@ -290,16 +292,16 @@ class _Parameter(NamedTuple):
 
 @lru_cache(maxsize=64)
 def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
-    """Return the sizes of a model, from one block of each kind."""
+    """Return the sizes of a model, derived from one block of each kind."""
     layers = {"num_layers": 1} | ({"num_encoder_layers": 1} if spec.num_encoder_layers else {})
     parameters = _parameters(spec.model_copy(update=layers))
     if spec.tie_word_embeddings:
-        # The head has no weight of its own, and is multiplied all the same.
+        # A tied head has no parameter of its own, but its matmul costs the same.
         parameters["head.weight"] = parameters["embedding.weight"]
 
     def part(prefixes: tuple[str, ...], attended: int = 0, number: int = 0, *, is_causal: bool = True) -> BlockSizes:
         names = [name for name in parameters if name.startswith(prefixes)]
-        # Which parameters are trained may differ from block to block.
+        # Blocks may differ in which parameters are trained.
         own = tuple(
             _weight(parameters[name], name, spec, name.replace("blocks.0.", f"blocks.{number}.")) for name in names
         )
@@ -337,7 +339,7 @@ def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
 
 @lru_cache(maxsize=256)
 def _block(weights: tuple[Weight, ...], saved: float, outputs: float, attended: int, is_causal: bool) -> BlockSizes:
-    """Return the sizes of a block; equal blocks are one object."""
+    """Return the sizes of a block; equal blocks are the same object, because `BlockSizes` compares by identity."""
     return BlockSizes(weights, saved, outputs, attended, is_causal)
 
 
@@ -355,7 +357,7 @@ def _weight(parameter: _Parameter, name: str, spec: ModelSpec, full_name: str) -
 
 
 def _outputs(weight: Weight, spec: ModelSpec) -> float:
-    """Return how many outputs of a product a token has: of experts, those of the chosen ones."""
+    """Return the outputs of a matmul per token; for experts, those of the chosen ones."""
     outputs = float(weight.shape[-2])
     if len(weight.shape) == 3 and isinstance(spec.feed_forward, Experts):
         outputs *= spec.feed_forward.num_experts_per_token
@@ -364,9 +366,9 @@ def _outputs(weight: Weight, spec: ModelSpec) -> float:
 
 @lru_cache(maxsize=64)
 def saved_bytes(spec: ModelSpec, compute_bytes: float) -> float:
-    """Return how many bytes of a token a decoder's block saves for its backward pass.
+    """Return the bytes per token that a decoder block saves for its backward pass.
 
-    A mixture is taken to be a feed-forward of the size of what a token uses, and its rows in the order of the experts.
+    A mixture of experts counts as a feed-forward layer of the size that a token uses, plus the permuted rows.
     """
     part, rows = spec.feed_forward, 0.0
     if isinstance(part, Experts):
@@ -381,40 +383,42 @@ def saved_bytes(spec: ModelSpec, compute_bytes: float) -> float:
 
 
 def _saved_by_block(spec: ModelSpec, size: float) -> float:
-    """Return what autograd saves of a token in a block whose parameters are all trained.
+    """Return the bytes per token that autograd saves in a block whose parameters are all trained.
 
     Args:
-        size: bytes of a number.
+        size: bytes of the compute dtype.
     """
     part, feed_forward = spec.attention, spec.feed_forward
     stacks = 1 + (spec.num_encoder_layers is not None)
     inner = part.num_heads * part.head_dim
-    # Inputs of norms, and their outputs, which the products after them read.
+    # Tensors saved by norms, and their outputs, which are inputs of matmuls.
     saved = (stacks + 1) * (_saved_by_norm(spec, spec.hidden_size, 1, size) + spec.hidden_size * size)
-    # Queries, keys and values, as wide and as many as without a fused kernel, and what the output projection reads.
+    # Queries, keys and values in fp32 and repeated for all heads, as without a fused kernel; and the input of the
+    # output projection.
     saved += stacks * inner * (3 * max(size, 4.0) + size)
     if part.qk_norm:
         heads = part.num_heads + part.num_kv_heads
         saved += stacks * _saved_by_norm(spec, heads * part.head_dim, heads, size)
-    # What an activation reads or, of relu, returns; what it is multiplied with; and what the last product reads.
+    # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
     tensors = 2 * isinstance(feed_forward, GatedFeedForward) + 1 + (feed_forward.activation != "relu")
     return saved + tensors * feed_forward.intermediate_size * size
 
 
 def _saved_by_norm(spec: ModelSpec, width: int, groups: int, size: float) -> float:
-    """Return what norms of `groups` parts of a token, of `width` numbers together, save."""
+    """Return the bytes per token that a norm over `groups` groups of together `width` elements saves."""
     wide = max(size, 4.0)
     if isinstance(spec.norm, LayerNorm):
         return width * size + 2 * groups * wide
-    # Inputs and results before the weight, in fp32 at least.
+    # Inputs, and results before the multiplication with the weight, in at least fp32.
     return 2 * width * wide + groups * wide
 
 
 def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
-    """Return what autograd saves of a token in a block, by counting it in modules on the meta device."""
+    """Return the bytes per token that autograd saves in a block, counted with modules on the meta device."""
     length = min(64, spec.max_position_embeddings // 2)
-    # Attention on the meta device keeps its probabilities, which grow with the square of the length; kernels of real
-    # devices do not keep them.
+    # Attention on the meta device saves its probabilities, unlike the kernels of real devices. They grow with the
+    # square of the length, so two lengths separate them from the linear part: with f(n) = a·n + b·n²,
+    # 4·f(n) - f(2n) = 2·a·n.
     short, long = (
         _count_saved_by_model(spec, 2, size, compute_bytes) - _count_saved_by_model(spec, 1, size, compute_bytes)
         for size in (length, 2 * length)
