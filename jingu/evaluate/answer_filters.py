@@ -1,4 +1,4 @@
-"""Filters: what is extracted from the generated answers of a document before it is measured."""
+"""Filters: they extract an answer from the generated texts of a document before metrics are computed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _multi_choice_regex(
     """The match of a pattern; otherwise the letter, as `(A)`, of a choice in the answer, or of a letter after a colon.
 
     Args:
-        ignore_case, ignore_punctuation, regexes_to_ignore: what is ignored where the texts of choices are sought.
+        ignore_case, ignore_punctuation, regexes_to_ignore: what to ignore when searching for the texts of choices.
     """
 
     def clean(text: str) -> str:
@@ -62,7 +62,7 @@ def _multi_choice_regex(
 
     letters = string.ascii_uppercase[: len(row[CHOICES])]
     by_text = {clean(choice.strip()): f"({letter})" for choice, letter in zip(row[CHOICES], letters, strict=True)}
-    # A choice may begin with another one.
+    # Longest first: a choice may be a prefix of another one.
     texts = "|".join(sorted(map(re.escape, by_text), key=len, reverse=True))
     results = []
     for answer in answers:
@@ -78,7 +78,7 @@ def _multi_choice_regex(
 
 
 def _custom(answers: list[Any], row: Mapping[str, Any], filter_fn: Callable[..., Iterable[list[Any]]]) -> list[Any]:
-    """What a function of a trusted file makes of the answers of documents, of which it gets one."""
+    """The result of a function of a trusted file, which takes the answers of several documents but gets one here."""
     return list(next(iter(filter_fn([answers], [row]))))
 
 
@@ -100,10 +100,10 @@ CHOICES = "choices"
 
 
 def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
-    """Return the steps of a task's filters by name; without any, those of one that takes the first answer.
+    """Return the steps of a task's filters by name; by default one filter that takes the first answer.
 
     Raises:
-        JinguError: a filter does not exist, or has other options.
+        JinguError: a filter does not exist, or its options are invalid.
     """
     filters: dict[str, list[Options]] = {item["name"]: item["filter"] for item in task.filter_list}
     for step in (step for steps in filters.values() for step in steps):
@@ -122,7 +122,7 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
 
 
 def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Raise JinguError unless documents have choices that a filter can name by letters, where one reads them."""
+    """Raise JinguError if the filter multi_choice_regex is used and documents lack choices that letters can name."""
     steps = (step["function"] for steps in filters_of(task).values() for step in steps)
     if "multi_choice_regex" not in steps:
         return
@@ -137,7 +137,7 @@ def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None
 
 
 def apply_filter(steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]) -> Any:
-    """Return the answer that a filter makes of the repeated answers of a document."""
+    """Apply the steps of a filter to the repeated answers of a document; return the resulting answer."""
     results: list[Any] = answers
     for step in steps:
         name = step["function"]

@@ -1,4 +1,4 @@
-"""`jingu evaluate` and `jingu evaluate list`: scores of a model on tasks, and a list of the tasks there are."""
+"""`jingu evaluate` and `jingu evaluate list`: scores of a model on tasks, and a list of all tasks."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from jingu.infer.inference_model import model_name
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 
-# What the list of tasks shows of `metadata`.
+# Keys of `metadata` in the list of tasks.
 _LISTED_KEYS = ("language", "task_cluster", "licence", "description")
-# Tokens that the KV cache has room for on CPUs, beside one full context.
+# Capacity of the KV cache on CPUs in tokens, in addition to one full context.
 CPU_CACHE_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which documents of which tasks are evaluated, and how; commands have these options in common.
+    """The documents and tasks to evaluate; several commands have these options.
 
     Attributes:
         tasks: names of tasks, groups or tags, or task files.
         output: folder for the results; None: the command's own default.
-        num_fewshot: shots in each prompt; None: as many as each task says.
-        limit: the first documents of each task only; None: all.
+        num_fewshot: shots in each prompt; None takes the number in each task.
+        limit: evaluate only the first documents of each task; None: all.
         include: folders with further tasks.
         trust: Python files that tasks may run.
     """
@@ -62,7 +62,7 @@ class TaskOptions:
     trust: Sequence[str] = ()
 
     def index(self) -> TaskIndex:
-        """Return the tasks that can be named."""
+        """Return the index of all known tasks."""
         return TaskIndex([Path(folder) for folder in self.include], [Path(file) for file in self.trust])
 
 
@@ -109,7 +109,7 @@ def evaluate_model(
     """Return the results of a model by task, and write those of each task as soon as they are complete.
 
     Args:
-        ranks: this process among those that divide the requests; the first one writes. None: it is alone.
+        ranks: this rank among those that divide the requests, of which the first one writes; None for one process.
     """
     # 1. Load the whole model on each rank, and the answers that an earlier evaluation has cached.
     stored = open_model(model)
@@ -148,7 +148,7 @@ def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup
 
 
 def _print_spread(spreads: Mapping[str, Mapping[str, Spread]]) -> None:
-    """Print how much the results of tasks vary over their templates and numbers of shots."""
+    """Print the variation of results over the templates and numbers of shots of a task."""
     rows = [
         [name, metric.removesuffix(",none"), str(len(spread.values)), *(f"{number:.4f}" for number in statistics)]
         for name, metrics in spreads.items()
@@ -162,7 +162,7 @@ def _print_spread(spreads: Mapping[str, Mapping[str, Spread]]) -> None:
 
 
 def _print_evidence(results: Iterable[TaskResult]) -> None:
-    """Print which tasks are held out, and of the others why not."""
+    """Print which tasks are held out, and why the others are not."""
     names: dict[str, list[str]] = {}
     for result in results:
         names.setdefault(result.evidence, []).append(result.prepared.settings.task)
@@ -172,7 +172,7 @@ def _print_evidence(results: Iterable[TaskResult]) -> None:
 
 
 def _default_folder(model: Path) -> Path:
-    """Return the folder for results: of a run, or beside the other results here."""
+    """Return the default folder for results: in the run, or in the current folder for other models."""
     for folder in (model, model.absolute().parent.parent):
         if (folder / "model.json").is_file():
             return folder / "evaluations"

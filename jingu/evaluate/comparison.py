@@ -61,13 +61,13 @@ def read_records(folder: Path) -> dict[str, list[Record]]:
     results = {name: records for name, (_, records) in read_results(folder).items()}
     for file in sorted(folder.rglob("samples_*.jsonl")):
         if match := _HARNESS_SAMPLES.fullmatch(file.name):
-            # Of several evaluations of a task, the newest is last.
+            # The names end with a time, so the newest evaluation of a task comes last and wins.
             results[match[1]] = _read_harness(file)
     return results
 
 
 def _read_harness(file: Path) -> list[Record]:
-    """Return the records of the harness's samples, of which there is a line for each filter."""
+    """Return the records of the harness's samples; its files have one line per document and filter."""
     records: dict[int, Record] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)
@@ -75,11 +75,11 @@ def _read_harness(file: Path) -> list[Record]:
         answers: list[dict[str, Any]] = []
         pairs = []
         for (response, *_), request in zip(sample["resps"], requests, strict=True):
-            if isinstance(request[-1], dict):  # generation: a context, and how its answer is generated
+            if isinstance(request[-1], dict):  # generation: a context and its generation settings
                 pairs.append([request[0], ""])
                 answers.append({"text": response})
             else:
-                # Rolling likelihood has a text alone.
+                # Rolling likelihood has only a text.
                 pairs.append(request if len(request) == 2 else ["", request[0]])
                 answers.append({"logprob": float(response[0] if isinstance(response, list) else response)})
         index = sample["doc_id"]
@@ -91,14 +91,14 @@ def _read_harness(file: Path) -> list[Record]:
 
 
 def match_records(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return the records of the same documents, by their hashes; or by their numbers, as the harness has others."""
+    """Pair the records of the same documents, by hash, or by index for the harness, whose hashes are different."""
     key = "hash" if all(record["hash"] for record in (*first, *second)) else "index"
     by_key = {record[key]: record for record in first}
     return [(by_key[record[key]], record) for record in second if record[key] in by_key]
 
 
 def mean_metrics(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
-    """Return the metrics that are numbers of single documents; others, such as perplexity, are no means."""
+    """Return the metrics that are means of numbers of single documents, unlike perplexity."""
     if not pairs:
         return []
     first, second = (record["metrics"] for record in pairs[0])
@@ -123,12 +123,12 @@ class Difference:
     p: float
 
     def columns(self) -> list[str]:
-        """Return what a table shows of it, without the p-value."""
+        """Return its cells in the table, without the p-value."""
         return [f"{self.size:,}", f"{self.value:+.4f}", f"{self.stderr:.4f}", f"{self.detectable:.4f}", self.test]
 
 
 def compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> Difference:
-    """Return by how much a metric of the second records is above that of the first."""
+    """Return the difference of a metric: that of the second records minus that of the first."""
     clusters = None if pairs[0][0]["cluster"] is None else [first["cluster"] for first, _ in pairs]
     values = np.array([[record["metrics"][metric] for record in pair] for pair in pairs], np.float64)
     differences = values[:, 1] - values[:, 0]
@@ -144,7 +144,7 @@ def compare_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> Diffe
 
 
 def explain(pairs: Sequence[tuple[Record, Record]]) -> str:
-    """Return in words where two evaluations of one model begin to differ: in prompts, scores or metrics."""
+    """Describe the first stage in which two evaluations of one model differ: prompts, scores or metrics."""
     for first, second in pairs:
         prompts = [[tuple(pair) for pair in record["pairs"]] for record in (first, second)]
         if prompts[0] != prompts[1]:

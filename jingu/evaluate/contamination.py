@@ -1,8 +1,8 @@
-"""`jingu evaluate contamination`: which evaluation rows occur in training data, and what that does to scores.
+"""`jingu evaluate contamination`: which evaluation rows occur in training data, and how this affects scores.
 
-The n-grams of the rows go into a table; one pass over the data, in units that any number of processes share, marks
-those that occur. A row is dirty if one of its n-grams does. Finished units are recorded, so that an interrupted pass
-resumes.
+A table holds the n-grams of the rows. One pass over the data, divided into units for parallel processes, marks the
+n-grams that occur. A row is dirty if one of its n-grams occurs. Finished units are recorded, so that an interrupted
+pass can resume.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROGRESS_NAME = "progress.jsonl"
 TABLE_NAMES = ("hashes.npy", "filter.npy")
 SUMMARY_NAME = "contamination.json"
 DIRTY_NAME = "dirty.jsonl"
-# A unit of a data set of token ids has about this many.
+# Approximate tokens of a unit of a data set of token ids.
 _UNIT_TOKENS = 1 << 20
 
 
@@ -53,9 +53,9 @@ Unit = DatasetUnit | tuple[Span, ...]
 
 
 def read_task_texts(task: TaskSettings) -> tuple[list[Row], list[list[str]]]:
-    """Return the documents of a task that are evaluated, and their texts to search for.
+    """Return the documents of a task's evaluation split, and the texts to search for.
 
-    These are the task's decontamination query if it has one, or else all texts in the columns.
+    The texts are the task's decontamination query if it has one, or else all texts in the columns.
     """
     data = load_data(task, needs_shots=False)
     query = task.doc_to_decontamination_query

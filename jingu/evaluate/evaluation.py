@@ -1,4 +1,4 @@
-"""Evaluate a task: documents to samples, samples to answers, answers to metrics and files."""
+"""Evaluation of a task: from documents to samples, to answers, and to metrics and files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PreparedTask:
     """A task whose prompts are rendered and checked, ready to be evaluated.
 
     Attributes:
-        clusters: labels of the documents; equal ones belong together. None: each is by itself.
+        clusters: cluster label of each document, for standard errors; None if documents are independent.
     """
 
     settings: TaskSettings
@@ -45,11 +45,11 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
     """Read a task's documents and render them.
 
     Args:
-        num_shots: shots in each prompt; None: as many as the task says.
-        limit: the first documents only; None: all.
+        num_shots: shots in each prompt; None takes the number in the task.
+        limit: take only the first documents; None: all.
 
     Raises:
-        JinguError: what is wrong with the task or its data.
+        JinguError: the task or its data is invalid.
     """
     task_metrics.metrics_of(task)
     filters_of(task)
@@ -69,7 +69,7 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
 def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
     """Return a task whose prompts are messages: the description as the system message, the rest as the user's.
 
-    Continuations are the answers to them. Texts without a context stay as they are.
+    Continuations become the assistant's answers. Texts without a context stay unchanged.
     """
     task = prepared.settings
     if task.gen_prefix:
@@ -94,10 +94,10 @@ class TaskResult:
     """The results of a task.
 
     Attributes:
-        metrics: by name and filter, as `acc,none`.
-        records: of the samples.
-        counts: contexts that were truncated, continuations without a token, and documents that were left out.
-        evidence: "held out", or why that is not proved; empty: not checked.
+        metrics: results by name and filter, such as `acc,none`.
+        records: one record per sample, with prompts, answers and metrics.
+        counts: numbers of truncated contexts, of continuations without a token, and of documents that were left out.
+        evidence: "held out", or the reason why this is not proved; empty if it was not checked.
     """
 
     prepared: PreparedTask
@@ -163,7 +163,7 @@ def _answer(prepared: PreparedTask, scorer: Scorer) -> list[list[Answer]]:
 
 
 def aggregate_group(group: TaskGroup, results: Mapping[str, TaskResult]) -> dict[str, MetricResult]:
-    """Return a group's metrics: means over its tasks."""
+    """Return a group's metrics, which are means over its tasks."""
     metrics = {}
     members = [results[name] for name in group.members]
     for metric in group.metrics:
@@ -219,7 +219,7 @@ def _write_json(content: Any, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """How much a metric varies over the templates and numbers of shots of a task; `values` are by task name."""
+    """The variation of a metric over the templates and numbers of shots of a task; `values` are by task name."""
 
     mean: float
     standard_deviation: float
@@ -229,7 +229,7 @@ class Spread:
 
 
 def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
-    """Return the spread of each metric, by task, of those tasks of which several variants were evaluated."""
+    """Return the spread of each metric by task, for tasks with several evaluated variants."""
     variants: dict[str, dict[str, dict[str, float]]] = {}
     for name, result in results.items():
         for metric, value in result.metrics.items():
@@ -253,7 +253,7 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
 
 
 def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:
-    """Return the spread of each metric, by task, that an evaluation of several variants has written to a folder."""
+    """Read the spread of each metric by task from a folder of results."""
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"*{SPREAD_SUFFIX}"))]
     return {
         content["task"]: {metric: Spread(**spread) for metric, spread in content["results"].items()}

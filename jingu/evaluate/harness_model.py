@@ -22,7 +22,7 @@ from jingu.infer.inference_model import Precision, load
 
 @register_model("jingu")
 class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
-    """A model that jingu's engine computes. Its batches need no size: it packs tokens of many requests.
+    """A model that runs on jingu's engine. It needs no batch size: the engine packs tokens of many requests.
 
     Args:
         pretrained: a run, a step of a run, a Hugging Face folder or a GGUF file.
@@ -38,7 +38,7 @@ class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
         max_batch_size: Any = None,
     ) -> None:
         super().__init__()
-        # The harness may give an index, too, as in cuda:0.
+        # The harness may pass a device with an index, such as cuda:0.
         place = cast(DeviceType, "auto" if device is None else device.partition(":")[0])
         self._scorer = Scorer(Engine(load(Path(pretrained), precision, place)), AnswerCache(None))
 
@@ -52,7 +52,7 @@ class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
         return [answer.logprob for answer in self._scorer.score_texts([request.args[0] for request in requests])]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return the text that follows each context, by its own arguments of generation."""
+        """Return the generated text of each context, with the generation settings of its request."""
         texts = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):

@@ -1,9 +1,9 @@
 """Held-out tasks: what a mixture must not contain, and whether the record of a model proves that it did not.
 
-Tasks belong together if they are in one task cluster or in related ones, share a source, a row (its words, or 13 of
-them in a row), or a template (up to one word). A mixture may not contain anything that belongs together with a
-held-out task, not even through other tasks. What was checked is written into the record of the data set, and from there
-into that of every model trained on it (`jingu.formats.provenance`).
+Two tasks are related if they are in the same or in related task clusters, or share a source, a row (all of its words,
+or 13 consecutive ones), or a template (up to one word). A mixture must not contain a task that is related to a held-out
+task, directly or through other tasks. The result of this check is written into the record of the data set, and from
+there into that of every model trained on it (`jingu.formats.provenance`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_da
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.formats.provenance import Record
 
-# Shorter rows are equal by chance, and shorter templates are common to many tasks.
+# Shorter rows may be equal by chance, and many tasks have the same shorter templates.
 MIN_ROW_WORDS = 5
 MIN_TEMPLATE_WORDS = 5
 _SLOT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
@@ -32,12 +32,12 @@ _SLOT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 
 @dataclass(frozen=True)
 class TaskProfile:
-    """What decides whether two tasks belong together.
+    """The properties of a task that decide whether it is related to another one.
 
     Attributes:
         templates: the words of its templates, without their slots.
-        rows: what it is trained on, or of a held-out task also what it is evaluated on.
-        data: a hash of the rows that are evaluated or trained on, in their order; empty without rows.
+        rows: the training rows; for a held-out task, also the evaluated rows.
+        data: hash of the evaluated or trained rows in their order; empty without rows.
     """
 
     task: str
@@ -65,8 +65,8 @@ def profile_task(task: TaskSettings, rows: Sequence[Row], more_rows: Sequence[Ro
     """Return the profile of a task.
 
     Args:
-        rows: that its hash stands for.
-        more_rows: which must not be shared either.
+        rows: rows for the hash and the comparison with other tasks.
+        more_rows: further rows for the comparison only.
     """
     metadata = task.metadata
     variants = [task.model_dump(include={"doc_to_text", "description"}), *metadata.get("templates", {}).values()]
@@ -88,7 +88,7 @@ def profile_task(task: TaskSettings, rows: Sequence[Row], more_rows: Sequence[Ro
 
 
 def describe_overlap(first: TaskProfile, second: TaskProfile) -> str:
-    """Return what two tasks share, in words; empty if they share nothing."""
+    """Describe what two tasks share; empty if they share nothing."""
     if first.task.partition("@")[0] == second.task.partition("@")[0]:
         return "they are the same task"
     if first.cluster is not None and first.cluster == second.cluster:
@@ -107,7 +107,7 @@ def describe_overlap(first: TaskProfile, second: TaskProfile) -> str:
 
 
 def _differ_by_one_word(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Return whether at most one word is added, left out or replaced."""
+    """Return whether two texts differ by at most one added, removed or replaced word."""
     start = 0
     while start < min(len(first), len(second)) and first[start] == second[start]:
         start += 1
@@ -123,13 +123,13 @@ def check_held_out(
     """Return the record of the tasks that a mixture holds out.
 
     Args:
-        names: of tasks, groups or tags, or task clusters.
+        names: names of tasks, groups, tags or task clusters to hold out.
 
     Raises:
-        JinguError: the mixture contains something that belongs together with one of them; which and why.
+        JinguError: the mixture contains tasks that are related to one of them.
     """
     held_out = [profile_task(*item) for name in names for item in _read_held_out(index, name)]
-    # The closure: a training task that overlaps with a held-out one leaks all that overlaps with itself, too.
+    # Compute the closure: a training task that is related to a held-out one also leaks what it is related to itself.
     remaining = list(training)
     leaks = []
     closure = list(held_out)
@@ -140,7 +140,7 @@ def check_held_out(
                 remaining.remove(profile)
                 closure.append(profile)
     if leaks:
-        what = f"the mixture contains what belongs together with held-out tasks: {'; '.join(leaks)}."
+        what = f"the mixture contains tasks that are related to held-out ones: {'; '.join(leaks)}."
         raise JinguError(what, where=where, fix="Remove these tasks from the mixture, or from held_out.")
     return [
         {"task": item.task, "data": item.data, "templates": [*map(list, item.templates)]}
@@ -159,14 +159,14 @@ def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, 
         except JinguError:
             if not members:
                 raise
-            # Without data, a task of a cluster stands for its cluster, sources and templates alone.
+            # A member of a cluster whose data is not available is compared only by cluster, sources and templates.
             yield settings, [], []
         else:
             yield settings, rows, _read_training_rows(settings)
 
 
 def _read_training_rows(task: TaskSettings) -> list[Row]:
-    """Return the training rows of a task; none if they are not here."""
+    """Return the training rows of a task; none if they cannot be read."""
     try:
         return read_training_rows(task)
     except JinguError:
@@ -174,7 +174,7 @@ def _read_training_rows(task: TaskSettings) -> list[Row]:
 
 
 def training_tasks(record: Record | None) -> set[str]:
-    """Return the tasks, without their templates, in the mixtures of a record; those of ancestors are not included."""
+    """Return the names of the tasks in the mixtures of a record, without template names and without ancestors."""
     mixtures = [data["mixture"] for data in (record or {"data": []})["data"] if data["mixture"] is not None]
     return {task["task"].partition("@")[0] for mixture in mixtures for task in mixture["tasks"]}
 
@@ -221,7 +221,7 @@ def _check_mixture(data: Record, profile: TaskProfile) -> str:
 
 
 def _check_text(data: Record, profile: TaskProfile) -> str:
-    """Return why text does not prove that a task is held out: rows of it occur there, or were not searched for."""
+    """Return why a text corpus does not prove that a task is held out; empty if it does."""
     where = f"{data['path']}, which {{model}} was trained on"
     searches = read_searches(Path(data["path"]))
     search = searches["tasks"].get(profile.data) if searches["checksums"] == data["checksums"] else None

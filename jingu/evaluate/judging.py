@@ -1,6 +1,7 @@
-"""Judges: a model says which of two answers is better.
+"""Pairwise judging: a model decides which of two answers is better.
 
-It is asked in both orders, as judges prefer a position (Zheng et al., 2023); verdicts that disagree are a tie.
+It judges each pair in both orders, because judges have a position bias (Zheng et al., 2023); verdicts that disagree
+count as a tie.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def judge(
     Raises:
         JinguError: the folders have no answers in common, or the judge cannot be asked.
     """
-    # 1. The answers of both to the same documents.
+    # 1. Collect the answers of both models to the same documents.
     pairs = []
     results = [read_results(folder) for folder in (first, second)]
     for task in sorted(results[0].keys() & results[1].keys()):
@@ -68,7 +69,7 @@ def judge(
     if not pairs:
         fix = "Give folders with results of the same tasks of type generate_until."
         raise JinguError("the two folders have no generated answers in common.", where=f"{first}, {second}", fix=fix)
-    # 2. Verdicts in both orders.
+    # 2. Ask for verdicts in both orders.
     if by.startswith(("http://", "https://")):
         ask = server_judge(by, name)
         identity = f"{by} {name}"
@@ -76,7 +77,7 @@ def judge(
         ask, identity = _local_judge(Path(by), inference)
     items = [(one["pairs"][0][0], one["answers"][0]["text"], other["answers"][0]["text"]) for _, one, other in pairs]
     verdicts = judge_pairs(items, ask)
-    # 3. What they mean.
+    # 3. Summarize them, print, and write.
     summary = summarize(verdicts)
     rows = [[key.replace("_", " "), f"{value:.4g}"] for key, value in summary.items()]
     print_table(("of the second model", "value"), rows, right=(1,))
@@ -91,8 +92,10 @@ def judge(
 
 
 def judge_pairs(items: Sequence[tuple[str, str, str]], ask: Judge) -> list[tuple[Verdict, Verdict]]:
-    """Return the verdicts on pairs (prompt, first answer, second answer): in this order, and with the answers
-    exchanged; A is the answer that comes first in the judge's prompt."""
+    """Return two verdicts for each (prompt, first answer, second answer): in this order, and with swapped answers.
+
+    A is the answer that comes first in the judge's prompt.
+    """
     prompts = [
         TEMPLATE.format(prompt=prompt, first=one, second=other)
         for prompt, first, second in items
@@ -103,8 +106,11 @@ def judge_pairs(items: Sequence[tuple[str, str, str]], ask: Judge) -> list[tuple
 
 
 def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
-    """Return the win rate of the second answers, ties being half a win, with its error and its test; the share of
-    pairs whose verdict flips with their order, and that of verdicts for the answer that comes first."""
+    """Return the statistics of verdicts.
+
+    These are the win rate of the second answers (a tie is half a win) with its error and p-value, the share of pairs
+    whose verdict prefers the same position in both orders, and the share of verdicts for the first position.
+    """
     outcomes: dict[tuple[Verdict, Verdict], float] = {("A", "B"): 0.0, ("B", "A"): 1.0}
     values = np.array([outcomes.get(both, 0.5) for both in verdicts])
     wins = int((values == 1).sum())
@@ -121,7 +127,7 @@ def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
         "losses": losses,
         "p": statistics.mcnemar_p(losses, wins),
         "flip_rate": sum(first == second is not None for first, second in verdicts) / len(verdicts),
-        # Half of them, if the judge has no preference for a position.
+        # 0.5 if the judge has no position bias.
         "first_position_rate": valid.count("A") / len(valid) if valid else 0.5,
         "without_verdict": 2 * len(verdicts) - len(valid),
     }
@@ -144,7 +150,7 @@ def _local_judge(model: Path, inference: InferenceOptions) -> tuple[Judge, str]:
 
 
 def server_judge(url: str, name: str) -> Judge:
-    """Return a judge behind OpenAI's protocol: its answer at temperature 0, of which the first lone letter counts."""
+    """Return a judge behind OpenAI's protocol. Its verdict is the first lone letter A or B of a greedy answer."""
 
     def ask_once(prompt: str) -> Verdict:
         message = {"role": "user", "content": prompt}

@@ -1,4 +1,4 @@
-"""Hashes of n-grams of normalized words, for millions of characters at a time.
+"""Fast vectorized hashes of n-grams of normalized words.
 
 Words are normalized so that copies of a text are recognized: case, accents, punctuation and whitespace do not count,
 and each character of a script without spaces (Chinese, Japanese, Thai, ...) is a word. The hash of an n-gram is a
@@ -25,10 +25,11 @@ from jingu.data.permutation import Int64Array, mix_bits
 Uint64Array = npt.NDArray[np.uint64]
 
 DEFAULT_NGRAM = 13
-# A shorter text occurs by chance: it is not searched for. A text of fewer words than an n-gram is searched for as a
-# whole (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix C, uses 8 to 13 words).
+# A shorter text may occur by chance, so it is not searched for. A text between this length and that of an n-gram is
+# searched for as a whole (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix C: 8 to 13 words).
 MIN_WORDS = 8
-# Ends a document: a word that no text has, so that no n-gram reaches over it. It is ASCII, as ASCII is hashed faster.
+# Separates documents: a word that no text contains, so no n-gram across documents matches. It is ASCII, because ASCII
+# text is hashed faster.
 BOUNDARY = "\0"
 # Characters that are hashed at a time.
 CHUNK_CHARACTERS = 1 << 17
@@ -51,7 +52,7 @@ _IGNORED = re.compile("[\u0300-\u036f\ufe00-\ufe0f\u00ad\u200b-\u200f\u2060\ufef
 
 @cache
 def _character_tables() -> tuple[npt.NDArray[np.uint8], Uint64Array]:
-    """Return for each code point what it is (0: between words), and a random number that equal characters share."""
+    """Return for each code point its kind (0: separator), and a random number that equivalent characters share."""
     kinds = np.zeros(0x110000, np.uint8)
     folded = np.arange(0x110000, dtype=np.uint64)
     for code in range(_LAST_LETTER):
@@ -112,11 +113,11 @@ def hash_words(text: str) -> HashedWords:
 
 
 def _hash_chunk(text: str) -> HashedWords:
-    """Do the same with a part of several texts, which boundaries separate."""
+    """Hash the words of a chunk of several texts, which BOUNDARY separates."""
     kinds, values = _character_tables()
     if text.isascii():
         raw = text.encode()
-        # Bytes are selected faster than numbers.
+        # bytes.translate selects faster than NumPy indexing.
         kinds_C = np.frombuffer(raw.translate(kinds[:256].tobytes()), np.uint8)
         codes_K: npt.NDArray[Any] = np.frombuffer(raw.translate(None, _ascii_separators()), np.uint8)
     else:
@@ -132,12 +133,12 @@ def _hash_chunk(text: str) -> HashedWords:
     begins_C[1:] &= ~continues_C
     ends_C[:-1] &= ~continues_C
     starts_W = np.flatnonzero(begins_C)
-    # Where words begin among the characters that are in words.
+    # The start of each word, counting only characters within words.
     first_W1 = np.zeros(len(starts_W) + 1, np.int64)
     np.cumsum(np.flatnonzero(ends_C) - starts_W + 1, out=first_W1[1:])
     powers, inverse_powers = _powers(1 << max(16, len(codes_K).bit_length()))
     terms_K = values.take(codes_K)
-    # The same letters divided into other words are another n-gram.
+    # Mark word starts: the same letters split into different words must give a different hash.
     terms_K[first_W1[:-1]] += _WORD_START
     terms_K *= powers[: len(terms_K)]
     sums_K1 = np.zeros(len(terms_K) + 1, np.uint64)
@@ -148,7 +149,8 @@ def _hash_chunk(text: str) -> HashedWords:
 def text_ngrams(words: HashedWords, n: int) -> tuple[Uint64Array, int]:
     """Return the hashes to search a text by, and how many words each of them has.
 
-    They are those of its n-grams; of a text of fewer words, that of the text; of one below `MIN_WORDS`, none.
+    A text of at least n words has the hashes of its n-grams; a shorter one, the hash of the whole text; one of fewer
+    than `MIN_WORDS` words, none.
     """
     length = min(n, len(words))
     if length < min(n, MIN_WORDS):
@@ -198,7 +200,7 @@ class NgramTable:
         return cls(np.unique(np.concatenate(parts)), tuple(sorted(lengths)))
 
     def find(self, hashes: Uint64Array) -> tuple[Int64Array, Int64Array]:
-        """Return which of some hashes are in the table, and the number of each there."""
+        """Return the indices of the hashes that are in the table, and their indices in the table."""
         bits = _filter_bits(hashes)
         candidates = np.flatnonzero(self.filter.take(hashes >> self._shift) & bits == bits)
         numbers = np.minimum(np.searchsorted(self.hashes, hashes[candidates]), len(self.hashes) - 1)
@@ -206,7 +208,7 @@ class NgramTable:
         return candidates[is_match], numbers[is_match]
 
     def find_in_texts(self, texts: Iterable[str]) -> Int64Array:
-        """Return the numbers of all n-grams of the table that occur in the texts, in bounded memory.
+        """Return the table indices of all n-grams that occur in the texts, in bounded memory.
 
         An n-gram over more than a chunk of characters is not found.
         """
@@ -214,7 +216,7 @@ class NgramTable:
         for chunk, is_last in _chunks(texts, max(self.lengths)):
             for length in self.lengths:
                 hashes = chunk.ngrams(length)
-                # The last word of a chunk may go on in the next one, which repeats it.
+                # The last word of a chunk may be incomplete; the next chunk repeats it.
                 matches.append(np.unique(self.find(hashes if is_last else hashes[:-1])[1]))
         return np.unique(np.concatenate(matches))
 

@@ -1,4 +1,4 @@
-"""Prompts: a task's documents rendered as lm-evaluation-harness renders them, with shots drawn as it draws them."""
+"""Rendering of a task's documents to prompts, with the same texts and the same shots as lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SHOT_SEED = 1234
 
 @dataclass(frozen=True)
 class EvaluationSample:
-    """A document with the requests to the model that it leads to.
+    """A document with its requests to the model.
 
     Attributes:
-        index: of the document in its split.
+        index: index of the document in its split.
         pairs: contexts and continuations to score; for generation, the context and an empty text; for rolling
             likelihood, an empty context and the text.
         choices: texts of the choices.
-        gold: the right answers: numbers of choices, or texts.
+        gold: the right answers: indices of choices, or texts.
     """
 
     index: int
@@ -67,7 +67,10 @@ class PromptRenderer:
         self._random = Random(SHOT_SEED)
 
     def render_all(self, limit: int | None = None) -> list[EvaluationSample]:
-        """Return the first `limit` documents as samples (None: all). Shots depend on the documents before."""
+        """Return the first `limit` documents as samples (None: all).
+
+        The random shots of a document depend on how many documents were rendered before it.
+        """
         return [
             self.render_sample(index, row, self._draw_shots(row) if self.num_shots else ())
             for index, row in enumerate(self.data.rows[:limit])
@@ -141,7 +144,7 @@ class PromptRenderer:
         return question + ends[0] + answer + ends[1]
 
     def _draw_shots(self, row: Row) -> list[Row]:
-        """Return the shots of the next document, by the random numbers of the harness."""
+        """Draw the shots of the next document with the random numbers of the harness."""
         pool = self.data.pool
         excludes_own = self.data.excludes_own
         count = self.num_shots
@@ -149,7 +152,7 @@ class PromptRenderer:
             pool = self._random.sample(pool, min(count + excludes_own, len(pool)))
         shots = [shot for shot in pool if not excludes_own or shot != row][:count]
         if len(shots) < count:
-            # Copies of the document were among them.
+            # The drawn shots contained copies of the document: draw again without these.
             others = [shot for shot in self.data.pool if shot != row]
             shots = self._random.sample(others, min(count, len(others)))
         if len(shots) < count:
@@ -165,7 +168,7 @@ class PromptRenderer:
             question = self.render("doc_to_text", shot, shots["doc_to_text"])
             choices = [] if shots["doc_to_choice"] is None else self._choices(shot, shots["doc_to_choice"])
             if isinstance(question, int):
-                # Inputs that differ, and one answer to all: the text is that of the right input.
+                # The choices are inputs with a common answer: use the right input as the question.
                 question = choices[question]
                 choices = []
             answer = self.render("doc_to_target", shot, shots["doc_to_target"])
@@ -176,7 +179,7 @@ class PromptRenderer:
         return text
 
     def render_sample(self, index: int, row: Row, shot_rows: Sequence[Row]) -> EvaluationSample:
-        """Return a document with what the model is asked, after some shots."""
+        """Render the requests of a document after some shots."""
         task = self.task
         examples = self._examples(row, shot_rows)
         target = self.render("doc_to_target", row, task.doc_to_target)
@@ -188,7 +191,7 @@ class PromptRenderer:
         prefix = self.render("gen_prefix", row, task.gen_prefix)
         question = self.render("doc_to_text", row, task.doc_to_text)
         if isinstance(question, int):
-            # Each choice is a context; the target is the continuation of all.
+            # Each choice is a context, and the target is the common continuation.
             contexts = [examples + self._turn(choice, None, (), prefix, ("", "")) for choice in choices]
             pairs = [(context, f"{task.target_delimiter}{target}") for context in contexts]
             return EvaluationSample(index, row, tuple(pairs), choices, self._gold(question, choices))
@@ -209,7 +212,7 @@ class PromptRenderer:
         return EvaluationSample(index, row, ((context, ""),), choices, tuple(map(str, gold)))
 
     def _gold(self, target: Any, choices: Sequence[str]) -> tuple[int, ...]:
-        """Return the numbers of the right choices. Raises JinguError if there are none, or they are out of range."""
+        """Return the indices of the right choices. Raises JinguError if there are none, or one is out of range."""
         if self.task.process_results is not None:
             return ()
         numbers = []

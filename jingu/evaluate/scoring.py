@@ -1,4 +1,4 @@
-"""Scoring: turn the requests of samples into token ids, let the engine compute them, and cache the answers."""
+"""Scoring: tokenize the requests of samples, run them on the engine, and cache the answers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from jingu.text.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
 Item = TypeVar("Item")
-# Contexts, or texts to generate, that the engine receives at once: enough for full batches.
+# Number of requests that the engine receives at once: enough for full batches.
 CHUNK_SIZE = 256
 _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_MAX_TOKENS = 256
 
 
 def model_fingerprint(stored: StoredModel, tokenizer: Tokenizer, computes: str) -> str:
-    """Return 32 hex digits of a model: its weights, its spec, its tokenizer, and how it computes (dtype, device)."""
+    """Return a hash (32 hex digits) of a model's weights, spec and tokenizer, and of its dtype and device."""
     parts = [stored.spec.to_json(), tokenizer.fingerprint(), computes, stored.is_prefix_lm, stored.eos_token_ids]
     hasher = xxhash.xxh3_128(json.dumps(parts).encode())
     for name in sorted(parameter_shapes(stored.spec)):
@@ -61,7 +61,11 @@ class AnswerCache:
                 continue  # the last line of a process that was killed
 
     def add(self, answers: Mapping[str, Answer], *, stores: bool = True) -> None:
-        """Add answers. If this process stores them, they survive it."""
+        """Add answers.
+
+        Args:
+            stores: whether to append them to the file; only one rank does.
+        """
         self.answers |= answers
         if self._path is not None and stores:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +86,8 @@ def generation_request(task: TaskSettings) -> Request:
     temperature = float(kwargs.pop("temperature", 0.0))
     is_greedy = not kwargs.pop("do_sample", temperature > 0)
     sampling = SamplingParams(0.0 if is_greedy else temperature, kwargs.pop("top_k", None), kwargs.pop("top_p", 1.0))
-    # One beam is what there is without a beam search. The harness ends a search with more of them when a beam in the
-    # first rows of its batch meets a stop text, so its answers depend on the batch, and have no counterpart here.
+    # One beam means no beam search. More beams are not supported: the harness stops a beam search when a beam in the
+    # first rows of its batch reaches a stop text, so its answers depend on the batch and cannot be reproduced.
     if kwargs.get("num_beams") == 1:
         del kwargs["num_beams"]
     if kwargs:
@@ -105,11 +109,11 @@ class Scorer:
     """Answers requests with a model, as lm-evaluation-harness does with transformers.
 
     Args:
-        ranks: the number of this process's part of the requests, and of all parts; processes that compute one replica
-            of the model together compute the same part. None: every process computes all requests.
+        ranks: this process's part of the requests and the number of parts; processes that share a replica of the model
+            have the same part. None: every process computes all requests.
 
     Attributes:
-        counts: contexts that lost tokens at their start, as they were too long (`truncated`), and continuations
+        counts: number of contexts that were too long and lost tokens at their start (`truncated`), and of continuations
             without a token, whose log-probability is 0 (`empty`).
     """
 
@@ -121,21 +125,21 @@ class Scorer:
         self._prefix_ids = engine.model.prompt_prefix_ids
         spec = engine.model.spec
         self._is_encoder_decoder = spec.num_encoder_layers is not None
-        # Tokens that the decoder takes, and those that the encoder takes beside the end token.
+        # Maximum tokens of the decoder, and of the encoder without its end token.
         self._room = spec.max_position_embeddings - spec.prompts[0]
         self._encoder_room = spec.max_position_embeddings - spec.prompts[1] - 1
-        # What an empty context consists of.
+        # An empty context becomes this token.
         names = self._tokenizer.special_names
         self._start_token = names["bos_token"] or names["eos_token"]
         self._start_id = self._tokenizer.vocab().get(self._start_token, self._tokenizer.eos_token_id)
-        # Continuations of one context follow each other.
+        # A cache of one entry suffices: continuations of one context follow each other.
         self._encode_context = lru_cache(maxsize=1)(self._encode)
         self.counts = {"truncated": 0, "empty": 0}
 
     # Text to ids
 
     def _encode(self, text: str, *, with_prefix: bool = True) -> Ids:
-        """Return the ids of a text. Special tokens in it count as such, as they do in transformers."""
+        """Return the ids of a text. As in transformers, the text of a special token becomes that token."""
         ids = self._tokenizer.encode(text, parse_special_tokens=True)
         prefix = () if not with_prefix or text.startswith(self._start_token) else self._prefix_ids
         return (*prefix, *ids)
@@ -154,7 +158,7 @@ class Scorer:
         return context_ids, self._encode(stripped + continuation)[len(context_ids) :]
 
     def _truncate(self, context: Ids, room: int) -> Ids:
-        """Return the last tokens of a context that there is room for."""
+        """Return the last `room` tokens of a context, and count a truncation."""
         self.counts["truncated"] += len(context) > room
         return context[-room:]
 
@@ -163,19 +167,19 @@ class Scorer:
         if len(continuation) > self._room:
             what = f"a continuation has {len(continuation)} tokens, and the model's context is {self._room}."
             raise JinguError(what, where=self._engine.model.name, fix="Use a model with a longer context.")
-        # Nothing follows the last token of a continuation: it takes no room.
+        # The last token of a continuation is only predicted, never an input, so it needs no room.
         room = self._encoder_room if self._is_encoder_decoder else self._room + 1 - len(continuation)
         return self._truncate(context, room), continuation
 
     def windows(self, text: str) -> list[tuple[Ids, Ids]]:
-        """Divide a text into windows of the model's context: what is read, and what is predicted after it.
+        """Divide a text into windows of the model's context, as pairs of context and tokens to predict.
 
-        Each token is predicted once; the last window is filled up with the tokens before it.
+        Each token is predicted once; the context of the last window is as long as possible.
         """
         ids = self._encode(text)
         length = self._room
         if self._is_encoder_decoder:
-            # The encoder reads nothing but the end token, which the engine appends.
+            # The encoder reads only the end token, which the engine appends.
             ids = (*ids, self._tokenizer.eos_token_id)
             return [((), ids[start : start + length]) for start in range(0, len(ids), length)]
         windows: list[tuple[Ids, Ids]] = [((self._start_id,), ids[:length])]
@@ -187,8 +191,10 @@ class Scorer:
     # Requests
 
     def _score_ids(self, pairs: Sequence[tuple[Ids, Ids]]) -> list[Answer]:
-        """Return the answers for contexts and continuations. A context is computed once for all of its continuations,
-        wherever these are in the list."""
+        """Return the answers for contexts and continuations.
+
+        A context is computed once for all of its continuations, even if they are not neighbors in the list.
+        """
         keys = [_key(*pair) for pair in pairs]
         missing: dict[Ids, dict[Ids, str]] = {}
         for key, (context, continuation) in zip(keys, pairs, strict=True):
@@ -206,12 +212,12 @@ class Scorer:
                 for ids, score in zip(missing[context], scores, strict=True)
             }
 
-        # In this order contexts that begin alike are neighbors, and the beginning is computed once.
+        # Sort contexts so that those with a common prefix are neighbors, and share it in the prefix cache.
         self._compute(sorted(missing), score_chunk)
         return [self._cache.answers[key] for key in keys]
 
     def _compute(self, requests: Sequence[Item], compute: Callable[[Sequence[Item]], dict[str, Answer]]) -> None:
-        """Add the answers of requests to the cache, some at a time. Ranks divide them, and all get all answers."""
+        """Compute requests in chunks and add their answers to the cache. Ranks divide a chunk and share the answers."""
         ranks = self._ranks
         size = CHUNK_SIZE * (1 if ranks is None else ranks.world)
         for first in range(0, len(requests), size):
@@ -242,7 +248,7 @@ class Scorer:
         return results
 
     def generate(self, contexts: Sequence[str], settings: Request, repeats: int = 1) -> list[list[Answer]]:
-        """Return the texts that follow contexts, each several times, with different seeds.
+        """Return `repeats` generated texts for each context, with different seeds.
 
         Args:
             settings: a request without a prompt.

@@ -1,7 +1,7 @@
-"""Measures of a task that change smoothly while a model learns; accuracy stays at chance for most of a run.
+"""Measures of a task that change smoothly during training, unlike accuracy, which stays at chance for most of a run.
 
-Schaeffer et al. (2023) show why; Heineman et al. (2025) find that bits per byte of the right answer tells models apart
-with the fewest documents.
+Schaeffer et al. (2023) explain this effect; Heineman et al. (2025) find that bits per byte of the right answer needs
+the fewest documents to distinguish models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jingu.evaluate.task_metrics import count_bytes
 from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer
 
-# What the names of these measures start with among the metrics of a run: tasks/NAME/MEASURE.
+# Prefix of these measures in the metrics of a run: tasks/NAME/MEASURE.
 TASKS_PREFIX = "tasks/"
 
 
@@ -32,7 +32,7 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
     per byte of the best wrong choice minus those of the right one; `p_gold`, the probability of the right choice among
     all; `acc`, with `chance`, which guessing reaches.
     """
-    # 1. Score what is right, and the other choices.
+    # 1. Score the right answer and the other choices.
     task = prepared.settings
     pairs = [scored_pairs(task, sample) for sample in prepared.samples]
     has_choices = task.output_type == "multiple_choice"
@@ -54,7 +54,7 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
     }
     if not has_choices:
         return measures
-    # 3. Measures of the choice.
+    # 3. Measures of tasks with choices.
     columns: dict[str, list[float]] = {"margin": [], "p_gold": [], "acc": []}
     for values, size, number in zip(bits, sizes, gold, strict=True):
         wrong = np.delete(values / size, number)
@@ -68,7 +68,7 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
 
 
 def scored_pairs(task: TaskSettings, sample: EvaluationSample) -> Sequence[tuple[str, str]]:
-    """Return what is scored of a sample: the choices; or of a task that generates, the right text."""
+    """Return the pairs to score of a sample: all choices, or the right text of a generation task."""
     if task.output_type == "generate_until":
         return [(sample.pairs[0][0], f"{task.target_delimiter}{sample.gold[0]}")]
     return sample.pairs[: max(len(sample.choices), 1)]
@@ -101,7 +101,7 @@ def describe(measures: Mapping[str, float]) -> str:
 
 def compare_with_chance(measures: Mapping[str, float]) -> str:
     """Return in words whether accuracy differs from that of guessing by more than its 95% interval."""
-    # The error that guessing has, as accuracy itself may have none: 0 or 1.
+    # The lower bound avoids a standard error of 0, which an accuracy of exactly 0 or 1 has.
     chance = measures["chance"]
     width = statistics.Z * max(measures["acc_stderr"], 1e-12)
     if abs(measures["acc"] - chance) <= width:

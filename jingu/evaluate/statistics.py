@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Clusters = Sequence[Hashable] | None
-"""Labels of values; equal ones belong together. None: each value is by itself."""
+"""The cluster label of each value; None if all values are independent."""
 
 # Half the width of the 95% interval of a normal distribution, in standard deviations.
 Z = NormalDist().inv_cdf(0.975)
@@ -28,7 +28,7 @@ _MAX_INDICES = 1 << 22
 
 
 def mean_stderr(values: Array, clusters: Clusters = None) -> float:
-    """Return the standard error of a mean; over clusters (Miller, 2024), corrected for few of them."""
+    """Return the standard error of a mean, clustered (Miller, 2024) and corrected for few clusters."""
     labels = list(range(len(values))) if clusters is None else list(clusters)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     sums = np.bincount([numbers[label] for label in labels], weights=values - values.mean())
@@ -46,9 +46,9 @@ def bootstrap(statistic: Callable[[npt.NDArray[np.intp]], Array], size: int, clu
     """Return a statistic of samples with replacement, drawn with the random numbers of the harness.
 
     Args:
-        statistic: of indices [..., N] of the values that a sample consists of.
+        statistic: computes the statistic [...] of samples, given the indices [..., N] of their values.
         size: number of values.
-        clusters: of the values; whole clusters are drawn.
+        clusters: cluster labels; whole clusters are drawn.
     """
     results = []
     if clusters is not None:
@@ -74,7 +74,7 @@ def bootstrap(statistic: Callable[[npt.NDArray[np.intp]], Array], size: int, clu
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
-    """Return the 95% interval of a proportion (Wilson, 1927), which holds for few trials too."""
+    """Return the 95% interval of a proportion (Wilson, 1927), which is also valid for few trials."""
     share = successes / trials
     center = share + Z * Z / (2 * trials)
     width = Z * math.sqrt(share * (1 - share) / trials + Z * Z / (4 * trials * trials))
@@ -83,7 +83,7 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Array, clusters: Clusters = None) -> tuple[float, float]:
-    """Return the 95% interval of a mean: Wilson's for values of 0 and 1, else Student's; over clusters if there are."""
+    """Return the 95% interval of a mean: Wilson's for independent values of 0 and 1, else Student's."""
     if clusters is None and np.isin(values, (0, 1)).all():
         return wilson_interval(float(values.sum()), len(values))
     degrees = len(values if clusters is None else set(clusters)) - 1
@@ -95,7 +95,7 @@ def mean_interval(values: Array, clusters: Clusters = None) -> tuple[float, floa
 
 
 def student_tail(t: float, degrees: int) -> float:
-    """Return the probability that Student's t is at least `t`, which is not negative, by its finite series."""
+    """Return the probability that Student's t is at least `t` (t >= 0), by its finite series."""
     angle = math.atan(t / math.sqrt(degrees))
     is_odd = degrees % 2
     term = math.cos(angle) if is_odd else 1.0
@@ -125,7 +125,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test: documents that only one of two models has right."""
+    """Return the exact two-sided p-value of McNemar's test, from counts of documents that only one model has right."""
     trials = only_first + only_second
     tail = sum(math.comb(trials, count) for count in range(min(only_first, only_second) + 1))
     return float(min(1, 2 * tail / 2**trials))

@@ -406,7 +406,7 @@ def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
     """Return the seconds of gradient clipping and the update, including transfers to and from main memory."""
     numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
     if work.parallel.offload.type != "none":
-        # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory, whose bandwidth is
-        # taken as twice that of the bus.
+        # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory, whose bandwidth
+        # is taken as twice that of the bus.
         return numbers * (8 / (machine.host_gbs * 1e9) + 30 / (machine.host_gbs * 2e9))
     return numbers * 34 / (machine.memory_gbs * machine.efficiency.memory * 1e9)

@@ -79,7 +79,7 @@ def test_planted_leaks_are_refused_by_name(leak: dict[str, Any], words: str, tmp
     write_task(tmp_path, "clean", template=LONG.replace("right answer", "good story"), task_cluster="stories")
     write_task(tmp_path, "leak", **leak)
     assert [lock["task"] for lock in TaskMixture(write_mixture(tmp_path, "clean")).held_out] == ["secret"]
-    with pytest.raises(JinguError, match="what belongs together with held-out tasks") as error:
+    with pytest.raises(JinguError, match="tasks that are related to held-out ones") as error:
         TaskMixture(write_mixture(tmp_path, "clean", "leak"))
     assert words in str(error.value) and "clean with" not in str(error.value)
 
