@@ -1,13 +1,13 @@
-"""How attention over the KV blocks of a step is computed.
+"""Attention backends: attention of a step's tokens over the blocks of the paged KV cache.
 
-`gather` copies each sequence's blocks together and calls PyTorch's scaled dot-product attention: on every device, for
-every model. `flash` and `flex` read the blocks in place: with FlashAttention-3, through PyTorch's `varlen_attn`, and
-with FlexAttention, which needs only Triton.
+`gather` copies each sequence's blocks into one tensor and calls PyTorch's scaled dot-product attention. It runs on
+every device, for every model. `flash` and `flex` read the blocks in place: `flash` with FlashAttention-3, through
+PyTorch's `varlen_attn`, and `flex` with FlexAttention, which needs only Triton.
 
-A token's result does not depend on the other tokens of a step, to the last bit. `gather` computes it in operations on
-operands of fixed sizes: keys and values up to the next multiple of KV_SPAN positions, and queries in a multiple of
-QUERY_ROW_MULTIPLE rows; in none of the kernels does a row's result depend on the number of rows. `flash` does not split
-keys (`num_splits=1`), which is PyTorch's condition for the same guarantee, and `flex` computes in tiles of one size.
+All backends are batch-invariant: a token's result does not depend on the other tokens of a step, to the last bit.
+`gather` pads operands to fixed sizes: keys and values to the next multiple of KV_SPAN positions, and queries to a
+multiple of QUERY_ROW_MULTIPLE rows, with which a row's result does not depend on the number of rows. `flash` does not
+split keys (`num_splits=1`), which is PyTorch's condition for the same guarantee. `flex` uses tiles of a fixed size.
 
 Shapes: T tokens of a step, H query heads in G groups of R (one for each KV head), K head dim, P blocks, S keys; in an
 attention group N sequences with Q tokens each, M = Q·R rows, padded.
@@ -33,9 +33,9 @@ from jingu.model.spec import AlibiPositions, ModelSpec, RelativeBias
 BackendName = Literal["auto", "gather", "flash", "flex"]
 KV_SPAN = 128
 QUERY_ROW_MULTIPLE = 4
-# Tokens of a block, if no setting says otherwise: kernels of cards read whole blocks at a time.
+# Default tokens of a block. They are larger on GPUs, whose kernels read whole blocks at a time.
 DEFAULT_BLOCK_SIZES = {"cpu": 8, "other": 64}
-# Triton multiplies tiles of at least so many rows.
+# Triton's matmuls need tiles of at least this many rows.
 MIN_TILE = 16
 
 
@@ -46,13 +46,13 @@ class AttentionGroup:
     Attributes:
         num_seqs: N.
         num_tokens: Q.
-        rows: of the step.
+        rows: the rows of the step that belong to the group.
         blocks: block table [N · S / block size], padded with the zero block to whole spans.
-        contiguous: the same blocks as a slice, where one sequence's blocks are neighbours in memory.
-        positions: of the tokens [N, Q].
-        bidirectional: positions that see each other, in a prefix LM.
-        mask: what the backend masks with; made in the first layer, shared by the others. `gather`: a bias of the scores
-            [N, G or 1, M, S].
+        contiguous: the same blocks as a slice if the group is one sequence whose blocks are contiguous in memory.
+        positions: positions of the tokens [N, Q].
+        bidirectional: positions that attend to each other, in a prefix LM.
+        mask: the backend's attention mask, which the first layer creates and the others reuse. For `gather` it is a
+            bias that is added to the scores [N, G or 1, M, S].
     """
 
     num_seqs: int
@@ -69,41 +69,41 @@ class AttentionBackend(Protocol):
     """Computes attention over the KV blocks of one layer.
 
     Attributes:
-        relative_bias: biases [N, H] of relative positions, of each bucket and head; None: the model has none.
+        relative_bias: relative position biases [buckets, H] (T5); None if the model has none.
     """
 
     relative_bias: Tensor | None = None
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
-        """Return what a group's tokens see [1, X, H, K].
+        """Return the attention output of a group's tokens [1, X, H, K].
 
         Args:
-            q_BXHK: queries of the group.
+            q_BXHK: queries of the group, X = N·Q.
             store: keys and values of all blocks [P, block size, 2, G, K].
             first_head: index of the first head on this rank among all heads.
         """
 
 
 class GatherBackend(AttentionBackend):
-    """Gathers a sequence's blocks and calls scaled dot-product attention with a bias that masks."""
+    """Gathers the blocks of sequences and calls scaled dot-product attention with an additive mask."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
-        """Return what a group's tokens see; see `AttentionBackend`."""
+        """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if group.mask is None:
             heads = range(first_head, first_head + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
             group.mask = self.bias(group, heads, num_keys, store.shape[3], q_BXHK.dtype)
-        # Neighbouring blocks are read where they are.
+        # Contiguous blocks need no copy.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
         return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.mask, scale)
 
     def bias(self, group: AttentionGroup, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
+        """Return the additive mask of the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
         keys_S = torch.arange(num_keys, device=group.positions.device)
         positions_NQ1 = group.positions[:, :, None]
         distance = positions_NQ1 - keys_S
@@ -113,7 +113,7 @@ class GatherBackend(AttentionBackend):
             visible |= (positions_NQ1 >= prefix.start) & (positions_NQ1 < prefix.stop) & (keys_S < prefix.stop)
         wide = torch.promote_types(dtype, torch.float32)
         bias = attention_bias(self._spec, distance, visible, wide, self.relative_bias)
-        if bias.dim() == 4:  # one for each head of the whole model
+        if bias.dim() == 4:  # one bias for each head of the whole model, of which this rank may have a part
             bias = bias.narrow(1, heads.start, len(heads)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
         else:
             bias = bias[:, None, :, None].expand(-1, -1, -1, len(heads) // kv_heads, -1)
@@ -123,19 +123,19 @@ class GatherBackend(AttentionBackend):
 class FlashBackend(GatherBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded.
 
-    Prefixes whose tokens see each other are gathered.
+    Bidirectional prefixes fall back to `gather`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        # Imported here, as it imports the compiler.
+        # A late import, because it loads the compiler, which takes seconds.
         from torch.nn.attention.varlen import varlen_attn
 
         self._varlen_attn = varlen_attn
         self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
-        """Return what a group's tokens see; see `AttentionBackend`."""
+        """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if group.bidirectional:
             return super().attend(q_BXHK, store, group, scale, first_head)
         block_table = group.blocks.view(group.num_seqs, -1).int()
@@ -162,16 +162,16 @@ class FlashBackend(GatherBackend):
 class FlexBackend(GatherBackend):
     """FlexAttention over the block table: nothing is copied or padded.
 
-    Masks name the blocks of memory that a sequence has, as those of PyTorch's experimental `PagedAttention`. Prefixes
-    whose tokens see each other are gathered.
+    As in PyTorch's experimental `PagedAttention`, block masks list the physical blocks of a sequence. Bidirectional
+    prefixes fall back to `gather`.
 
     Attributes:
-        kernel: `flex_attention`, on cards compiled.
+        kernel: `flex_attention`, compiled except on CPUs.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__(spec)
-        # Imported here, as it imports the compiler.
+        # A late import, because it loads the compiler, which takes seconds.
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
         self._block_mask = BlockMask.from_kv_blocks
@@ -180,7 +180,7 @@ class FlexBackend(GatherBackend):
         self.kernel: Any = torch.compile(flex_attention, dynamic=True) if self._is_compiled else flex_attention
 
     def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
-        """Return what a group's tokens see; see `AttentionBackend`."""
+        """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if group.bidirectional:
             return super().attend(q_BXHK, store, group, scale, first_head)
         if group.mask is None:
@@ -188,9 +188,9 @@ class FlexBackend(GatherBackend):
         q_NHQK = q_BXHK.unflatten(1, (group.num_seqs, -1))[0].transpose(1, 2)
         # All blocks as one row of keys and values [1, G, P · block size, K].
         k_BGSK, v_BGSK = store.flatten(0, 1).permute(1, 2, 0, 3).unsqueeze(1).unbind()
-        # Tiles of one size, and no division of the keys, keep a token's result independent of other sequences.
+        # Fixed tile sizes without a split of the keys keep a token's result independent of other sequences.
         options = {"BACKEND": "TRITON", "BLOCK_M": MIN_TILE, "BLOCK_N": min(store.shape[1], 64)}
-        # Around this, compiled blocks may be run eagerly.
+        # The model runner may force the rest of the model to run eagerly; this kernel must still be compiled.
         with torch.compiler.set_stance("default") if self._is_compiled else nullcontext():
             y_NHQK: Tensor = self.kernel(
                 q_NHQK, k_BGSK, v_BGSK, block_mask=group.mask, scale=scale, enable_gqa=True, kernel_options=options
@@ -198,10 +198,10 @@ class FlexBackend(GatherBackend):
         return y_NHQK.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
     def _mask(self, group: AttentionGroup, num_blocks: int, block_size: int) -> Any:
-        """Return the block mask of a group: each token sees those of its sequence up to itself, within the window."""
+        """Return the block mask of a group: causal attention within each sequence and the sliding window."""
         positions_NQ = group.positions
         table_NS = group.blocks.view(group.num_seqs, -1)
-        # At which position of its sequence a block of memory begins; -1 for those of others.
+        # Position at which each physical block begins in the sequence; -1 for blocks of other sequences.
         begins_S = torch.arange(0, table_NS.shape[1] * block_size, block_size, device=table_NS.device)
         begins_NP = table_NS.new_full((group.num_seqs, num_blocks), -1)
         begins_NP.scatter_(1, table_NS, begins_S.expand_as(table_NS))
@@ -226,10 +226,10 @@ class FlexBackend(GatherBackend):
 def select_backend(
     name: BackendName, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> AttentionBackend:
-    """Return an attention backend; auto: flash or else flex where they can be used, on CUDA.
+    """Return an attention backend. On CUDA, auto is the first of flash, flex and gather that can be used, else gather.
 
     Raises:
-        JinguError: flash or flex is asked for, and cannot be used.
+        JinguError: flash or flex was requested, and cannot be used.
     """
     if name == "gather" or (name == "auto" and device.type != "cuda"):
         return GatherBackend(spec)
@@ -246,7 +246,7 @@ def select_backend(
 
 
 def _flex_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-    """Return what flex lacks for a model, a device and an installation; None: nothing."""
+    """Return why flex cannot be used with this model, device and installation; None if it can."""
     if device.type not in ("cuda", "cpu"):
         return "needs a CUDA device, or a CPU to try it"
     if isinstance(spec.position, AlibiPositions | RelativeBias) or spec.num_encoder_layers is not None:
@@ -261,8 +261,8 @@ def _flex_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
 
 
 def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return what flash lacks for a model, a device and an installation; None: nothing."""
-    # The cheap conditions come first: to import what the last ones need takes seconds.
+    """Return why flash cannot be used with this model, device and installation; None if it can."""
+    # The cheap conditions come first, because the import for the last one takes seconds.
     if device.type != "cuda":
         return "needs a CUDA device"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -279,7 +279,7 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
 
 
 def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return what the queries of N sequences see [1, N·Q, H, K], computed in a multiple of fixed rows."""
+    """Return the attention output of N sequences [1, N·Q, H, K], computed with queries padded by `pad_rows`."""
     num_seqs, kv_heads, _, head_dim = k_NGSK.shape
     queries, repeats = q_BXHK.shape[1] // num_seqs, q_BXHK.shape[2] // kv_heads
     if queries == 1:
@@ -288,7 +288,7 @@ def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor |
         q_NGMK = q_BXHK.view(num_seqs, queries, kv_heads, repeats, head_dim).transpose(1, 2).flatten(2, 3)
     q_NGMK = pad_rows(q_NGMK)
     if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
-        # For a single item of work the kernel divides its sums over threads, and adds in another order.
+        # With a single sequence and head the kernel splits sums over threads, which changes their order. Compute twice.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
     y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
     y_NGMK = y_NGMK[:num_seqs, :, : queries * repeats]
@@ -302,5 +302,5 @@ def pad_rows(rows: Tensor) -> Tensor:
     padding = -rows.shape[-2] % QUERY_ROW_MULTIPLE
     if not padding:
         return rows
-    # Half the time of `pad`.
+    # Twice as fast as `torch.nn.functional.pad`.
     return torch.cat((rows, rows.new_zeros(*rows.shape[:-2], padding, rows.shape[-1])), -2)

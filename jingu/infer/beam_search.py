@@ -1,5 +1,5 @@
-"""Beam search. In each step the best continuations of all beams together survive. Scores, ends and the stopping rule
-are those of transformers' `generate` with `early_stopping=False`.
+"""Beam search. Each step keeps the best continuations of all beams together. Scores, the treatment of end tokens and
+the stopping rule are those of transformers' `generate` with `early_stopping=False`.
 
 Shapes: K beams, V vocabulary.
 """
@@ -20,12 +20,12 @@ from jingu.runtime.device import copy_to_device
 
 
 def best_continuations(group: SequenceGroup, beams: abc.Sequence[Sequence], logits_KV: Tensor) -> Tensor:
-    """Return [M, 3]: scores of the best continuations of all beams, best first, with their beams and tokens."""
+    """Return [M, 3]: score, beam and token of the best continuations of all beams, best first."""
     logprobs_KV = logits_KV.log_softmax(-1)
     rows = [SamplingRow(group.request.sampling, beam.text_prompt_ids, beam.output_ids) for beam in beams]
     past_K1 = copy_to_device([[beam.cumulative_logprob] for beam in beams], logits_KV.device, logprobs_KV.dtype)
     scores_KV = apply_penalties(logprobs_KV, rows) + past_K1
-    # Even if every beam's end tokens are among the best, enough other candidates are left.
+    # Even if all end tokens of every beam are among the best, `num_beams` other candidates are left.
     best = scores_KV.flatten().topk(group.request.num_beams * (1 + len(beams[0].eos_token_ids)))
     size = logits_KV.shape[1]
     columns = (best.values, best.indices // size, best.indices % size)
@@ -35,8 +35,8 @@ def best_continuations(group: SequenceGroup, beams: abc.Sequence[Sequence], logi
 def advance_beams(
     group: SequenceGroup, beams: abc.Sequence[Sequence], best: abc.Sequence[tuple[float, float, float]]
 ) -> list[Sequence] | None:
-    """Return the beams that survive, best first; an empty list ends the search. Put hypotheses that end into
-    `group.hypotheses`. Return None where no score is finite.
+    """Return the beams to continue, best first; an empty list ends the search. Add finished hypotheses to
+    `group.hypotheses`. Return None if no score is finite.
 
     Args:
         best: rows of `best_continuations`.
@@ -48,26 +48,28 @@ def advance_beams(
     if not math.isfinite(best[0][0]):
         return None
     survivors: list[Sequence] = []
+    # 1. Split the continuations into finished hypotheses and beams to continue.
     for rank, (score, *places) in enumerate(best):
         beam, token_id = map(int, places)
         if token_id in eos_token_ids or length == request.max_tokens:
-            # Ends count only where they rank among the best beams.
+            # A hypothesis counts only if it ranks among the best `num_beams` continuations.
             if rank < num_beams:
                 hypothesis = [*beams[beam].output_ids, token_id]
                 group.hypotheses.append((score / length**request.length_penalty, hypothesis))
         elif len(survivors) < num_beams:
             survivors.append(beams[beam].fork(token_id, score))
+    # 2. Keep the best hypotheses.
     group.hypotheses.sort(key=lambda hypothesis: hypothesis[0], reverse=True)
     del group.hypotheses[num_beams:]
     if survivors and len(group.hypotheses) == num_beams:
-        # Continue only if the best beam would still beat the worst hypothesis, were it to end with its present score.
+        # 3. Stop unless the best beam, if it ended now with its current score, would beat the worst hypothesis.
         best_score = survivors[0].cumulative_logprob / length**request.length_penalty
         return survivors if best_score > group.hypotheses[-1][0] else []
     return survivors
 
 
 def hypothesis_events(group: SequenceGroup, model: InferenceModel, failed: bool) -> list[Event]:
-    """Return the events of the best hypotheses, or the errors of a search whose logits are not finite."""
+    """Return the events of the best hypotheses, or error events if the search failed on non-finite logits."""
     if failed:
         return [group.event(choice, None, "error", error=NON_FINITE_LOGITS) for choice in range(group.request.n)]
     events = []

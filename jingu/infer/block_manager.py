@@ -1,4 +1,4 @@
-"""Allocation of KV cache blocks: reference counts, and a prefix cache of full blocks by the hash of their content."""
+"""Allocation of KV cache blocks with reference counts, and a prefix cache of full blocks, keyed by content hash."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-# Two blocks belong to no sequence. The first is never written: it stands where a sequence has no block yet. The second
-# takes the keys and values of padding rows, which nobody reads.
+# Two blocks belong to no sequence. The first stays zero: it pads block tables where a sequence has no block yet. The
+# second receives the keys and values of padding rows, which are never read.
 ZERO_BLOCK = 0
 SCRATCH_BLOCK = 1
 
 
 class BlockManager:
-    """Block numbers with their reference counts.
+    """Allocates blocks and counts their references.
 
-    A block that nobody refers to stays in the prefix cache while its content has a hash, until its memory is needed;
-    the least recently used one is evicted first.
+    A block without references stays in the prefix cache if it has a content hash, until its memory is needed. The least
+    recently used block is evicted first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -30,16 +30,16 @@ class BlockManager:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that sequences can have."""
+        """Number of blocks that sequences can use."""
         return self.num_blocks - 2
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now, including evictable blocks of the prefix cache."""
         return len(self._unused) + len(self._evictable)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks this many tokens fill."""
+        """Return how many blocks this many tokens need."""
         return -(-tokens // self.block_size)
 
     def allocate(self) -> int:
@@ -53,7 +53,7 @@ class BlockManager:
         return block
 
     def acquire_cached(self, content: bytes) -> int | None:
-        """Return the block with this content's hash, with one more reference; None if there is none."""
+        """Add a reference to the cached block with this content hash and return it; None if there is none."""
         block = self._block_of_hash.get(content)
         if block is not None:
             self._evictable.pop(block, None)
@@ -69,7 +69,7 @@ class BlockManager:
         return self._ref_counts[block] > 1
 
     def release(self, block: int) -> None:
-        """Drop a reference. Without references a block stays in the prefix cache or becomes unused."""
+        """Drop a reference. A block without references becomes evictable if it is cached, else unused."""
         self._ref_counts[block] -= 1
         if self._ref_counts[block]:
             return
@@ -91,5 +91,5 @@ class BlockManager:
 
 
 def hash_block(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a block: of its tokens and of the hash of the block before it."""
+    """Return the content hash of a block: the hash of its tokens and of the previous block's hash."""
     return blake2b(previous + b"".join(id_.to_bytes(4, "little") for id_ in token_ids), digest_size=16).digest()

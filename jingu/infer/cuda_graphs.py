@@ -1,5 +1,5 @@
-"""Steps captured as CUDA graphs: launched as a whole. Launching operation by operation takes longer than the GPU needs
-for a few tokens."""
+"""Capture and replay of decoding steps as CUDA graphs. Launching the kernels of a step one by one takes longer than the
+GPU needs to compute a few tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class _Graph:
 
 
 class CudaGraphRunner:
-    """The graphs of one engine, at most `most`. A step is captured when its shape comes for the second time: with one
-    client that is a graph for each span of the KV cache.
+    """The CUDA graphs of one engine, at most `most`; the oldest one is dropped first. A step is captured the second
+    time that its shape occurs. With a single client there is a graph for each KV span.
 
     Args:
-        record: captures a function whose tensors stay where they are; returns a replay function, and the result.
+        record: captures a function, which must always use the same tensors, and returns a replay function and the
+            result tensor; None captures with CUDA.
     """
 
     def __init__(self, record: CaptureFunction | None = None, most: int = 32) -> None:
@@ -33,20 +34,23 @@ class CudaGraphRunner:
         self._graphs: dict[Hashable, _Graph] = {}
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], step: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return what `step` computes from its inputs; valid until the next call.
+        """Return the result of `step` for these inputs. The tensor is valid until the next call.
 
         Args:
-            shape: steps of one shape differ only in the content of their inputs.
+            shape: key of the graph: steps with the same key differ only in the content of their inputs.
         """
+        # 1. Run a new shape without a graph: it may never come back.
         graph = self._graphs.get(shape)
         if graph is None and shape not in self._seen:
             self._seen.add(shape)
             return step(inputs)
+        # 2. Capture a shape that occurs for the second time, on input buffers of its own.
         if graph is None:
             if len(self._graphs) == self._most:
                 del self._graphs[next(iter(self._graphs))]
             own = [tensor.clone() for tensor in inputs]
             graph = self._graphs[shape] = _Graph(own, *self._record(lambda: step(own)))
+        # 3. Copy the inputs into the graph's buffers and replay it.
         for graph_input, step_input in zip(graph.inputs, inputs, strict=True):
             graph_input.copy_(step_input, non_blocking=True)
         graph.replay()
@@ -54,7 +58,7 @@ class CudaGraphRunner:
 
 
 class _Recorder:
-    """Captures with CUDA. All graphs share one memory pool, as no two run at a time."""
+    """Captures CUDA graphs. All graphs share one memory pool, as no two of them run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

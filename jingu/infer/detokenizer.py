@@ -1,21 +1,21 @@
-"""Incremental detokenization: text as tokens arrive, without broken characters and without stop strings."""
+"""Incremental detokenization: text of a stream of tokens, without incomplete characters and without stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# What decoders write for bytes that are not a complete character.
+# Tokenizers decode an incomplete UTF-8 sequence to this character.
 _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Turns token ids, one by one, into pieces of text that can be shown at once.
+    """Converts token ids, one by one, into pieces of text that can be shown immediately.
 
-    Bytes of an incomplete character are withheld until it is complete, and text that may be the beginning of a stop
-    string until it is known not to be one.
+    The bytes of an incomplete character are withheld until it is complete. Text that may be the beginning of a stop
+    string is withheld until it is clear that it is not.
 
     Attributes:
-        stopped: whether a stop string is complete. Neither it nor what follows is part of the text.
+        stopped: whether a stop string has occurred. The text ends before it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # The text of ids[begin:] is compared with that of ids[begin:context_end], since decoders treat the first token
-        # of a text differently (a leading space), and single tokens may be parts of characters.
+        # New text is the text of ids[begin:] without that of ids[begin:context_end]. New tokens cannot be decoded by
+        # themselves: tokenizers may drop the leading space of the first token, and a token may be part of a character.
         self._begin = 0
         self._context_end = 0
         self._num_returned = 0
@@ -53,13 +53,13 @@ class IncrementalDetokenizer:
         return text[:end]
 
     def _decode_new(self, *, final: bool) -> str:
-        """Return complete characters that were not returned before; all characters if there are no more tokens."""
+        """Return complete characters that were not returned before; with `final`, incomplete ones too."""
         context = self._decode(self._ids[self._begin : self._context_end])
         text = self._decode(self._ids[self._begin :])[len(context) :]
         complete = text if final else text.rstrip(_REPLACEMENT)
         new = complete[self._num_returned :]
         if text and len(complete) == len(text):
-            # Nothing is incomplete: these tokens become the context of the next ones.
+            # All characters are complete: these tokens become the context of the next ones.
             self._begin = self._context_end
             self._context_end = len(self._ids)
             self._num_returned = 0
@@ -69,6 +69,6 @@ class IncrementalDetokenizer:
 
 
 def _partial_match_length(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text with which a stop string begins."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

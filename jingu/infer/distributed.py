@@ -1,8 +1,8 @@
-"""One engine on several ranks that share a model.
+"""Inference with a model that is sharded over several ranks.
 
-Every rank has an engine of its own, is given the same requests and takes the same steps. Their schedules are equal, as
-nothing in them depends on the rank, and logits are gathered to the same bits on every rank. Only the first rank is
-called; at the start of each step it broadcasts the requests that were submitted and cancelled since the last one.
+Every rank has an engine of its own, receives the same requests and takes the same steps. The schedules are equal,
+because scheduling does not depend on the rank, and all ranks gather bitwise equal logits. Callers use the first rank
+only. At the start of each step it broadcasts the requests that were submitted or cancelled since the last step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from jingu.runtime.ranks import RankInfo, is_launched, join_process_group
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
 _REQUEST = TypeAdapter(Request)
-# How long a rank waits for the next step: a server may be idle. A rank that ends is noticed at once.
+# Time that a rank waits for the next step. It is long, because a server may be idle; the end of another rank is an
+# error without any timeout.
 _IDLE_TIMEOUT = timedelta(days=3650)
 
 
 class DistributedEngine:
-    """The engine of all ranks, on the first one; the others call `run_follower`. All ranks create it together.
+    """The engine of all ranks, for callers on the first rank. The other ranks call `run_follower` at the same time,
+    since both constructors run collectives.
 
     Args:
-        engine: the first rank's own.
+        engine: the first rank's own engine.
 
     Raises:
-        JinguError: the ranks have room for different numbers of KV blocks.
+        JinguError: the ranks have different numbers of KV cache blocks.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,7 +53,7 @@ class DistributedEngine:
         self._failed = False
 
     def submit(self, request: Request) -> int:
-        """See `Engine`. Requests that it refuses are not broadcast."""
+        """See `Engine`. Requests that the first rank refuses are not broadcast."""
         request_id = self._engine.submit(request)
         self._commands.append(("submit", _REQUEST.dump_python(request)))
         return request_id
@@ -62,10 +64,10 @@ class DistributedEngine:
         self._commands.append(("cancel", request_id))
 
     def step(self) -> list[Event]:
-        """See `Engine`; on all ranks. After a step that failed the ranks may differ, and no other is possible."""
+        """Take a step on all ranks; see `Engine`. After a failed step no other one is possible, as ranks may differ."""
         if self._failed:
             raise RuntimeError("a step failed, and the ranks are out of step")
-        # Until this step has succeeded, it may have failed.
+        # Cleared at the end, so that any exception below marks the engine as failed.
         self._failed = True
         self._channel.broadcast(self._commands)
         self._commands = []
@@ -79,17 +81,17 @@ class DistributedEngine:
         return self._engine.busy
 
     def stats(self) -> EngineStats:
-        """See `Engine`; of the first rank."""
+        """Return the first rank's statistics; see `Engine`."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """Let the other ranks return; after a failed step they do so by themselves."""
+        """Make `run_follower` return on the other ranks. After a failed step they end by themselves."""
         if not self._failed:
             self._channel.broadcast(None)
 
 
 def run_follower(engine: Engine) -> None:
-    """Take the steps that the first rank takes, until it closes its engine. Ignore signals, which the first handles."""
+    """Repeat the first rank's steps until it closes its engine. Ignore stop signals, which the first rank handles."""
     channel = _CommandChannel(engine)
     with handle_signals(signal.SIG_IGN, *STOP_SIGNALS):
         while (commands := channel.receive()) is not None:
@@ -102,7 +104,8 @@ def run_follower(engine: Engine) -> None:
 
 
 class _CommandChannel:
-    """Broadcasts commands as JSON: the number of bytes, then the bytes. No bytes: no commands. null: return."""
+    """Broadcasts commands as JSON: the number of bytes, then the bytes. Zero bytes mean no commands, and null means
+    that followers return."""
 
     def __init__(self, engine: Engine) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
@@ -137,7 +140,7 @@ class _CommandChannel:
 
 @contextmanager
 def inference_ranks(device: DeviceType) -> Iterator[RankInfo | None]:
-    """Join the ranks that a launcher started; yield None where there is no launcher, or a single rank."""
+    """Join the ranks that a launcher started; yield None without a launcher, or with a single rank."""
     with join_process_group(device, None) if is_launched() else nullcontext(None) as ranks:
         if ranks is None or ranks.world == 1:
             yield None
@@ -148,7 +151,7 @@ def inference_ranks(device: DeviceType) -> Iterator[RankInfo | None]:
 
 @contextmanager
 def distributed_engine(engine: Engine, ranks: RankInfo | None) -> Iterator[StepEngine | None]:
-    """Yield the engine to call, on the first rank. On the others, follow it and then yield None."""
+    """On the first rank, yield the engine to call. On the others, follow the first rank to its end, then yield None."""
     if ranks is None:
         yield engine
         return

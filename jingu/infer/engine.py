@@ -1,13 +1,13 @@
-"""The engine: requests in, events out, one step at a time. It knows nothing of threads or of how requests arrive.
+"""The inference engine: it turns requests into events, one step at a time. It uses no threads and no network.
 
-A step is one forward pass over tokens of many sequences (continuous batching). The scheduler says which tokens
+A step is one forward pass over tokens of many sequences (continuous batching). The scheduler selects the tokens
 (`jingu.infer.scheduler`), a speculator proposes draft tokens (`jingu.infer.speculation`), the model runner computes
-logits over the paged KV cache (`jingu.infer.model_runner`), and each sequence samples its next token
+logits with the paged KV cache (`jingu.infer.model_runner`), and each sequence takes its next token
 (`jingu.infer.sequence`).
 
-Every rank of a model that several ranks share has an engine, makes the same calls and takes the same steps.
+If a model is sharded over several ranks, each rank has an engine, makes the same calls and takes the same steps.
 
-Shapes: B 1, T tokens of a step, S of a source, N rows of logits, K beams, D hidden size, V vocabulary.
+Shapes: B = 1, T tokens of a step, S source tokens, N rows of logits, K beams, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.decoder import Decoder
 from jingu.runtime.device import copy_to_device
 
-# Lets a sequence take its next token, and returns its event.
+# Appends the next token to a sequence and returns the event.
 NextEvent = abc.Callable[[], Event]
 
 
@@ -56,12 +56,12 @@ class Engine:
     """The engine of one process, or of one of the ranks that share a model.
 
     Args:
-        model: that generates.
-        settings: None: the default ones.
-        draft_model: proposes draft tokens.
-        graphs: captures and replays steps as CUDA graphs.
-        any_rank_has_work: returns whether this rank or another one has work, given whether this one has. Ranks with
-            requests of their own take the same number of steps, as their forward passes exchange parameters.
+        model: the model that generates.
+        settings: None uses the defaults.
+        draft_model: proposes draft tokens (speculative decoding); None: none, or prompt lookup (see `settings`).
+        graphs: captures and replays steps as CUDA graphs; None launches operations one by one.
+        any_rank_has_work: returns whether any rank has work, given whether this one has. Ranks with requests of their
+            own must take the same number of steps if their forward passes gather parameters from each other (FSDP).
 
     Raises:
         JinguError: the model does not support the draft model, CUDA graphs or the attention backend.
@@ -94,10 +94,10 @@ class Engine:
         self._next_request_id = 0
         self._stats = EngineStats(total_blocks=self._blocks.num_usable)
 
-    # Whole answers
+    # Complete results
 
     def generate(self, requests: abc.Sequence[Request]) -> list[str]:
-        """Serve requests together; return the text of each one's first choice."""
+        """Run requests in one batch; return the text of each one's first choice."""
         texts = {self.submit(request): "" for request in requests}
         for event in self._run(list(texts)):
             if event.choice == 0 and event.token is not None:
@@ -109,17 +109,17 @@ class Engine:
     ) -> list[Score]:
         """Return the log-probabilities of continuations after a context.
 
-        The context is computed once for all of them, and the scores do not depend on what else the engine computes. It
-        may have the virtual tokens of prompt tuning, see itself in both directions (prefix LM), or be the source of an
-        encoder-decoder, whose decoder then scores the continuations.
+        The context is computed once for all continuations, and the scores do not depend on what else the engine
+        computes. The context may have the virtual tokens of prompt tuning, use bidirectional attention (prefix LM), or
+        be the source of an encoder-decoder, whose decoder then scores the continuations.
 
         Args:
             context: token ids, as a request's prompt; see `InferenceModel.encode`.
-            continuations: token ids of each, at least one.
-            adapter: name of the LoRA adapter to use; None: the base model.
+            continuations: token ids of each continuation, at least one id each.
+            adapter: name of the LoRA adapter to use; None uses the base model.
 
         Raises:
-            JinguError: they do not fit the model, or its logits are not finite.
+            JinguError: context and continuations do not fit the model, or its logits are not finite.
         """
         return self.score_many([(context, continuations)], adapter)[0]
 
@@ -128,7 +128,7 @@ class Engine:
         requests: abc.Sequence[tuple[abc.Sequence[int], abc.Sequence[abc.Sequence[int]]]],
         adapter: str | None = None,
     ) -> list[list[Score]]:
-        """Return the scores of several contexts, each with its continuations; see `score`. They share batches."""
+        """Return the scores of several contexts, each with its continuations, computed in one batch; see `score`."""
         request_ids = [self._submit_scores(context, continuations, adapter) for context, continuations in requests]
         scores: dict[int, list[Score]] = {}
         for event in sorted(self._run(list(chain(*request_ids))), key=lambda event: event.choice):
@@ -141,7 +141,7 @@ class Engine:
         self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None
     ) -> list[int]:
         """Submit the continuations of a context; return the ids of the requests."""
-        # As many as can run at a time share one computation of the context.
+        # A request has as many continuations as can run at a time; they share one computation of the context.
         block_size = self._blocks.block_size
         longest = max(map(len, continuations), default=0)
         num_free = self.stats().total_blocks - (len(context) + self.model.spec.prompts[0]) // block_size
@@ -156,8 +156,8 @@ class Engine:
     def embed(
         self, prompts: abc.Sequence[abc.Sequence[int]], pooling: Pooling = "mean", adapter: str | None = None
     ) -> list[tuple[float, ...]]:
-        """Return the embedding [D] of each prompt: final hidden states, pooled over its tokens, of length 1. With the
-        pooling score, return the reward model's score [1] of each prompt.
+        """Return the embedding [D] of each prompt: final hidden states, pooled over its tokens and normalized to length
+        1. With pooling "score", return the reward model's score [1] of each prompt.
 
         Raises:
             JinguError: the model has no embeddings or scores, a prompt does not fit it, or its states are not finite.
@@ -174,13 +174,13 @@ class Engine:
         return [embeddings[request_id] for request_id in request_ids]
 
     def _run(self, request_ids: list[int]) -> list[Event]:
-        """Take steps until these requests are finished; return their events, and leave others for the next step."""
+        """Take steps until these requests are finished and return their events. The next step returns other events."""
         events: list[Event] = []
         others: list[Event] = []
         own = set(request_ids)
         while self._any_rank_has_work(not own.isdisjoint(self._groups)):
             if own.isdisjoint(self._groups):
-                # Nobody reads this score: the step is for the other ranks.
+                # Only other ranks have work: score something, so that this rank takes part in their forward passes.
                 own.update(self._submit_scores((), [[self.model.tokenizer.eos_token_id]], None))
             for event in self.step():
                 (events if event.request_id in own else others).append(event)
@@ -204,7 +204,8 @@ class Engine:
         return group.request_id
 
     def _make_group(self, request: Request) -> SequenceGroup:
-        """Check a request against the model and the KV cache; return its group, still without sequences."""
+        """Check a request against the model and the KV cache; return its group, which has no sequences yet."""
+        # 1. Check the request against the model.
         model = self.model
         spec = model.spec
         prompt = list(request.prompt) or [model.tokenizer.eos_token_id]
@@ -218,10 +219,11 @@ class Engine:
         check_token_ids(spec, request.stop_token_ids, "stop_token_ids")
         check_token_ids(spec, request.sampling.logit_bias, "logit_bias")
         refuse((request.logprobs or 0) > spec.vocab_size, "logprobs", request.logprobs, f"at most {spec.vocab_size}")
-        # A beam search looks at (1 + number of end tokens) candidates a beam.
+        # A beam search considers (1 + number of end tokens) candidates for each beam.
         max_beams = min(self.settings.max_num_seqs, spec.vocab_size // (1 + len(model.eos_token_ids)))
         too_many = request.num_beams > 1 and request.num_beams > max_beams
         refuse(too_many, "num_beams", request.num_beams, f"at most {max_beams}")
+        # 2. Encoder-decoders read the prompt in the encoder.
         encoder_ids = None
         decoder_ids = prompt
         if spec.num_encoder_layers is not None:
@@ -234,6 +236,7 @@ class Engine:
         ):
             if request.prompt_logprobs and unsupported:
                 raise JinguError(f"unavailable with {what}.", where="prompt_logprobs", fix="Leave it out.")
+        # 3. Make the group, with virtual tokens in front of the prompt, and check that the KV cache has room for it.
         prompt_ids = spec.prompted(decoder_ids)
         group = SequenceGroup(
             self._next_request_id,
@@ -252,7 +255,7 @@ class Engine:
         return group
 
     def _check_head(self, pooling: Pooling | None) -> None:
-        """Raise JinguError if a request needs another head than the model has. Embeddings need none."""
+        """Raise JinguError if the model lacks the head (LM or score) that a request needs. Embeddings need none."""
         has_score_head = self.model.spec.score_head
         if has_score_head and pooling is None:
             what = "this is a reward model, which gives scores and no text."
@@ -263,7 +266,7 @@ class Engine:
 
     @cached_property
     def _score_weight_1D(self) -> Tensor:  # noqa: N802
-        """The score head's weight in fp64, on the host as the states that it reads."""
+        """The score head's weight in fp64, on the host, like the hidden states that it is multiplied with."""
         return cast(Decoder, self.model.module).head_weight().detach().cpu().double()
 
     def _check_embeds(self) -> None:
@@ -274,7 +277,7 @@ class Engine:
 
     def _check_cache_size(self, group: SequenceGroup) -> None:
         """Raise JinguError unless the KV cache has room for a group with all sequences that it forks into."""
-        # Forks share the blocks that the prompt fills.
+        # Forks share the full blocks of the prompt.
         block_size = self._blocks.block_size
         num_shared = len(group.prompt_ids) // block_size
         own_tokens = len(group.prompt_ids) - num_shared * block_size + group.request.max_tokens
@@ -302,18 +305,18 @@ class Engine:
         """Whether a step has anything to compute or to return."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._events)
 
-    # A step
+    # Steps
 
     def step(self) -> list[Event]:
         """Compute the next tokens of the sequences that the scheduler selects; return all new events."""
         start = time.perf_counter()
-        # 1. Let waiting sequences start, and select what is computed.
+        # 1. Admit waiting sequences and select tokens.
         encoding = self._scheduler.admit()
         scheduled = self._scheduler.schedule(self._propose())
         if scheduled:
-            # 2. Compute it in one forward pass.
+            # 2. Compute them in one forward pass.
             outputs = self._forward(scheduled, encoding)
-            # 3. Let each sequence take the tokens that follow.
+            # 3. Sample, and append the new tokens to their sequences.
             self._process(scheduled, outputs)
             self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
@@ -322,11 +325,11 @@ class Engine:
         return events
 
     def _propose(self) -> dict[Sequence, list[int]]:
-        """Return draft tokens for the sequences that decode."""
+        """Return draft tokens for the decoding sequences."""
         max_tokens = {}
         if self._num_draft_tokens:
             for sequence in self._scheduler.running:
-                # The last token of an output needs no draft: the model samples one more than it verifies.
+                # One less than the rest of the output: the model samples one more token than it verifies.
                 room = sequence.group.request.max_tokens - len(sequence.output_ids) - 1
                 if sequence.num_uncomputed == 1 and not sequence.group.forks and room > 0:
                     max_tokens[sequence] = min(self._num_draft_tokens, room)
@@ -337,7 +340,8 @@ class Engine:
 
     def _forward(self, scheduled: list[ScheduledSequence], encoding: Sequence | None) -> list[Tensor]:
         """Compute scheduled tokens and draft tokens. Return for each sequence the logits [N, V] that it needs, or the
-        hidden states [N, D] of which its embedding is made."""
+        hidden states [N, D] that its embedding is pooled from."""
+        # 1. Plan the rows of the step in the KV cache.
         chunks = []
         for item in scheduled:
             sequence = item.sequence
@@ -345,9 +349,9 @@ class Engine:
             ids = [*sequence.token_ids[first : first + item.num_tokens], *item.draft_tokens]
             chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional))
         tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, encoding.table if encoding else None)
-        # Logits are needed after a sequence's last token and after its draft tokens, unless its prompt goes on; or
-        # after every token, where log-probabilities of the prompt or of a continuation are wanted. An embedding needs
-        # hidden states instead.
+        # 2. Select the rows of logits: those of a sequence's last token and of its draft tokens, and none for a prompt
+        # that continues in the next chunk. Log-probabilities of a prompt or a continuation need every row. An embedding
+        # needs hidden states instead.
         rows: list[int] = []
         pooled_rows: list[int] = []
         counts = []
@@ -364,6 +368,7 @@ class Engine:
             num_dequantized = min(sequence.group.num_dequantized - chunk.first, item.num_tokens)
             dequantized_rows.append(range(start, start + max(num_dequantized, 0)))
             adapter_rows.append((start, len(chunk.ids), sequence.group.adapter))
+        # 3. Run the forward pass with the adapter of each row.
         device = self._runner.cache.device
         num_rows = tokens_BT.shape[1]
         prompt_rows = self.model.prompt_rows
@@ -373,13 +378,15 @@ class Engine:
             begin = time.perf_counter()
             logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, pooled_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
+        # 4. Split logits and hidden states by sequence.
         pooled = [item.sequence.group.request.pooling is not None for item in scheduled]
         logits = logits_NV.split([0 if pools else count for pools, count in zip(pooled, counts, strict=True)])
         states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(pooled, counts, strict=True)])
         return [states[index] if pools else logits[index] for index, pools in enumerate(pooled)]
 
     def _process(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> None:
-        """Advance every sequence by what was computed."""
+        """Advance every sequence with its outputs, and end those that are finished."""
+        # Sampling and scoring are batched over sequences, so that the host waits for the GPU once for each of them.
         beams: dict[SequenceGroup, list[Tensor]] = {}
         sampled = self._sample(scheduled, outputs)
         scores = self._score(scheduled, outputs)
@@ -390,6 +397,7 @@ class Engine:
             if sequence.wants_prompt_logprobs:
                 self._add_prompt_logprobs(group, first, logits_NV)
             sequence.num_computed += item.num_tokens
+            # 1. Add scores or hidden states, or accept tokens. Chunks of an unfinished prompt only fill the cache.
             if sequence.score_targets is not None:
                 sequence.add_scores(scores.get(sequence, []))
             elif group.request.pooling is not None:
@@ -397,10 +405,12 @@ class Engine:
                 self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
                 self._accept(sequence, item.draft_tokens, sampled[sequence])
+            # 2. Put full blocks into the prefix cache, unless their values may not be finite.
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
             else:
                 self._scheduler.mark_computed(sequence, first)
+            # 3. Remove finished sequences, and advance groups that fork.
             if sequence.finish_reason is not None:
                 self._scheduler.remove(sequence)
                 if not group.unfinished:
@@ -412,10 +422,10 @@ class Engine:
         self._advance_beams(beams)
 
     def _sample(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> dict[Sequence, list[NextEvent]]:
-        """Sample all tokens of the step, where their logits are.
+        """Sample all tokens of the step, on the device of the logits.
 
         Returns:
-            For each sequence, functions that let it take its tokens, one after another.
+            For each sequence, functions that append its tokens, to be called in order.
         """
         rows: list[SamplingRow] = []
         logits: list[Tensor] = []
@@ -425,6 +435,7 @@ class Engine:
             sequence = item.sequence
             is_complete = item.num_tokens == sequence.num_uncomputed
             is_plain = sequence.group.request.generates and not sequence.group.forks
+            # Unfinished prompts have no logits; beams, scores and embeddings are not sampled.
             if not is_complete or not is_plain:
                 continue
             try:
@@ -442,9 +453,10 @@ class Engine:
         return events
 
     def _accept(self, sequence: Sequence, draft_tokens: list[int], events: list[NextEvent]) -> None:
-        """Sample tokens as long as they are the draft tokens, and one more. Logits after a rejected one are void."""
+        """Append sampled tokens as long as they equal the draft tokens, and one more. Logits after a rejected draft
+        token are invalid."""
         self._stats.draft_tokens += len(draft_tokens)
-        # After a draft token that the grammar does not allow, no event follows, and the draft ends.
+        # There may be fewer events than draft tokens: sampling ends at one that the grammar does not allow.
         for draft_token, next_event in zip([*draft_tokens, None][: len(events)], events, strict=True):
             self._stats.generated_tokens += 1
             self._events.append(next_event())
@@ -455,12 +467,12 @@ class Engine:
             self._stats.accepted_tokens += 1
 
     def _score(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> dict[Sequence, list[Any]]:
-        """Return pairs of log-probability and whether it is the largest, for the next targets of each sequence that is
-        scored; for a context that is complete, for the first target of each continuation."""
+        """Return pairs (log-probability, whether it is the largest) for the next targets of each sequence that scores a
+        continuation. A context that is complete has the first target of each continuation."""
         tables: dict[Sequence, Tensor] = {}
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
-            # The last token of a chunk may be followed by no target.
+            # A continuation has a target for each row; a context has targets only after its last row.
             targets = sequence.next_targets
             if sequence.score_targets is not None:
                 targets = targets[: len(logits_NV)]
@@ -469,15 +481,16 @@ class Engine:
             if targets:
                 rows_NV = logits_NV if sequence.score_targets is not None else logits_NV[-1:].expand(len(targets), -1)
                 tables[sequence] = score_targets(rows_NV[: len(targets)], targets)
-        # The host waits for a card once.
+        # A single transfer: the host waits for the GPU once.
         return dict(zip(tables, _read_tables(list(tables.values())), strict=True))
 
     def _advance_beams(self, logits: dict[SequenceGroup, list[Tensor]]) -> None:
-        """Replace each group's beams by the best continuations of all of them, or end its search."""
+        """Replace each group's beams with the best continuations of all its beams, or end its search."""
         parents = {group: self._scheduler.running_of(group) for group in logits}
         best = [best_continuations(group, parents[group], torch.stack(rows)) for group, rows in logits.items()]
         for group, continuations in zip(logits, _read_tables(best), strict=True):
             survivors = advance_beams(group, parents[group], continuations)
+            # No score is finite: the KV cache may contain non-finite values, too.
             if survivors is None:
                 for beam in parents[group]:
                     self._scheduler.discard_content(beam)
@@ -489,17 +502,19 @@ class Engine:
                 self._events += events
 
     def _advance_scores(self, sequence: Sequence, scores: list[Any]) -> None:
-        """Fork the context of continuations where it is complete; or take the score of a continuation that is."""
+        """Fork a complete context into its continuations, or yield the score of a complete continuation."""
         group = sequence.group
+        # 1. Fork a context; continuations of one token are complete at once.
         if sequence.score_targets is None:
             forks = [sequence.fork_to_score(index) for index in group.unfinished]
             for fork, score in zip(forks, scores, strict=True):
-                # The context's last row predicts the first token of each.
+                # The context's last row predicts the first token of every continuation.
                 fork.add_scores([score])
             self._scheduler.fork([sequence], forks)
             complete = [fork for fork in forks if not fork.num_uncomputed]
         else:
             complete = [sequence]
+        # 2. Yield the scores of complete continuations.
         for fork in complete:
             score = Score(sum(fork.token_logprobs), tuple(fork.token_logprobs), fork.is_greedy)
             group.scores[fork.index] = score
@@ -513,11 +528,11 @@ class Engine:
             del self._groups[group.request_id]
 
     def _add_prompt_logprobs(self, group: SequenceGroup, first: int, logits_NV: Tensor) -> None:
-        """Add the log-probabilities of the prompt's tokens after the first `first` ones."""
+        """Add the log-probabilities of the prompt tokens that a chunk predicts; `first` is its first position."""
         decode = self.model.tokenizer.decode
         tokens = list(group.prompt_logprobs) if first else []
         if not first:
-            # Nothing predicts the first token.
+            # The first token has no log-probability, as nothing predicts it.
             tokens.append(Token(group.prompt_ids[0], decode([group.prompt_ids[0]], keep_special_tokens=True)))
         for token_id, logits_V in zip(group.prompt_ids[first + 1 :], logits_NV.cpu(), strict=False):
             text = decode([token_id], keep_special_tokens=True)
@@ -525,7 +540,7 @@ class Engine:
         group.prompt_logprobs = tuple(tokens)
 
     def stats(self) -> EngineStats:
-        """Return what the engine is doing, and totals since its start."""
+        """Return the engine's current state, and totals since its start."""
         offloader = self.model.expert_offloader
         return replace(
             self._stats,
@@ -539,7 +554,7 @@ class Engine:
 
 
 def _read_tables(tables: list[Tensor]) -> list[list[Any]]:
-    """Return the rows of tables with equal columns, in one copy to the host."""
+    """Return the rows of tables with the same number of columns, in one copy to the host."""
     if not tables:
         return []
     rows = iter(torch.cat(tables).tolist())

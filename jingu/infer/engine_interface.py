@@ -1,4 +1,4 @@
-"""The interface of the engine: its settings, its statistics, and the methods that its callers need."""
+"""The interface of the engine: its settings, its statistics and the methods that callers use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jingu.runtime.device import total_memory
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How much the engine does at once.
+    """Batch size, KV cache and attention backend of the engine.
 
     Attributes:
-        max_num_seqs: the most sequences that run at a time.
-        block_size: tokens of a KV cache block, a divisor of 128; None: 8 on CPUs, 64 elsewhere.
-        kv_cache_bytes: size of the KV cache; None: what `max_num_seqs` sequences as long as the context need, or a
-            quarter of the memory, whichever is less. On CPUs memory is only used as blocks are first written.
-        prefill_chunk_size: the most prompt tokens in a step.
-        num_speculative_tokens: draft tokens in a step, proposed by a draft model, or else by prompt lookup. Outputs
-            stay the same. 0: none; None: 4 with a draft model, else none.
-        attention_backend: gather: on every device; flash: FlashAttention-3 on CUDA; flex: FlexAttention on CUDA; auto:
-            the first of flash, flex and gather that can be used.
+        max_num_seqs: maximum number of running sequences.
+        block_size: tokens of a KV cache block, a divisor of 128; None: 8 on CPUs, 64 on other devices.
+        kv_cache_bytes: size of the KV cache; None: enough for `max_num_seqs` sequences of the full context length, but
+            at most a quarter of the memory. CPUs use memory only as blocks are first written.
+        prefill_chunk_size: maximum number of prompt tokens in a step (chunked prefill).
+        num_speculative_tokens: draft tokens of a sequence in a step. A draft model proposes them, or prompt lookup if
+            there is none. They do not change outputs. 0 disables speculation; None: 4 with a draft model, else 0.
+        attention_backend: gather runs on every device; flash is FlashAttention-3 on CUDA; flex is FlexAttention on
+            CUDA; auto is the first of flash, flex and gather that can be used.
     """
 
     max_num_seqs: int = 64
@@ -47,7 +47,7 @@ class EngineSettings:
         refuse(count is not None and count < 0, "num_speculative_tokens", count, "0 or more")
 
     def draft_tokens(self, draft_model: InferenceModel | None) -> int:
-        """Return the number of draft tokens in a step."""
+        """Return the number of draft tokens of a sequence in a step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return 0 if draft_model is None else 4
@@ -58,7 +58,7 @@ class EngineSettings:
         return self.block_size or DEFAULT_BLOCK_SIZES[kind]
 
     def num_blocks(self, model: InferenceModel) -> int:
-        """Return the number of KV cache blocks, with the two that no sequence owns."""
+        """Return the number of KV cache blocks, including the zero block and the scratch block."""
         block_size = self.tokens_per_block(model)
         size = block_bytes(model.spec, block_size, model.parameter.itemsize)
         budget = self.kv_cache_bytes
@@ -71,23 +71,23 @@ class EngineSettings:
 
 @dataclass
 class EngineStats:
-    """What the engine is doing, and totals since its start.
+    """The engine's current state, and totals since its start.
 
     Attributes:
-        running: sequences that run.
-        waiting: sequences that wait.
+        running: number of running sequences.
+        waiting: number of waiting sequences.
         used_blocks: KV cache blocks of running sequences.
-        total_blocks: all of them.
-        cached_tokens: tokens in the used blocks; the rest of these blocks is waste.
-        generated_tokens: total.
-        prompt_tokens: total, of all requests.
-        prefix_cache_hits: how many of these were found in the prefix cache.
-        draft_tokens: total, proposed.
-        accepted_tokens: how many of these were accepted.
-        steps: total, of steps with a forward pass.
-        step_seconds: total, in steps.
-        forward_seconds: how many of these in forward passes.
-        experts: of expert offload; None: all experts are in memory.
+        total_blocks: KV cache blocks that sequences can use.
+        cached_tokens: tokens in the used blocks; the other slots of these blocks are fragmentation.
+        generated_tokens: total number of generated tokens.
+        prompt_tokens: total number of prompt tokens of all requests.
+        prefix_cache_hits: the part of `prompt_tokens` that was found in the prefix cache.
+        draft_tokens: total number of draft tokens.
+        accepted_tokens: the part of `draft_tokens` that was accepted.
+        steps: total number of steps with a forward pass.
+        step_seconds: total seconds of steps.
+        forward_seconds: the part of `step_seconds` in forward passes, including those of the draft model.
+        experts: statistics of expert offload; None if all experts are in memory.
     """
 
     running: int = 0
@@ -107,7 +107,7 @@ class EngineStats:
 
 
 class StepEngine(Protocol):
-    """What drivers of an engine need: of `Engine`, or of the one that represents all ranks."""
+    """The methods that callers use, of `Engine` or of `DistributedEngine`."""
 
     model: InferenceModel
 

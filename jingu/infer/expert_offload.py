@@ -1,11 +1,11 @@
 """Expert offload: mixtures of experts larger than memory, after InfMoE (Zhang et al., 2021).
 
-Some experts are resident, in a number of slots, each with room for one expert of any layer. The others are read from
-the model's own files when a layer needs them, or prefetched shortly before; quantized ones are first written to a file.
-Threads fill slots while the model computes. All decisions are made on the thread that computes, and results do not
-depend on them.
+Resident experts are in a fixed number of slots, each of which has room for one expert of any layer. Other experts are
+read from the model's own files when a layer needs them, or prefetched shortly before. Quantized experts are written to
+a temporary file once, when the model is loaded. A background thread fills slots while the model computes. All decisions
+are made on the thread that computes, and results do not depend on them.
 
-Shapes: B rows, T tokens, N = B·T tokens, D hidden size, L layers, E experts, K experts a token, M = N·K choices.
+Shapes: B rows, T tokens, N = B·T tokens, D hidden size, L layers, E experts, K experts per token, M = N·K choices.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from jingu.model.spec import Experts, QuantizationFormat
 from jingu.parallel.offload import DiskStorage
 from jingu.runtime.device import device_module, make_worker_threads, request_huge_pages
 
-# A layer, in the order of computation, and an expert of it.
+# (index of a layer in the order of computation, index of one of its experts).
 ExpertKey = tuple[int, int]
 RouterOutput = tuple[Tensor, Tensor, RoutingStats | None]
 
 OPTION = "--resident-experts"
-# Threads that read. With two, more is evicted before it is needed again, and the speed is the same.
+# Reader threads. Two are not faster, and evict more experts before they are needed again.
 NUM_READERS = 1
-# One slot to compute with, and one to fill meanwhile.
+# One slot to compute with, while the other one is filled.
 MIN_SLOTS = 2
-# The probability from which an expert is prefetched.
+# Minimum probability that an expert will be needed, to prefetch it.
 PREFETCH_THRESHOLD = 0.97
 
 
 @dataclass
 class ExpertOffloadStats:
-    """What has been needed and read.
+    """Statistics of expert offload since its start.
 
     Attributes:
         resident_bytes: size of the slots.
         total_bytes: size of all experts.
-        hits: times that a layer needed an expert which was resident or being prefetched.
-        misses: times that it was neither.
-        prefetched: experts that were prefetched.
-        bytes_read: read into slots, in the format of the slots.
+        hits: number of times that a layer needed an expert which was resident or being prefetched.
+        misses: number of times that it was neither.
+        prefetched: number of prefetched experts.
+        bytes_read: bytes read into slots, in the format of the slots.
         wait_seconds: time that the computation waited for experts.
     """
 
@@ -84,16 +84,16 @@ class ExpertOffloadStats:
 
 
 class _Slot:
-    """Room for one expert: its matrices.
+    """Memory for the matrices of one expert.
 
     Attributes:
-        used: when the device has finished its last computation with these matrices.
+        used: device event that follows the last computation with these matrices; None before one, and on CPUs.
     """
 
     def __init__(self, weights: dict[str, Tensor | PrepackedQuantizedWeight]) -> None:
         self.weights = weights
         self.used: Any | None = None
-        # Bytes of those that can be read into directly.
+        # Views of the matrices that file contents can be read into directly.
         self.buffers = {
             part: memoryview(weight.flatten().view(torch.uint8).numpy().data)
             for part, weight in weights.items()
@@ -102,18 +102,18 @@ class _Slot:
 
 
 class ExpertOffloader:
-    """The experts of a model, of which a limited number is in memory.
+    """Computes a model's experts with a limited number of them in memory.
 
     Args:
         resident: how much may be resident: a share of all experts (25%), or bytes (3GB).
-        dtype: that the model computes in.
-        kind: format that the experts are quantized to; None: they are not.
+        dtype: dtype of the model's computation.
+        kind: quantization format of the experts; None leaves them unquantized.
 
     Attributes:
-        trace: if it is a list, every visit of a layer is appended with the experts that it needs.
+        trace: for analysis: if it is a list, each computed layer is appended with the experts that it needed.
 
     Raises:
-        JinguError: the model has no experts, or there is room for too few.
+        JinguError: the model has no experts, or fewer than MIN_SLOTS would be resident.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class ExpertOffloader:
         self._stored_model = stored_model
         self._dtype = dtype
         self._device = device
-        # Values and scales of all experts of a quantized matrix, on disk.
+        # By name of a quantized matrix: the values and scales of all its experts, on disk.
         self._disk = None if kind is None else DiskStorage(Path(tempfile.gettempdir()), "TMPDIR")
         self._quantized: dict[str, tuple[Tensor, Tensor]] = {}
-        # Where experts lie in files, of those that lie there in the format of the slots.
+        # Where experts are stored, if the model's files have them in the format of the slots.
         self._files = FileReader()
         self._regions: dict[ExpertKey, dict[str, FileRegion]] = {}
-        # Slots, as many as there is room for.
+        # As many slots as there is room for.
         expert = {part: _template(shape, kind, dtype, device) for part, shape in shapes.items()}
         self._expert_bytes = sum(weight.nbytes for weight in expert.values())
         total_bytes = num_layers * experts.num_experts * self._expert_bytes
@@ -148,7 +148,7 @@ class ExpertOffloader:
         weights = {part: _allocate_like(weight, num_slots, device) for part, weight in expert.items()}
         self._free = [_Slot({part: weights[part][slot] for part in expert}) for slot in range(num_slots)]
         self._stats = ExpertOffloadStats(num_slots * self._expert_bytes, total_bytes)
-        # Resident experts, and those that are being read; of these, whether they can be computed with.
+        # Slots of experts that are resident or being read, reads in progress, and which experts are resident.
         self._slot_of: dict[ExpertKey, _Slot] = {}
         self._pending: dict[ExpertKey, Future[None]] = {}
         self._ready_LE = np.zeros((num_layers, experts.num_experts), dtype=bool)
@@ -156,13 +156,13 @@ class ExpertOffloader:
         self._readers = make_worker_threads(NUM_READERS, "experts")
         self._stream = None if device.type in ("cpu", "mps") else device_module(device).Stream(device)
         self._blocks: list[tuple[str, Block, MoELayer]] = []
-        # Of the block that is being computed: hidden states before its last norm, and the router's choices.
+        # Inputs of the prediction, from the current block: hidden states before its last norm, and router choices.
         self._states_BTD = torch.empty(0)
         self._chosen_NK: IntArray = np.empty((0, 0), dtype=np.int64)
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
 
     def take_over(self, model: Decoder) -> None:
-        """Remove the experts' matrices from a model on the meta device; it then computes with these experts."""
+        """Replace the experts of a model on the meta device: remove their matrices, and compute with the slots."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
         for layer, (_, block) in enumerate(iterate_blocks(model)):
             assert isinstance(block, Block) and isinstance(block.feed_forward, MoELayer)
@@ -177,7 +177,7 @@ class ExpertOffloader:
             self._blocks.append((names[block], block, moe))
 
     def _quantize(self, name: str, num_experts: int, template: PrepackedQuantizedWeight) -> None:
-        """Write the quantized matrices of all experts to disk; `template` has the shapes of one expert."""
+        """Quantize the matrices of all experts and write them to disk; `template` has the shapes of one expert."""
         assert self._disk is not None
         values, scales = (
             self._disk.zeros_like(part.new_empty((num_experts, *part.shape), device="meta"))
@@ -191,35 +191,35 @@ class ExpertOffloader:
         self._quantized[name] = values, scales
 
     def stats(self) -> ExpertOffloadStats:
-        """Return what has been needed and read so far."""
+        """Return the statistics so far."""
         return replace(self._stats)
 
-    # A visit of a layer
+    # Computation of a layer
 
     def _remember_states(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the hidden states before a block's last norm, to which the next layer's router is applied early."""
+        """Keep the hidden states before a block's last norm, to apply the next layer's router to them early."""
         self._states_BTD = inputs[0]
 
     def _route(self, original: Callable[[Tensor], RouterOutput], logits_BTE: Tensor) -> RouterOutput:
-        """Compute `MoELayer.route`, and keep its choices."""
+        """Call the original `MoELayer.route` and keep its choices."""
         output = original(logits_BTE)
         self._chosen_NK = output[0].flatten(0, -2).cpu().numpy()
         return output
 
     def _compute(self, layer: int, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """Compute `MoELayer.compute` expert by expert: first those that are resident, then the others as they come."""
+        """Implement `MoELayer.compute` expert by expert: resident experts first, then the others as they arrive."""
         counts = count_E.tolist()
         ends = list(accumulate(counts))
         needed = {expert for expert, count in enumerate(counts) if count}
         if self.trace is not None:
             self.trace.append((layer, tuple(needed)))
-        # 1. Learn from what is needed, and count what is missing.
+        # 1. Update the predictor with the router's choices, and count misses.
         self._predictor.visit(layer, self._chosen_NK)
         self._collect(layer, set())
         missing = [expert for expert in needed if (layer, expert) not in self._slot_of]
         self._stats.hits += len(needed) - len(missing)
         self._stats.misses += len(missing)
-        # 2. Read what is missing and prefetch for the next layer, while resident experts are computed.
+        # 2. Compute resident experts while missing ones are read, and while the next layer's are prefetched.
         likely = self._predict(layer + 1)
         y_MD = torch.empty_like(x_MD)
         self._start_reads(layer, missing, likely, needed)
@@ -234,6 +234,7 @@ class ExpertOffloader:
 
     def _compute_expert(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
         """Return the output of one expert for its rows."""
+        # The event lets the reader's stream wait before it overwrites the slot.
         matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
         y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
@@ -241,8 +242,8 @@ class ExpertOffloader:
         return y_MD
 
     def _next_ready(self, layer: int, needed: set[int]) -> int | None:
-        """Return a needed expert that is ready, waiting for the first one if none is. None: only a prefetched one came,
-        whose slot can be reused."""
+        """Return a needed expert that is resident. If there is none, wait until a read ends. Return None if that read
+        was a prefetch for another layer, whose slot can now be evicted."""
         ready = [expert for expert in needed if self._ready_LE[layer, expert]]
         if not ready:
             reads = [self._pending[layer, expert] for expert in needed if (layer, expert) in self._pending]
@@ -256,10 +257,11 @@ class ExpertOffloader:
     # Slots
 
     def _start_reads(self, layer: int, missing: list[int], likely: list[int], needed: set[int]) -> None:
-        """Start to read what this layer misses, then what the next one will need, while readers and slots are free.
+        """Start to read this layer's missing experts, then likely ones of the next layer, while readers and slots are
+        free.
 
-        No more at a time: what is needed only once then passes through the slots of experts that were computed before
-        it, and does not evict others that will be needed soon.
+        Reads are started as late as possible: missing experts can then reuse the slots of experts that this layer has
+        already computed, and do not evict others that will be needed soon.
         """
         self._collect(layer, needed)
         while (missing or likely) and len(self._pending) < NUM_READERS:
@@ -275,8 +277,8 @@ class ExpertOffloader:
             (missing or likely).pop(0)
 
     def _allocate(self, layer: int, needed: set[int], min_distance: float) -> _Slot | None:
-        """Return a free slot, or that of the expert which will probably be needed last. None: that one is needed within
-        `min_distance` visits, or all are in use."""
+        """Return a free slot, else evict the expert with the longest expected time until its next use. Return None if
+        that is at most `min_distance` visits, or if all slots are in use."""
         if not self._free:
             distance_LE = np.where(self._ready_LE, self._predictor.distance_LE, 0.0)
             distance_LE[layer, list(needed)] = 0.0
@@ -287,8 +289,8 @@ class ExpertOffloader:
         return self._free.pop()
 
     def _collect(self, layer: int, needed: set[int]) -> None:
-        """Mark experts as ready whose reads have ended. Raise the error of a failed read only if the expert is needed
-        now."""
+        """Mark experts as resident whose reads have ended. Raise the error of a failed read only if the expert is
+        needed now; a failed prefetch is dropped."""
         for key in [key for key, future in self._pending.items() if future.done()]:
             error = self._pending[key].exception()
             if error is None:
@@ -305,10 +307,12 @@ class ExpertOffloader:
         self._ready_LE[key] = False
 
     def _read(self, slot: _Slot, key: ExpertKey) -> None:
-        """Read an expert into its slot, on a reader's thread."""
+        """Read an expert into its slot, on a reader thread."""
+        # 1. The shortcut of later reads: bytes in the format of the slot go from the file straight into it.
         if (regions := self._regions.get(key)) is not None:
             self._files.read_into([(region, slot.buffers[part]) for part, region in regions.items()])
             return
+        # 2. Else read the tensors and convert them, on a stream of the reader's own, once the slot is not in use.
         layer, expert = key
         regions = {}
         stream = nullcontext() if self._stream is None else device_module(self._device).stream(self._stream)
@@ -329,19 +333,21 @@ class ExpertOffloader:
                     regions[part] = region
             if self._stream is not None:
                 self._stream.synchronize()
+        # 3. Remember the place in the files, if all matrices allow the shortcut.
         if len(regions) == len(slot.weights):
             self._regions[key] = regions
 
     # Prediction
 
     def _predict(self, layer: int) -> list[int]:
-        """Return the experts that a layer will almost certainly need: its router's choice for the present states."""
-        # Nothing can be predicted from an encoder for a decoder.
+        """Return the experts that a layer will almost certainly need, most likely first, by applying its router to the
+        hidden states of the current layer."""
+        # The states of an encoder do not predict the first layer of the decoder.
         if layer == len(self._blocks) or len({self._blocks[n][0].rpartition(".")[0] for n in (layer - 1, layer)}) > 1:
             return []
         _, block, moe = self._blocks[layer]
         states_ND = self._states_BTD.flatten(0, 1)[: len(self._chosen_NK)]  # without padding rows
-        # Call `forward` itself, without the hook that would keep these states as that block's.
+        # Call `forward` directly to bypass the hook of `_remember_states`.
         x_ND = block.feed_forward_norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = linear(x_ND.to(wide), moe.router.weight.to(x_ND.dtype))
@@ -354,7 +360,7 @@ class ExpertOffloader:
 def _template(
     shape: tuple[int, int], kind: QuantizationFormat | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | PrepackedQuantizedWeight:
-    """Return a matrix like those of experts: quantized if it can be, else without memory."""
+    """Return an example of an expert's matrix: a quantized one if its shape allows it, else one on the meta device."""
     if kind is None or not can_quantize(*shape, kind):
         return torch.empty(shape, dtype=dtype, device="meta")
     return PrepackedQuantizedWeight.quantize(torch.zeros(shape, device=device), kind, dtype)
@@ -363,7 +369,7 @@ def _template(
 def _allocate_like(
     weight: Tensor | PrepackedQuantizedWeight, count: int, device: torch.device
 ) -> list[Tensor] | list[PrepackedQuantizedWeight]:
-    """Return a number of matrices like one, in large pages where the system has them."""
+    """Return `count` uninitialized matrices like `weight`, on CPUs in huge pages where the system has them."""
     if isinstance(weight, PrepackedQuantizedWeight):
         parts = [_allocate_like(part, count, device) for part in (weight.values, weight.scales)]
         return [replace(weight, values=values, scales=scales) for values, scales in zip(*parts, strict=True)]
@@ -374,7 +380,7 @@ def _allocate_like(
 
 
 def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:
-    """Return how many experts there is room for. Raise JinguError where these are too few."""
+    """Return how many experts there is room for. Raise JinguError if there are fewer than MIN_SLOTS."""
     count = min(total_bytes, parse_size(resident, total_bytes)) // expert_bytes
     if count < MIN_SLOTS:
         least = MIN_SLOTS * expert_bytes
@@ -388,7 +394,11 @@ def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:
 
 
 def parse_size(text: str, whole: int) -> int:
-    """Return the bytes of a share of the whole (25%), or of a size (800MB, 3GB, 1.5GiB, 1000000). Raise JinguError."""
+    """Parse a share of the whole (25%) or a size (800MB, 3GB, 1.5GiB, 1000000), and return it in bytes.
+
+    Raises:
+        JinguError: the text is neither, or more than 100%.
+    """
     is_share = text.endswith("%")
     try:
         if is_share:

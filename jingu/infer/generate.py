@@ -1,4 +1,4 @@
-"""`jingu generate`: a model continues a prompt in the terminal."""
+"""`jingu generate`: generate the continuation of a prompt in the terminal."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from jingu.runtime.signals import EXIT_INTERRUPTED, defer_interrupt
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """How a model computes; commands have these options in common.
+    """Options of inference that commands have in common.
 
     Attributes:
-        precision: auto computes in bf16 where the device has units for it, else in fp32; see also `use_int4_blocks`.
-        resident_experts: how much of a mixture's experts is in memory (25%, 3GB); None: all.
-        pipeline: pipeline stages over the ranks that a launcher has started; the ranks of a stage share its matrices.
-        draft_model: a smaller model with the same tokenizer, which proposes draft tokens; outputs stay the same.
-        num_speculative_tokens: draft tokens in a step; without a draft model they are looked up in the text so far.
-        cuda_graphs: whether decoding steps are captured as CUDA graphs.
-        compile: whether blocks are compiled.
+        precision: auto computes in bf16 if the device has hardware for it, else in fp32; see also `use_int4_blocks`.
+        resident_experts: how much of a model's experts is in memory (25%, 3GB); None keeps all of them.
+        pipeline: pipeline stages over the launched ranks; the ranks of a stage use tensor parallelism.
+        draft_model: a smaller model with the same tokenizer, which proposes draft tokens. It does not change outputs.
+        num_speculative_tokens: draft tokens in a step; None: see `EngineSettings`. Without a draft model they are
+            looked up in the text so far.
+        cuda_graphs: whether to capture decoding steps as CUDA graphs.
+        compile: whether to compile the model's blocks.
         threads: CPU threads of this process; None: PyTorch's default, one for each core.
     """
 
@@ -62,7 +63,7 @@ class InferenceOptions:
         allow_rewards: bool = False,
     ) -> InferenceModel:
         """Load a model; see `jingu.infer.inference_model.load`. Only `allow_rewards` permits a reward model."""
-        # Check options and models first, as loading takes long.
+        # Check options and models before the model is loaded, which takes long.
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         place = torch.device(find_device_type(self.device))
@@ -92,7 +93,7 @@ class InferenceOptions:
         return compile_blocks(inference_model) if self.compile else inference_model
 
     def _warn_of_slow_products(self, model: InferenceModel, device: torch.device) -> None:
-        """Say in what a format is slower than the default."""
+        """Warn if the precision is slower than the default on this CPU."""
         if self.precision not in ("bf16", "int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
             return
         if self.precision == "bf16":
@@ -108,22 +109,22 @@ class InferenceOptions:
     def use_int4_blocks(self, model: Path) -> InferenceOptions:
         """Return options for commands that compute few tokens at a time.
 
-        A CPU without units for bf16 then computes with the 4-bit blocks of a GGUF file, unless another precision is
-        set: one stream is then 1.6 times as fast as in fp32.
+        On a CPU without hardware for bf16, they select int4 for GGUF files that have 4-bit blocks, unless a precision
+        is set: a single stream is then 1.6 times as fast as in fp32.
         """
         device = torch.device(find_device_type(self.device))
         is_slow = device.type == "cpu" and not has_fast_bf16(device)
-        # Of all models only GGUF files are no folders.
+        # Only a GGUF model is a file; all other models are folders.
         if self.precision != "auto" or not is_slow or not model.is_file() or not open_model(model).has_int4_blocks:
             return self
         print(f"{model} is computed with its own blocks of 4 bits, as with --precision int4.", file=sys.stderr)
         return replace(self, precision="int4")
 
     def make_engine(self, model: InferenceModel, max_num_seqs: int = 64, kv_cache_tokens: int | None = None) -> Engine:
-        """Return an engine for a model, with the draft model.
+        """Load the draft model, if there is one, and return an engine for a model.
 
         Args:
-            kv_cache_tokens: how many tokens the KV cache has room for; None: see `EngineSettings`.
+            kv_cache_tokens: capacity of the KV cache in tokens; None: see `EngineSettings.kv_cache_bytes`.
         """
         draft_model = None if self.draft_model is None else load(self.draft_model, self.precision, self.device)
         graphs = CudaGraphRunner() if self.cuda_graphs else None
@@ -136,7 +137,7 @@ class InferenceOptions:
         return Engine(model, settings, draft_model, graphs)
 
 
-# All of them as their defaults.
+# All options at their defaults.
 DEFAULT_INFERENCE = InferenceOptions()
 
 
@@ -155,13 +156,13 @@ def generate(
 
     Args:
         model: a run, a step of a run, a Hugging Face folder or a GGUF file.
-        prompt: empty to begin a new document.
-        max_tokens: the most tokens to generate; None: 128, or what the model's context has room for.
-        num_beams: beams of a beam search, whose best hypothesis is printed at the end; 1: none.
-        length_penalty: a hypothesis's log-probability is divided by its length to this power.
+        prompt: the text to continue; an empty one begins a new document.
+        max_tokens: maximum number of new tokens; None: 128, or fewer if the model's context has no room for them.
+        num_beams: beams of a beam search, whose best hypothesis is printed at the end; 1 disables it.
+        length_penalty: exponent of a hypothesis's length, by which its log-probability is divided.
 
     Returns:
-        The exit code; 130 where Ctrl-C ended it.
+        The exit code; 130 after Ctrl-C.
 
     Raises:
         JinguError: the model, the prompt or an option cannot be used.
@@ -173,7 +174,7 @@ def generate(
         ids = inference_model.encode(prompt)
         if max_tokens is None:
             max_tokens = max(1, min(128, max_new_tokens(inference_model.spec, len(ids))))
-        # Beam search does not sample, whatever the model recommends.
+        # Beam search ignores the sampling parameters that the model recommends.
         params = SamplingParams(**sampling) if num_beams > 1 else inference_model.sampling_params(sampling)
         request = Request(
             ids, params, max_tokens, tuple(stop or ()), num_beams=num_beams, length_penalty=length_penalty
@@ -192,7 +193,7 @@ def generate(
 
 
 class GenerationResult(NamedTuple):
-    """A text that was printed while it was generated."""
+    """Text, number of tokens and duration of a generation."""
 
     text: str
     tokens: int
@@ -201,18 +202,19 @@ class GenerationResult(NamedTuple):
 
     @property
     def speed(self) -> str:
-        """The number of tokens, and how many a second, in words."""
+        """The number of tokens and the tokens per second, as text."""
         return f"{self.tokens} tokens, {self.tokens / self.seconds:.1f} a second"
 
 
 def print_stream(
     engine: StepEngine, request: Request, before: str = "", layout: Callable[[str | None], str] | None = None
 ) -> GenerationResult:
-    """Print a text, an answer as it is generated, and a new line. Ctrl-C ends it. Raise JinguError where the engine
+    """Print an answer as it is generated, and a newline. Ctrl-C cancels the request. Raise JinguError if the engine
     reports an error.
 
     Args:
-        layout: returns what to print for a piece of the answer, and for None at its end; None: the pieces themselves.
+        before: text to print before the answer.
+        layout: formats a piece of the answer; called with None at the end. None prints the pieces as they are.
     """
     text = ""
     tokens = 0

@@ -51,16 +51,16 @@ class InferenceModel:
     """A model in memory with its tokenizer, ready for the engine.
 
     Attributes:
-        module: the network, or this rank's part of it.
-        name: for people.
-        eos_token_ids: tokens that end an output; empty: the tokenizer's.
-        decoder_start_token_id: first token of an encoder-decoder's decoder; -1: the tokenizer's.
-        prompt_prefix_ids: what a prompt starts with (BOS), where the model was trained so.
-        is_prefix_lm: whether the tokens of a prompt see each other in both directions, as in training.
-        expert_offloader: of a mixture of experts, only some of which are in memory.
+        module: the network, or this rank's shard of it.
+        name: display name.
+        eos_token_ids: tokens that end an output; an empty tuple is replaced by the tokenizer's end token.
+        decoder_start_token_id: first token of an encoder-decoder's decoder; -1 is replaced by the tokenizer's.
+        prompt_prefix_ids: tokens in front of each prompt (BOS), if the model was trained with them.
+        is_prefix_lm: whether the tokens of a prompt attend to each other in both directions, as in training.
+        expert_offloader: computes the experts if only some of them are in memory; else None.
         adapters: LoRA adapters that requests can use.
-        read_adapter: reads an adapter that is to be loaded beside the model; None: all were loaded with the model.
-        prompt_rows: of its quantized matrices: which rows of a step are tokens of long prompts.
+        read_adapter: reads an adapter that is to be added at runtime; None: adapters cannot be added.
+        prompt_rows: tells quantized matrices which rows of a step belong to long prompts; None: they need no selection.
         default_sampling: sampling parameters that its generation_config.json recommends, by name.
         world_size: number of ranks that share the model.
         is_compiled: whether its blocks are compiled for inference.
@@ -90,16 +90,16 @@ class InferenceModel:
 
     @property
     def parameter(self) -> Tensor:
-        """Any floating-point parameter, for the dtype and the device."""
+        """An arbitrary floating-point parameter, for its dtype and device."""
         return next(parameter for parameter in self.module.parameters() if parameter.is_floating_point())
 
     def sampling_params(self, options: SamplingOptions, temperature: float = 0.0) -> SamplingParams:
-        """Return sampling parameters: `options`, for the rest `default_sampling`; `temperature` if neither has one."""
+        """Return sampling parameters: `options`, then `default_sampling`, then `temperature` and the other defaults."""
         defaults: dict[str, Any] = {"temperature": temperature, **self.default_sampling}
         return SamplingParams(**{**defaults, **options})
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt. For an encoder, sentinels written in the text become special tokens."""
+        """Return the token ids of a prompt. For an encoder, sentinels in the text are parsed as special tokens."""
         return (*self.prompt_prefix_ids, *encode_prompt(self.spec, self.tokenizer, prompt))
 
 
@@ -132,7 +132,7 @@ def check_language_model(path: Path) -> None:
 
 
 def _open_supported_model(path: Path, ranks: RankInfo | None) -> StoredModel:
-    """Return a model. Raise JinguError for a reward model that the engine cannot score with."""
+    """Open a model. Raise JinguError for a reward model that the engine cannot compute."""
     stored_model = open_model(path)
     spec = stored_model.spec
     if spec.score_head and (ranks is not None or spec.num_encoder_layers is not None or any(spec.prompts)):
@@ -145,7 +145,8 @@ def _choose_dtype(precision: Precision, device: torch.device, use_bytes: bool) -
     """Return the dtype of activations. Raise JinguError if the device does not compute in the precision."""
     if precision == "fp8":
         check_fp8(device, "--precision")
-    # Other CPU kernels for quantized matrices are fast with bf16 activations only, also without units for bf16.
+    # CPU kernels for quantized matrices, apart from the byte kernels, are fast with bf16 activations only, even on CPUs
+    # without hardware for bf16.
     is_bf16 = has_fast_bf16(device) or (precision in _KINDS and device.type == "cpu" and not use_bytes)
     default_precision = "bf16" if is_bf16 else "fp32"
     return check_number_format(DTYPES[precision if precision in DTYPES else default_precision], device)
@@ -164,21 +165,21 @@ def load(
     """Load a run, a step of a run, a Hugging Face folder or a GGUF file.
 
     Args:
-        precision: auto computes in bf16 where the device has units for it, else in fp32; int8, int4 and fp8 do the same
-            with matrices that are rounded to so many bits, and fp8 rounds their inputs, too.
-        adapters: name → a run that trained adapters, or a folder of peft's.
-        resident_experts: how much of a mixture's experts is in memory (25%, 3GB), the rest being read when it is
-            needed from the model's files, or from one that holds them rounded; None: all.
-        ranks: this process among those that share the model, each of which calls this; None: it has all of it.
-        pipeline: stages that they divide its blocks into.
-        runtime_adapters: whether further adapters can be loaded later.
+        precision: auto computes in bf16 if the device has hardware for it, else in fp32. int8, int4 and fp8 quantize
+            the matrices; fp8 quantizes activations, too.
+        adapters: by name, a run that trained adapters, or a folder in the format of peft.
+        resident_experts: how much of the experts is in memory (25%, 3GB). The others are read when they are needed,
+            from the model's files, or from a temporary file if they are quantized. None keeps all of them in memory.
+        ranks: this process and the other ranks that share the model, all of which call this; None: a single process.
+        pipeline: number of pipeline stages over the ranks.
+        runtime_adapters: whether adapters can be added after loading.
 
     Raises:
-        JinguError: what is wrong with it.
+        JinguError: the model cannot be read, or does not support an option.
     """
     _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
     stored_model = _open_supported_model(path, ranks)
-    # Before the model, as loading takes time.
+    # Adapters are read and checked before the model, whose loading takes long.
     lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
@@ -205,9 +206,9 @@ def load(
     for adapter_name, weights in lora_weights.items():
         lora_adapters.attach(adapter_name, weights)
     for stage in model.stages:
-        # An adapter may be for one of several projections that would be joined.
+        # Runtime adapters need separate projections: one may adapt only some of those that would be joined.
         prepack_weights(stage, not runtime_adapters, prompt_rows, as_bytes=use_bytes)
-    # Prepend BOS only where both the tokenizer and the model's configuration say so.
+    # Prepend BOS only if the tokenizer and the model's configuration agree.
     has_bos = tokenizer.prompt_prefix_ids == [stored_model.special_token_ids.get("bos_token_id")]
     start_id = stored_model.decoder_start_token_id
     return InferenceModel(
@@ -229,21 +230,21 @@ def load(
 
 
 def use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:
-    """Return whether the quantized matrices of a model are multiplied as bytes."""
-    # Experts are stored for the other kernels, as they may be read from disk in their layout.
+    """Return whether int8 kernels (`ByteWeight`) multiply the quantized matrices of a model."""
+    # Mixtures of experts use the other kernels, as experts may be read from disk in the layout of those.
     is_mixture = isinstance(spec.feed_forward, Experts)
     return device.type == "cpu" and not has_fast_bf16(device) and has_byte_kernels() and not is_mixture
 
 
 def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.device) -> PromptRows | None:
-    """Return the selection of rows that a model's quantized matrices share; None if it has no use for one."""
-    # Experts and encoders have rows of their own, and other devices dequantize for every row.
+    """Return the selection of rows for a model's quantized matrices; None if they need none."""
+    # The rows of experts and encoders are not those of the step, and devices other than CPUs treat all rows alike.
     is_dense = spec.num_encoder_layers is None and not isinstance(spec.feed_forward, Experts)
     return PromptRows(kind) if is_dense and device.type == "cpu" and kind != "fp8" else None
 
 
 def _warn_of_slow_products(kind: QuantizationFormat, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Say where quantized matrices save memory and no time."""
+    """Warn if quantized matrices save memory but no time on this device."""
     name = device_name(device)
     dequantized = "dequantized for each product, which saves memory, but no time."
     if device.type == "cpu":
@@ -260,7 +261,7 @@ def _warn_of_slow_products(kind: QuantizationFormat, spec: ModelSpec, dtype: tor
 def load_chat_model(
     load: Callable[[], InferenceModel], path: Path, template: str | None = None
 ) -> tuple[InferenceModel, ChatFormat | None]:
-    """Load a model that ends its answers as its chat template does, and return it with its chat format.
+    """Load a model, add the end tokens of its chat template, and return it with its chat format.
 
     Args:
         load: loads the model.
@@ -268,7 +269,7 @@ def load_chat_model(
         template: name or file of a chat template; None: the model's own.
 
     Raises:
-        JinguError: there is no such template. This is checked before the model is loaded, which takes long.
+        JinguError: there is no such template; checked before the model is loaded, which takes long.
     """
     if template is not None:
         find_chat_format(path, Tokenizer.load(open_model(path).tokenizer()), template)
@@ -276,13 +277,13 @@ def load_chat_model(
     chat_format = find_chat_format(path, model.tokenizer, template)
     if chat_format is None:
         return model, None
-    # Without duplicates, in order.
+    # Remove duplicates, but keep the order.
     end_ids = dict.fromkeys((*model.eos_token_ids, *chat_format.eos_token_ids))
     return replace(model, eos_token_ids=tuple(end_ids)), chat_format
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model for people."""
+    """Return the display name of a model."""
     return path.stem if path.suffix == ".gguf" else path.absolute().name
 
 
@@ -294,7 +295,7 @@ def _load_module(
     pipeline: int,
     prepare: Callable[[Decoder], object],
 ) -> Model:
-    """Return a model, or this rank's part of it, divided by the tables that training uses."""
+    """Return a model, or this rank's shard of it, in the same layout as in training."""
     if ranks is None:
         return load_model(stored, dtype, place, prepare)
     # Pipeline stages, and tensor parallelism over the ranks of a stage.

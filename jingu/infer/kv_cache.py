@@ -24,17 +24,17 @@ from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
 HEAD_DIM_MULTIPLE = 16
-# In place of a chunk's number: all chunks that can share a group.
+# Group key of the chunks that may share a group; other chunks use their own number.
 _SHARED = -1
 
 
 @dataclass(eq=False)
 class BlockTable:
-    """What the cache holds of a sequence.
+    """The cache entries of a sequence.
 
     Attributes:
-        blocks: numbers of its blocks, in the order of positions.
-        cross_kv: by layer, keys and values of the encoder's states [1, S, G, K].
+        blocks: indices of its blocks, in the order of positions.
+        cross_kv: by layer, the cross-attention keys and values of the encoder's states [1, S, G, K].
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -46,8 +46,8 @@ class SequenceChunk:
     """Tokens of one sequence in a step.
 
     Attributes:
-        first: position of the first one.
-        bidirectional: positions that see each other, and not only those before them; all of them are in one step.
+        first: position of the first token.
+        bidirectional: positions that attend to each other in both directions; they are all computed in one step.
     """
 
     table: BlockTable
@@ -56,12 +56,12 @@ class SequenceChunk:
     bidirectional: range = range(0)
 
 
-# Share of the memory that the blocks take, unless their bytes are given.
+# Largest share of the memory that the blocks take, unless their size is set.
 MAX_MEMORY_SHARE = 0.25
 
 
 def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
-    """Return the bytes that a block takes in all layers together, for elements of this size."""
+    """Return the bytes of a block in all layers together; `itemsize` is the size of an element."""
     attention = spec.attention
     row_size = 2 * attention.num_kv_heads * _padded_size(attention.head_dim)
     return spec.num_layers * row_size * block_size * itemsize
@@ -70,17 +70,18 @@ def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
 class PagedKVCache:
     """Keys and values of many sequences; implements `jingu.model.attention.KVCache`.
 
-    A layer's memory is allocated with its first keys, whose heads, dtype and device it takes: with tensor parallelism a
-    rank may have only some of the heads, and compute in another dtype than its weights have.
+    A layer's memory is allocated when its first keys arrive, with their number of heads, dtype and device: a rank of
+    tensor parallelism may have only some of the heads, and the computation may use another dtype than the weights.
 
     Attributes:
-        num_tokens: tokens of the present step, without padding.
-        slots_T: where the step's keys and values are written, padding to the scratch block.
-        first_slot: the first of them, where they are neighbours.
+        num_tokens: tokens of the current step, without padding.
+        slots_T: slots that the step's keys and values are written to; padding rows use the scratch block.
+        first_slot: the first slot if they are contiguous, else None.
         groups: rows whose attention is computed together.
-        use_slices: whether neighbouring blocks and slots are addressed as slices rather than by index.
+        tables: block tables of the sequences of each group.
+        use_slices: whether contiguous blocks and slots are addressed as slices rather than by index.
         row_multiple: a step's rows are padded to a multiple of this.
-        encoding: the table that takes the encoder's keys and values in this step.
+        encoding: the block table that receives the encoder's keys and values in this step; None: no encoder runs.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class PagedKVCache:
         """Prepare a step.
 
         Args:
-            chunks: those of a single token first.
-            encoding: of the sequence whose source the encoder reads in this step.
+            chunks: the tokens of the step; chunks of a single token come first.
+            encoding: block table of the sequence whose source the encoder reads in this step.
 
         Returns:
             Tokens and positions [1, T], padded to a multiple of `row_multiple`; and the first row of each chunk.
@@ -124,6 +125,7 @@ class PagedKVCache:
         self.tables = []
         self.encoding = encoding
         for num_tokens, spans, members in _group_by_shape(chunks):
+            # 1. Append the tokens, positions, slots and blocks of the group's members.
             first_row = len(ids)
             blocks: list[int] = []
             num_blocks = spans * KV_SPAN // self.block_size
@@ -138,9 +140,10 @@ class PagedKVCache:
                     own[position // self.block_size] * self.block_size + position % self.block_size
                     for position in range(begin, begin + num_tokens)
                 ]
-                # The zero block stands where a sequence has no block yet.
+                # Pad to whole spans of keys with the zero block.
                 blocks += own[:num_blocks]
                 blocks += [ZERO_BLOCK] * (num_blocks - len(own))
+            # 2. Make the group.
             begins = copy_to_device([begin for _, begin in members], self.device)
             self.tables.append([chunks[number].table for number, _ in members])
             self.groups.append(
@@ -154,18 +157,20 @@ class PagedKVCache:
                     range(0) if num_tokens == 1 else chunks[members[0][0]].bidirectional,
                 )
             )
+        # 3. Pad the rows, and copy the indices to the device.
         self.num_tokens = len(ids)
         neighbours = range(slots[0], slots[0] + len(slots))
         self.first_slot = slots[0] if self.use_slices and slots == list(neighbours) else None
-        # Padding rows compute token 0 at position 0, and write to the scratch block.
+        # Padding rows compute token 0 at position 0 and write to the scratch block.
         padding = -len(ids) % self.row_multiple
         self.slots_T = copy_to_device(slots + [SCRATCH_BLOCK * self.block_size] * padding, self.device)
         rows = copy_to_device([ids + [0] * padding, positions + [0] * padding], self.device)
         return rows[:1], rows[1:], starts
 
     def _contiguous(self, chunks: Sequence[SequenceChunk], blocks: list[int]) -> slice | None:
-        """Return the span of a single decoding sequence's blocks as a slice, where they are neighbours in memory."""
-        # Only where there is no other sequence: what others wrote after its last block may not be finite.
+        """Return the blocks of a single decoding sequence as a slice if they are contiguous in memory, else None."""
+        # The slice extends beyond the sequence's last block, to a whole span. With several sequences, those blocks may
+        # contain non-finite values of this step, which would spoil the result in spite of the mask.
         if not self.use_slices or len(chunks) != 1 or len(chunks[0].ids) != 1:
             return None
         first = blocks[0]
@@ -176,8 +181,8 @@ class PagedKVCache:
 
     @property
     def graph_shape(self) -> Hashable:
-        """The shape of a step with one token for each sequence: steps of one shape differ only in `graph_inputs`. None
-        for other steps, which cannot be captured."""
+        """The key of a decoding step's CUDA graph: steps with the same key differ only in `graph_inputs`. None for
+        steps that cannot be captured."""
         if self.use_slices or self.encoding is not None or any(group.num_tokens > 1 for group in self.groups):
             return None
         blocks = tuple(group.blocks.shape[0] for group in self.groups)
@@ -185,11 +190,11 @@ class PagedKVCache:
 
     @property
     def graph_inputs(self) -> list[Tensor]:
-        """The tensors that a step reads, as `plan` prepared them."""
+        """The tensors of the planned step that its forward pass reads."""
         return [self.slots_T, *(part for group in self.groups for part in (group.blocks, group.positions))]
 
     def set_graph_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Let the step read other tensors in place of `graph_inputs`."""
+        """Replace the tensors that `graph_inputs` returned."""
         self.slots_T = tensors[0]
         for group, blocks, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
             group.blocks = blocks
@@ -197,11 +202,11 @@ class PagedKVCache:
             group.mask = None
 
     def begin(self, bias_NH: Tensor | None) -> None:
-        """Take the biases of relative positions, before the first layer."""
+        """Set the relative position biases, before the first layer."""
         self.backend.relative_bias = bias_NH
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """Return the tables of a step's positions. Each position's is computed once, for all steps."""
+        """Return the rotary tables of a step's positions; those of all positions are computed in the first call."""
         if not isinstance(self.spec.position, RotaryPositions):
             return None
         if self._rotary is None:
@@ -215,7 +220,7 @@ class PagedKVCache:
         return cos[positions_BT], sin[positions_BT]
 
     def copy(self, block: int, to: int) -> None:
-        """Copy a block's keys and values in all layers."""
+        """Copy a block's keys and values to another block, in all layers."""
         for layer in self._layers:
             if layer.store is not None:
                 layer.store[to] = layer.store[block]
@@ -228,12 +233,12 @@ class PagedKVCache:
 
 
 def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Divide the chunks of a step at spans of keys, and group what has the same shape.
+    """Split the chunks of a step at multiples of KV_SPAN positions, and group parts of the same shape.
 
     Returns:
-        (tokens, spans of keys that they see, members), a member being the number of a chunk and a first position.
-        Chunks of equal length share a group, as of sequences that decode; those that are divided, or see themselves
-        in both directions, have groups of their own, one after another.
+        Groups (number of tokens, number of key spans that they attend to, members). A member is (index of a chunk,
+        first position). Whole chunks of equal length share a group, such as those of decoding sequences. Each part of a
+        chunk that is split or bidirectional has a group of its own.
     """
     groups: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for number, chunk in enumerate(chunks):
@@ -253,11 +258,11 @@ class _LayerKVCache:
     """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
 
     def __init__(self, cache: PagedKVCache, number: int) -> None:
-        # Without a cycle of references, the memory is free as soon as the engine is gone.
+        # A weak reference avoids a cycle, so that the memory is freed together with the engine.
         self._reference = weakref.ref(cache)
         self._number = number
         self.store: Tensor | None = None  # [P, block size, 2, G, K]
-        self._slots: tuple[Tensor, ...] = ()  # its keys and values [1, P · block size, G, K]
+        self._slots: tuple[Tensor, ...] = ()  # views of its keys and its values, each [1, P · block size, G, K]
 
     @property
     def _cache(self) -> PagedKVCache:
@@ -271,12 +276,13 @@ class _LayerKVCache:
         scale = head_dim**-0.5 if scale is None else scale
         if head_dim % HEAD_DIM_MULTIPLE:
             q_BTHK, k_BTGK, v_BTGK = (pad_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+        # 1. Allocate the layer's memory in the first step.
         if self.store is None:
-            # Outside of inference mode, as blocks are also written between forward passes.
+            # Not in inference mode: blocks are also copied and cleared between forward passes.
             with torch.inference_mode(False):
                 self.store = allocate_zeros((cache.num_blocks, cache.block_size, 2, *k_BTGK.shape[2:]), k_BTGK)
                 self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
-        # First write the step's keys and values, then attend: a token sees itself and the others of its chunk.
+        # 2. Write the step's keys and values, before attention: a token attends to itself and to its chunk.
         keys, values = self._slots
         num_tokens = cache.num_tokens
         padding = k_BTGK.shape[1] - num_tokens
@@ -286,6 +292,7 @@ class _LayerKVCache:
         else:
             keys.index_copy_(1, cache.slots_T, k_BTGK)
             values.index_copy_(1, cache.slots_T, v_BTGK)
+        # 3. Compute attention group by group; padding rows become zeros.
         if len(cache.groups) == 1 and not padding:
             y_BTHK = cache.backend.attend(q_BTHK, self.store, cache.groups[0], scale, first_head)
         else:
@@ -297,7 +304,7 @@ class _LayerKVCache:
         return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
 
     def tokens(self, rows: int) -> int:
-        # With sequence parallelism a rank has only a part of the rows.
+        # With sequence parallelism a rank has only a part of the rows, and none of them count as padding.
         return self._cache.num_tokens if rows == len(self._cache.slots_T) else rows
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
@@ -310,7 +317,7 @@ class _LayerKVCache:
         q_BTHK = pad_heads(q_BTHK)
         y_BTHK = torch.zeros_like(q_BTHK)
         for group, tables in zip(self._cache.groups, self._cache.tables, strict=True):
-            # Sources differ in length, so that each sequence is computed by itself.
+            # Sources differ in length, so each sequence is computed by itself.
             for number, table in enumerate(tables):
                 first = group.rows.start + number * group.num_tokens
                 rows = slice(first, first + group.num_tokens)
@@ -330,10 +337,10 @@ def _padded_size(head_dim: int) -> int:
 
 
 def allocate_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on CPUs in memory that the system only provides where it is written."""
+    """Return zeros; on CPUs, in memory whose pages the system allocates when they are first written."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    # From the system: in training, the allocator keeps freed memory, and would write its zeros at once.
+    # Not from PyTorch: in training, its allocator reuses freed memory, and would write all zeros immediately.
     num_bytes = math.prod(shape) * like.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Runs a model's forward pass over the tokens of a step.
+"""The forward pass of a model over the tokens of a step.
 
 Shapes: T tokens of a step, N rows of logits, D hidden size, V vocabulary.
 """
@@ -30,11 +30,11 @@ from jingu.runtime.device import copy_to_device, force_eager
 
 
 class ModelRunner:
-    """A model with a KV cache of its own.
+    """Runs a model with a KV cache of its own.
 
     Args:
-        graphs: captures and replays steps with one token for each sequence; None: steps are launched as they are.
-        backend: of attention.
+        graphs: captures and replays decoding steps; None launches operations one by one.
+        backend: name of the attention backend.
 
     Raises:
         JinguError: the model does not support CUDA graphs or the attention backend.
@@ -56,7 +56,7 @@ class ModelRunner:
         self.cache.row_multiple = _row_multiple(model, self.cache.row_multiple)
         if graphs is not None:
             _check_dense_decoder(model, "--cuda-graphs")
-            # A captured step may depend on nothing but the content of its tensors.
+            # A captured step may depend only on the contents of its tensors, and not on slice bounds.
             self.cache.use_slices = False
 
     def compute(
@@ -71,18 +71,19 @@ class ModelRunner:
         some rows, in fp32 or fp64, on the model's device.
 
         Args:
-            rows: whose logits are needed.
-            hidden_rows: whose hidden states are needed.
-            source_BS: what the encoder reads in this step.
+            rows: rows whose logits are needed.
+            hidden_rows: rows whose hidden states are needed.
+            source_BS: source tokens that the encoder reads in this step; None: no encoder runs.
         """
         model = self.model
         cache = self.cache
-        # Pad the head's rows as the others, so that a row's logits do not depend on how many there are.
+        # 1. Pad the head's rows like those of the model, so that a row's logits do not depend on their number.
         rows_N = copy_to_device(rows or [0], cache.device)
         rows_N = F.pad(rows_N, (0, -len(rows_N) % cache.row_multiple))
         source = None if source_BS is None else Inputs(source_BS)
         hidden_ND = torch.empty(0, 0)
 
+        # 2. Define the forward pass as a function of tensors only, as a CUDA graph needs it.
         def run_forward(inputs: Sequence[Tensor]) -> Tensor:
             tokens_BT, positions_BT, rows_N, *planned = inputs
             cache.set_graph_inputs(planned)
@@ -97,7 +98,7 @@ class ModelRunner:
             logits_NV: Tensor = model.module(model_inputs, loss=compute_head)
             return logits_NV
 
-        # FSDP and DTensor do not support inference mode.
+        # 3. Run it, or replay its graph. FSDP and DTensor do not support inference mode.
         no_grad = torch.inference_mode() if model.world_size == 1 else torch.no_grad()
         with no_grad, nullcontext() if model.is_compiled else force_eager():
             inputs = [tokens_BT, positions_BT, rows_N, *cache.graph_inputs]
@@ -111,17 +112,20 @@ class ModelRunner:
 
 
 def _row_multiple(model: InferenceModel, default: int) -> int:
-    """Return the multiple of rows with which the result of a row does not depend on their number."""
+    """Return the multiple to pad rows to, so that the result of a row does not depend on the number of rows."""
     head = cast(object, model.module.head_weight()) if isinstance(model.module, Decoder) else None
     if isinstance(head, QuantizedWeight | PrepackedQuantizedWeight | ByteWeight):
-        return 1  # quantized kernels compute each row by itself, and cost by the row
+        return 1  # quantized kernels compute each row by itself, and padding rows would cost as much as others
     return PREPACKED_ROWS if isinstance(head, PrepackedWeight) else default
 
 
 def compile_blocks(model: InferenceModel) -> InferenceModel:
-    """Compile a model's blocks for any number of tokens, except attention to the KV cache. Return the model.
+    """Compile a model's blocks for any number of tokens, except attention over the KV cache. Return the model.
 
-    Compilation happens here, so that all steps run the same code. Raise JinguError where the model does not support it.
+    Compilation happens here and not in the first step, so that all steps run the same code.
+
+    Raises:
+        JinguError: the model cannot be compiled.
     """
     _check_dense_decoder(model, "--compile")
     model = replace(model, is_compiled=True)
@@ -139,7 +143,7 @@ def compile_blocks(model: InferenceModel) -> InferenceModel:
 
 
 def _check_dense_decoder(model: InferenceModel, option: str) -> None:
-    """Raise JinguError unless steps of the model differ in nothing but the content of tensors."""
+    """Raise JinguError unless steps of the model differ only in the contents of tensors."""
     spec = model.spec
     dense = isinstance(model.module, Decoder) and spec.num_encoder_layers is None and not any(spec.prompts)
     dynamic = isinstance(spec.feed_forward, Experts) or isinstance(spec.position, AlibiPositions | RelativeBias)

@@ -1,7 +1,8 @@
-"""Several LoRA adapters on one base model: each row of a batch uses one of them, or none.
+"""Several LoRA adapters on one base model: each row of a batch uses one adapter, or none.
 
-The matrices of each adapter that a forward pass uses are multiplied with all rows, and a mask selects those that use
-it. The result of a row depends on no other row and no other adapter. Adapters can come and go between forward passes.
+A forward pass multiplies all rows with the matrices of every adapter that it uses, and a mask selects the rows that use
+the adapter. The result of a row depends on no other row and no other adapter. Adapters can be added and removed between
+forward passes.
 
 Shapes: B rows, T tokens, I inputs, O outputs, R rank.
 """
@@ -27,7 +28,7 @@ from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora
 from jingu.parallel.pipeline import Model
 
-# The A and B matrices of an adapter by module name; B is multiplied by the scale.
+# By module name, the A and B matrices of an adapter; B includes the scale.
 LoraWeights = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -36,21 +37,21 @@ class Adapter:
     """A LoRA adapter of a model. Its matrices are freed when neither a name nor a request refers to it.
 
     Attributes:
-        number: which no other adapter of the model has or had, not even one of the same name.
+        number: unique in the model, even among removed adapters and those of the same name.
     """
 
     number: int
 
 
 class LoraAdapters:
-    """The adapters of a model, and which rows of the present forward pass use which.
+    """The adapters of a model, and which rows of the current forward pass use which adapter.
 
     Args:
-        model: whose linear layers, or those of this rank's part of it, get adapters.
-        dtype: of their matrices.
+        model: the model, or this rank's shard of it, whose linear layers get adapters.
+        dtype: dtype of the adapters' matrices.
 
     Attributes:
-        masks: of the present forward pass, by adapter: which rows use it [B, T, 1].
+        masks: by adapter, which rows of the current forward pass use it [B, T, 1].
     """
 
     def __init__(self, model: Model | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -76,25 +77,25 @@ class LoraAdapters:
         return self._by_name[name]
 
     def attach(self, name: str, weights: LoraWeights) -> None:
-        """Add an adapter to the model's linear layers, in place of one of the same name."""
+        """Add an adapter to the model's linear layers; it replaces one of the same name for new requests."""
         adapter = Adapter(self._count)
         self._count += 1
         for layer_name, (a_RI, b_OR) in weights.items():
             layer = self._layers.get(layer_name) or self._wrap(layer_name)
-            # Another rank may have the layer.
+            # The layer may be on another rank.
             if layer is not None and self._model is not None:
                 device = next(self._model.parameters()).device
                 shards = _cut(self._model, layer_name, 1, a_RI), _cut(self._model, layer_name, 0, b_OR)
                 layer.pairs[adapter] = shards[0].to(device, self._dtype), shards[1].to(device, self._dtype)
-        # Replaced as a whole, since other threads read it.
+        # Replace the whole dictionary, since other threads read it.
         self._by_name = {**self._by_name, name: adapter}
 
     def detach(self, name: str) -> None:
-        """Forget an adapter, which requests in progress can still use."""
+        """Remove an adapter. Requests in progress can still use it."""
         self._by_name = {other: adapter for other, adapter in self._by_name.items() if other != name}
 
     def _wrap(self, name: str) -> MultiLoraLinear | None:
-        """Replace a linear layer by one with adapters; return it, or None if it is on another rank."""
+        """Replace a linear layer by one with adapters and return that; None if the layer is on another rank."""
         parent, _, leaf = name.rpartition(".")
         for stage in self._model.stages if self._model is not None else ():
             layer = dict(stage.named_modules()).get(name)
@@ -111,8 +112,8 @@ class LoraAdapters:
         """Select adapters for the rows of the forward pass inside of this context.
 
         Args:
-            parts: (first row, number of rows, their adapter).
-            rows: of the forward pass; those in no part use no adapter.
+            parts: (first row, number of rows, their adapter); rows in no part use the base model.
+            rows: number of rows of the forward pass.
         """
         masks: dict[Adapter, Tensor] = {}
         for first, count, adapter in parts:
@@ -127,10 +128,10 @@ class LoraAdapters:
 
 
 class MultiLoraLinear(nn.Module):
-    """A linear layer, plus what each row's adapter adds.
+    """A linear layer with a low-rank update by each row's adapter.
 
     Attributes:
-        pairs: by adapter, its matrices [R, I] and, times its scale, [O, R].
+        pairs: by adapter, its matrices A [R, I] and B [O, R]; B includes the scale.
     """
 
     def __init__(self, base: Linear, adapters: LoraAdapters) -> None:
@@ -153,10 +154,10 @@ def read_lora_adapter(path: Path, base: StoredModel) -> LoraWeights:
     """Read an adapter for a model.
 
     Args:
-        path: a run that trained adapters, or a folder of peft's.
+        path: a run that trained adapters, or a folder in the format of peft.
 
     Raises:
-        JinguError: there is none, or it is no LoRA of plain matrices, or it is for another model.
+        JinguError: there is no adapter, it is not LoRA of plain matrices, or it belongs to another model.
     """
     if base.spec.num_encoder_layers is not None:
         raise JinguError(
@@ -173,7 +174,7 @@ def read_lora_adapter(path: Path, base: StoredModel) -> LoraWeights:
 
 
 def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
-    """Return the shard of an adapter's matrix for a rank's shard of the weight, along the dim that they share."""
+    """Return this rank's shard of an adapter's matrix: it is split like the weight, along the dimension they share."""
     if isinstance(model, Decoder):
         return whole
     part = model.sharding.parts[f"{name}.weight"]

@@ -1,8 +1,8 @@
 """Prepack a model's weights for fast inference on CPUs.
 
-oneDNN and the kernels for quantized matrices read weights in layouts of their own. Converting each weight once, instead
-of for every product, nearly halves the time of a step with few tokens. Projections of the same input (query, key and
-value; gate and up) are joined to one matrix, so that one product computes them.
+oneDNN and the kernels for quantized matrices use weight layouts of their own. Converting each weight once, instead of
+in every matmul, nearly halves the time of a step with few tokens. Projections of the same input (query, key and value;
+gate and up) are concatenated to one matrix, so that a single matmul computes them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def prepack_weights(
     huge_pages: bool = True,
     as_bytes: bool = False,
 ) -> None:
-    """Prepack a model, or a rank's part of one, in place. Afterwards it can only be used for inference.
+    """Prepack a model, or a rank's shard of one, in place. Afterwards it can only be used for inference.
 
-    Matrices without a kernel stay as they are, as do routers and the unquantized matrices of experts.
+    Matrices without a suitable kernel stay as they are, as do routers and the unquantized matrices of experts.
 
     Args:
-        join: whether projections of the same input become one matrix.
-        prompt_rows: for the quantized matrices of blocks that are multiplied with all rows of a step.
-        dtype: of the products; None: that of the weights.
-        as_bytes: whether quantized matrices are multiplied as bytes; not those of experts.
-        huge_pages: whether plain matrices move to pages of 2 MB, which pays off after some hundred steps.
+        join: whether to concatenate projections of the same input.
+        prompt_rows: selection of rows for the quantized matrices of blocks, except those of experts and the head.
+        dtype: dtype of the matmuls; None: that of the weights.
+        huge_pages: whether prepacked matrices move to pages of 2 MB, which pays off after some hundred steps.
+        as_bytes: whether quantized matrices use int8 kernels (`ByteWeight`), except those of experts.
     """
     parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = dtype or parameter.dtype
@@ -69,7 +69,7 @@ def prepack_weights(
         if use_onednn:
             _prepack_plain(model, dtype, huge_pages)
     elif parameter.device.type != "cpu":
-        # Plain matrices stay as they are: the kernels of cards read them so.
+        # The kernels of GPUs read plain matrices in PyTorch's own layout.
         _prepack_quantized(model, dtype, pack)
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -77,7 +77,7 @@ def prepack_weights(
                 module.wide_weight = module.weight.detach().float()
             elif module.weight.dtype == dtype:
                 module.wide_weight = module.weight.detach()
-        # The search for hooks at every call of a module takes a twentieth of a step with one token.
+        # Bypass the search for hooks in every module call: it takes a twentieth of a step with one token.
         layer: Any = module
         call_directly(module, layer.forward)
         if type(module) is Linear and layer.bias is None and isinstance(layer.weight, PrepackedWeight | ByteWeight):
@@ -85,11 +85,11 @@ def prepack_weights(
 
 
 def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> None:
-    """Join the matrices of projections that have the same input."""
+    """Concatenate the matrices of projections that have the same input."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             projections = (module.q, module.k, module.v)
-            # On a rank of tensor parallelism these are its own heads only.
+            # Count the heads of this rank: with tensor parallelism it has only some of them.
             plain = [projection for projection in projections if type(projection) is Linear]
             module.sizes = [_num_rows(projection) // module.head_dim for projection in plain]
             module.qkv = _join(projections, dtype, use_onednn, pack)
@@ -98,7 +98,7 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
 
 
 def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:
-    """Return one layer in place of several, whose weights are freed; None if they differ in kind or have no kernel."""
+    """Return one layer in place of several, whose weights are freed; None if their formats differ or have no kernel."""
     if any(type(part) is not Linear for part in parts):
         return None
     weights: list[Any] = [part.weight for part in parts]
@@ -157,14 +157,14 @@ def _pack_quantized(
 
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
-    """Prepack the unquantized matrices in oneDNN's layout."""
+    """Convert the unquantized matrices to oneDNN's layout."""
     head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
     if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
         weight = normalize(head.weight) if model.spec.normalize_lm_head else head.weight
         model.prepacked_head = PrepackedWeight.pack(weight.to(dtype))
         if model.head is not None:
             _free_weight(model.head)
-    # Routers multiply in fp32.
+    # Routers compute in fp32, so they are not prepacked.
     routers = {module.router for module in model.modules() if isinstance(module, MoELayer)}
     for module in model.modules():
         if type(module) is not Linear or module in routers or module is model.score:
@@ -178,7 +178,7 @@ def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None
 
 
 def _has_kernel(weight: Any) -> bool:
-    """Return whether a weight is quantized and its shape, or that of a rank's part of it, has a kernel."""
+    """Return whether a weight is quantized and there is a kernel for its (local) shape."""
     if not isinstance(weight, QuantizedWeight):
         return False
     outputs, columns = weight.values.shape[-2:]

@@ -1,4 +1,4 @@
-"""What goes into the engine (requests) and what comes out of it (events, scores)."""
+"""Inputs of the engine (requests) and its outputs (events, scores)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Constraint:
     """A constraint on the output (structured output).
 
     Attributes:
-        kind: JSON that matches a schema, any JSON object, or text that a regular expression or a context-free grammar
-            matches as a whole.
+        kind: the output is JSON that matches a schema, any JSON object, or text that a regular expression or a
+            context-free grammar matches as a whole.
         value: the JSON schema, the regular expression or the grammar (Lark or GBNF); empty for any JSON object.
     """
 
@@ -30,33 +30,33 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue. With continuations, a context after which these are scored; with pooling, a text to embed:
-    then nothing is generated.
+    """A prompt to continue. With continuations, the prompt is a context after which they are scored; with pooling, it
+    is a text to embed. In both cases nothing is generated.
 
     Attributes:
         prompt: token ids; empty to start a new document. An encoder-decoder reads them in its encoder, and the engine
             appends the end token.
-        sampling: sampling parameters. The choices of one request differ by their index, which changes the seed.
-        max_tokens: the most tokens of a choice.
-        stop: the text ends before the first of these strings.
-        logprobs: alternatives to report with each token; 0: the token's own log-probability only; None: nothing. All
-            are of the model's own distribution, before penalties, temperature and truncation.
+        sampling: sampling parameters. Each choice of a request has a seed of its own, derived from its index.
+        max_tokens: maximum number of tokens of a choice.
+        stop: stop strings: the text ends before the first one.
+        logprobs: number of alternatives to report with each token; 0 reports the token's own log-probability only, and
+            None nothing. They are of the model's own distribution, before penalties, temperature and truncation.
         prompt_logprobs: whether to report log-probabilities of the prompt's tokens too (decoders only).
         n: choices to return.
-        num_beams: beams of beam search; 1: no beam search. The `n` best hypotheses are returned at the end.
-        length_penalty: in beam search, a hypothesis's log-probability is divided by its length (in tokens, with the
-            end token) to this power.
-        constraint: constraint on the output.
-        adapter: name of the LoRA adapter to use; None: the base model.
+        num_beams: beams of beam search; 1 disables it. The `n` best hypotheses are returned at the end.
+        length_penalty: in beam search, the exponent of a hypothesis's length (in tokens, including the end token), by
+            which its log-probability is divided.
+        constraint: constraint on the output; None: none.
+        adapter: name of the LoRA adapter to use; None uses the base model.
         ignore_eos: whether to continue after an end token.
-        min_tokens: the fewest tokens of a choice before an end token.
-        stop_token_ids: further end tokens, which also count with `ignore_eos`.
+        min_tokens: minimum number of tokens of a choice before an end token.
+        stop_token_ids: additional end tokens, which also end the output with `ignore_eos`.
         keep_special_tokens: whether the text contains special tokens.
         continuations: token ids to score after the prompt, one event with a `Score` for each.
-        pooling: which hidden states the prompt's embedding is made of: their mean, or the last token's. With score, a
-            reward model's score head reads the last token's, and its score takes the place of the embedding.
-        scaled_logprobs: whether `logprobs` are those after temperature instead: of the distribution that is sampled
-            from, where nothing else changes it.
+        pooling: "mean" averages the hidden states of the prompt's tokens to its embedding, and "last" takes that of the
+            last token. With "score", a reward model's score of the last token's state replaces the embedding.
+        scaled_logprobs: whether `logprobs` are those after temperature, that is, of the distribution that is sampled
+            from. Nothing else may change that distribution.
     """
 
     prompt: tuple[int, ...]
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        """Whether its sequences are continued, rather than scored or embedded."""
+        """Whether tokens are generated, rather than scored or embedded."""
         return not self.continuations and self.pooling is None
 
     def _check_scaled_logprobs(self) -> None:
@@ -127,9 +127,9 @@ class Token:
 
     Attributes:
         id: token id.
-        text: the text that the token completes: often none (part of a character, or of a possible stop string). The
-            texts of a choice's tokens make its output; the last token brings what was withheld.
-        logprob: log-probability by the model, where requested; None for the first token of a prompt.
+        text: the text that the token completes. It is empty for a token that ends within a character, or in a possible
+            beginning of a stop string. The texts of all tokens make the output; the last one adds withheld text.
+        logprob: log-probability by the model; None if it was not requested, and for the first token of a prompt.
         top: (id, log-probability) of the most likely tokens at this position, as many as requested.
     """
 
@@ -145,7 +145,7 @@ class Score:
 
     Attributes:
         logprob: sum over the tokens.
-        token_logprobs: of each token.
+        token_logprobs: log-probability of each token.
         is_greedy: whether greedy decoding would generate exactly this continuation.
     """
 
@@ -156,21 +156,23 @@ class Score:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step of the engine yields for one choice of a request.
+    """Output of one engine step for one choice of a request.
 
     Attributes:
-        request_id: the number that `submit` returned.
+        request_id: the id that `submit` returned.
         choice: index of the choice, 0 to n - 1, or of the continuation.
-        token: None where the choice ends without one (cancelled, error, refused), and for scores.
+        token: the new token; None if the choice ends without one (cancelled, error, refused), for scores and for
+            embeddings.
         finish_reason: why the choice ends; None before its last event.
-        error: what went wrong, for the finish reasons "error" and "refused".
+        error: error message, for the finish reasons "error" and "refused".
         prompt_tokens: number of tokens of the prompt.
-        cached_tokens: how many of these were found in the prefix cache.
-        start_time: when the engine started the request, by `time.perf_counter`; 0: it has not.
-        prompt_logprobs: on the first event of choice 0, where requested, the prompt's tokens.
-        cumulative_logprob: sum over the choice's tokens so far; in beam search, the hypothesis's score.
-        score: of a continuation.
-        embedding: of a prompt [D], of length 1; or its score [1].
+        cached_tokens: the part of `prompt_tokens` that was found in the prefix cache.
+        start_time: when the engine started the request, by `time.perf_counter`; 0 if it has not started.
+        prompt_logprobs: the prompt's tokens, on the first event of choice 0, if they were requested.
+        cumulative_logprob: sum of the choice's log-probabilities so far; 0 if `logprobs` were not requested. In beam
+            search, the hypothesis's score.
+        score: score of a continuation.
+        embedding: embedding of the prompt [D], of length 1; or the prompt's score [1] by a reward model.
     """
 
     request_id: int
@@ -180,7 +182,7 @@ class Event:
     error: str | None
     prompt_tokens: int
     cached_tokens: int
-    start_time: float = field(default=0.0, compare=False)  # events are equal whenever they come
+    start_time: float = field(default=0.0, compare=False)  # the time does not count when events are compared
     prompt_logprobs: tuple[Token, ...] = ()
     cumulative_logprob: float = 0.0
     score: Score | None = None
@@ -191,7 +193,7 @@ def check_request_fits(spec: ModelSpec, prompt: Sequence[int], max_tokens: int, 
     """Raise JinguError unless prompt and output (or a continuation to score) fit the model's context and vocabulary."""
     room = max_new_tokens(spec, len(prompt))
     if not generates and spec.num_encoder_layers is None:
-        # The last token of a continuation is a target only, and takes no position; a prompt to embed has none.
+        # The last token of a continuation is only a target and takes no position; to embed generates no token at all.
         room += 1
     if max_tokens > room:
         fix = f"Ask for at most {room} tokens or shorten the prompt." if room > 0 else "Shorten the prompt."

@@ -1,6 +1,9 @@
-"""Predicts which experts will be needed, and when, from the experts of past tokens and from routers applied early.
+"""Prediction of which experts will be needed, and when, from the experts of past tokens and from routers that are
+applied one layer early.
 
-Shapes: L layers in the order of computation, E experts a layer, K experts a token, N tokens of a visit.
+A visit is the computation of one layer in one step.
+
+Shapes: L layers in the order of computation, E experts per layer, K experts per token, N tokens of a visit.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-# The prior (every expert alike) counts as much as this many tokens.
+# Weight of the uniform prior over experts, in tokens.
 _PRIOR_TOKENS = 4.0
-# Past tokens count at most as much as this many visits as large as the present one. Texts need experts in bursts, so
-# that a short memory predicts better.
+# Largest weight of past tokens, in visits with as many tokens as the current one. Experts are needed in bursts, so a
+# short memory predicts better.
 _MEMORY_VISITS = 11.0
-# Tokens after which an observation of a router's accuracy counts half.
+# Half-life, in tokens, of observations of a router's accuracy.
 _HALF_LIFE = 64.0
-# The accuracy of routers applied early, before any was observed.
+# Accuracy of routers applied early, before it has been observed.
 _PRIOR_ACCURACY = 0.5
 _NEVER = 1e9
 
@@ -26,11 +29,11 @@ _NEVER = 1e9
 class ReuseDistancePredictor:
     """Estimates when each expert is needed next, in visits of layers.
 
-    Layers are visited one after another, over and over; which follows which is learned from the last visit. Each token
-    of a visit is assumed to choose an expert with a probability of its own, as often as it was chosen recently.
+    Layers are visited in a cycle, whose order is learned from the visits. The tokens of a visit are assumed to choose
+    experts independently of each other, with the frequencies of recent choices.
 
     Attributes:
-        distance_LE: visits until each expert is probably needed; of those in use now, until they are needed again.
+        distance_LE: expected visits until each expert is needed; for experts in use, until they are needed again.
     """
 
     def __init__(self, layers: int, experts: int, active: int) -> None:
@@ -39,34 +42,36 @@ class ReuseDistancePredictor:
         self._share_LE = np.full((layers, experts), active / experts)
         self._num_past_L = np.full(layers, _PRIOR_TOKENS)
         self._log_tokens_L = np.zeros(layers)  # logarithm of the tokens of a visit
-        self._accuracy_LK = np.full((layers, active), _PRIOR_ACCURACY)  # of first guesses, of second ones, and so on
+        self._accuracy_LK = np.full((layers, active), _PRIOR_ACCURACY)  # accuracy of first guesses, second ones, ...
         self._guess: tuple[int, IntArray] | None = None
         self._next_layer = [*range(1, layers), 0]
         self._last_layer: int | None = None
         self.distance_LE: FloatArray = np.zeros((layers, experts))
 
     def visit(self, layer: int, chosen_NK: IntArray) -> None:
-        """Learn from a visit of a layer by tokens that chose these experts."""
+        """Update the estimates with a visit of a layer, whose tokens chose these experts."""
+        # 1. Update the order of layers.
         num_tokens = len(chosen_NK)
         if self._last_layer is not None:
             self._next_layer[self._last_layer] = layer
         self._last_layer = layer
-        # Moving averages of how often experts are chosen, and of the tokens of a visit.
+        # 2. Update the moving averages of the experts' frequencies and of the tokens of a visit.
         num_past = min(self._num_past_L[layer], _MEMORY_VISITS * num_tokens)
         chosen_E = self._share_LE[layer] * num_past + self._count(chosen_NK)
         self._share_LE[layer] = chosen_E / (num_past + num_tokens)
         self._num_past_L[layer] = num_past + num_tokens
         self._log_tokens_L[layer] += (np.log(num_tokens) - self._log_tokens_L[layer]) / 4
+        # 3. The next visit of the layer, plus the expected number of cycles without a choice (geometric distribution).
         visits_L, cycle = self._visits_until(layer)
         self.distance_LE = visits_L[:, None] + cycle * (1 / self._visit_probability() - 1)
-        # Compare the router's guess, if there was one for this visit.
+        # 4. Update the router's accuracy, if there was a guess for this visit.
         if self._guess is not None and self._guess[0] == layer and self._guess[1].shape == chosen_NK.shape:
             right_K = (self._guess[1][:, :, None] == chosen_NK[:, None]).any(2).mean(0)
             self._accuracy_LK[layer] += (right_K - self._accuracy_LK[layer]) * (1 - 0.5 ** (num_tokens / _HALF_LIFE))
         self._guess = None
 
     def predict(self, layer: int, guess_NK: IntArray) -> FloatArray:
-        """Return the probability that each expert [E] of the next layer is needed, given its router's guess of each
+        """Return the probability [E] that each expert of the next layer is needed, given its router's guess of each
         token's first choice, second choice and so on."""
         self._guess = layer, guess_NK
         guesses_KE = np.stack([self._count(guess_N) for guess_N in guess_NK.T])

@@ -1,8 +1,8 @@
-"""Attention of whole rows in the operations of generation, on operands of the same sizes, with gradients.
+"""Attention over whole rows with gradients, bitwise equal to the engine's attention during generation.
 
-Kernels sum in an order that depends on the sizes of their operands. A training forward with this in the place of a KV
-cache computes the very numbers that the engine has computed token by token, where a row's result depends on nothing
-but the sizes of operands; see `jingu.infer.attention_backend`.
+The order in which kernels sum depends on the sizes of their operands. This module calls the engine's kernels on
+operands of the same sizes (see `jingu.infer.attention_backend`). A training forward pass that uses it in place of a KV
+cache therefore returns exactly the numbers that the engine computed token by token.
 
 Shapes: B rows, T tokens, H query heads, G KV heads, K head dim, N = B sequences, S keys.
 """
@@ -24,7 +24,7 @@ from jingu.model.spec import ModelSpec
 
 
 class RowAttention(PagedKVCache):
-    """Stores nothing: each token attends to the tokens of its row up to itself. Implements `KVCache`."""
+    """Implements `KVCache` without storing anything: each token attends to the tokens of its row up to itself."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self.rows = GatherBackend(spec)
@@ -43,9 +43,10 @@ class _LayerRowAttention(LayerKVCache):
         scale = head_dim**-0.5 if scale is None else scale
         q_BTHK, k_BTGK, v_BTGK = pad_heads(q_BTHK), pad_heads(k_BTGK), pad_heads(v_BTGK)
         spans = []
+        # Split queries at multiples of KV_SPAN positions, as the engine does, so that operands have the same sizes.
         for begin in range(0, tokens, KV_SPAN):
             end = min(begin + KV_SPAN, tokens)
-            # Keys up to the next whole span: zeros, as in blocks that nothing is written to.
+            # Pad the keys to a whole span with zeros, as the engine does with the zero block.
             padding = (0, 0, 0, 0, 0, begin + KV_SPAN - end)
             k_NGSK = F.pad(k_BTGK[:, :end], padding).transpose(1, 2)
             v_NGSK = F.pad(v_BTGK[:, :end], padding).transpose(1, 2)
@@ -69,7 +70,7 @@ class _LayerRowAttention(LayerKVCache):
 
 
 class _WithValue(torch.autograd.Function):
-    """The value of the second tensor, with the gradient of the first."""
+    """Returns the second tensor in the forward pass, and passes its gradient to the first one."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, value: Tensor) -> Tensor:
@@ -81,9 +82,10 @@ class _WithValue(torch.autograd.Function):
 
 
 def compute_as_in_generation(model: Decoder) -> None:
-    """Let the blocks and the norm of a model, in training, return what they compute without gradients.
+    """Make the blocks and the norms of a model return, in training, the values that they compute without gradients.
 
-    Some operations differ between the two by rounding. Gradients are those of training.
+    Some operations round differently with gradients enabled. The gradients are those of training. Blocks are computed
+    twice.
     """
     for module in (*model.blocks, model.embedding_norm, model.norm):
         if module is not None:
@@ -97,7 +99,7 @@ def _with_value(forward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             value = forward(*arguments)
         result = forward(*arguments)
-        if isinstance(result, tuple):  # of a block, with the statistics of its router
+        if isinstance(result, tuple):  # a block's output and its router statistics
             return _WithValue.apply(result[0], value[0]), *result[1:]
         return _WithValue.apply(result, value)
 

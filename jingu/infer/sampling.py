@@ -1,11 +1,11 @@
 """Sampling of the next tokens of many sequences at once, on the device of their logits.
 
-The definitions, and their order, are those of transformers' logits processors; presence and frequency penalties and the
-logit bias are those of OpenAI's API. One uniform random number picks each token by the cumulative probabilities. It is
-a function of the seed and of the token's position in the output, so a sample depends neither on the batch nor on draft
-tokens. On an accelerator, the host waits once: for the tokens.
+Sampling parameters are defined, and applied in the same order, as in transformers' logits processors. Presence and
+frequency penalties and the logit bias are defined as in OpenAI's API. Each token is sampled by inverting the cumulative
+distribution at one uniform random number, a function of the seed and of the token's position in the output. A sample
+therefore depends neither on the batch nor on draft tokens. On a GPU, the host waits once, for the tokens.
 
-Shapes: N rows of logits, V vocabulary, M rows that need a step which the others do not.
+Shapes: N rows of logits, V vocabulary, M the rows that a parameter applies to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NON_FINITE_LOGITS = "the model's logits are not finite"
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams`. What is left out is as the model recommends, or else the default there."""
+    """The fields of `SamplingParams`. Missing ones are as the model recommends, or else have the defaults there."""
 
     temperature: float
     top_k: int | None
@@ -49,7 +49,7 @@ class SamplingParams:
         top_p: sample among the most likely tokens whose probabilities first reach this sum; 1: all.
         repetition_penalty: above 1 makes tokens of the prompt and of the output so far less likely (Keskar et al.,
             2019).
-        seed: of the random numbers; the same seed gives the same text.
+        seed: seed of the random numbers; the same seed gives the same text.
         min_p: sample among tokens whose probability is at least this fraction of the largest (Nguyen et al., 2024).
         presence_penalty: subtracted once from the logits of tokens that the output already contains.
         frequency_penalty: subtracted from a token's logit for each time that the output contains it.
@@ -90,16 +90,17 @@ class SamplingError(Exception):
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What decides the token that follows one row of logits.
+    """Everything beside the logits that determines the next token of one row.
 
     Attributes:
-        prompt: ids of the prompt, which the repetition penalty counts.
+        prompt: ids of the prompt, for the repetition penalty.
         output: ids generated so far.
         uniform: random number in [0, 1).
         forbidden: ids that may not follow.
-        bitmask: a bit for each token that the grammar allows, in 32-bit words on the host; None: all are allowed.
-        num_logprobs: how many likely tokens' log-probabilities are needed beside the token's own; None: not even that.
-        logprob_temperature: divides the logits of which these are.
+        bitmask: a bit for each token that the grammar allows, in 32-bit words on the host; None allows all tokens.
+        num_logprobs: number of most likely tokens to return with log-probabilities, besides the token's own one; None
+            returns no log-probabilities.
+        logprob_temperature: divides the logits before these log-probabilities are computed.
     """
 
     params: SamplingParams
@@ -114,11 +115,11 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token that was sampled.
+    """A sampled token.
 
     Attributes:
-        is_finite: whether the logits are; if not, the token means nothing.
-        logprob: None if it was not asked for.
+        is_finite: whether the logits are finite; if not, the token is meaningless.
+        logprob: log-probability of the token; None if it was not requested.
         top: the most likely tokens with their log-probabilities, best first.
     """
 
@@ -129,21 +130,21 @@ class SampledToken:
 
 
 def random_uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) that picks the token at a position of the output."""
+    """Return the random number in [0, 1) that selects the token at a position of the output."""
     number = int(random_uint64("sampling", 1, seed, position)[0])
-    # The 53 bits that fp64 represents exactly.
+    # Keep 53 bits, which fp64 represents exactly.
     return (number >> 11) / 2**53
 
 
 def sample_rows(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Return the token that follows each row."""
     changed_NV = _mask_by_grammars(apply_penalties(logits_NV, rows), rows)
-    # NaN and +inf fail this test; so does a row in which every token is forbidden.
+    # A row with NaN or +inf fails this test, as does one in which every token is forbidden.
     is_finite_N = changed_NV.amax(1).isfinite()
     token_N = _argmax(changed_NV)
     if any(row.params.temperature for row in rows):
         token_N = _draw(changed_NV, token_N, rows)
-    # All that the host needs travels in one table.
+    # Copy all results to the host in one table, so that it waits only once.
     wide = widest_dtype(logits_NV)
     columns = [token_N.unsqueeze(1).to(wide), is_finite_N.unsqueeze(1).to(wide)]
     most = max((row.num_logprobs for row in rows if row.num_logprobs is not None), default=None)
@@ -156,7 +157,7 @@ def sample_rows(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledT
 
 
 def _read(row: SamplingRow, values: list[float]) -> SampledToken:
-    """Return the token of one row of the table."""
+    """Return the sampled token from its row of the table."""
     token_id, is_finite, *others = values
     if row.num_logprobs is None:
         return SampledToken(int(token_id), bool(is_finite))
@@ -167,14 +168,14 @@ def _read(row: SamplingRow, values: list[float]) -> SampledToken:
 
 
 def widest_dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype of the most precise numbers on a tensor's device."""
+    """Return the most precise floating-point dtype of a tensor's device."""
     return torch.float32 if like.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
 
 
 def apply_penalties(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Return logits after bias and penalties, with -inf for forbidden tokens.
 
-    The repetition penalty divides positive logits of tokens of prompt and output, and multiplies negative ones.
+    For tokens of prompt and output, the repetition penalty divides positive logits and multiplies negative ones.
     """
     if not any(row.params.changes_logits or row.forbidden for row in rows):
         return logits_NV
@@ -230,7 +231,7 @@ def _mask_by_grammars(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _argmax(logits_NV: Tensor) -> Tensor:
     """Return the most likely token of each row [N]."""
     if logits_NV.device.type == "cpu":
-        return torch.from_numpy(logits_NV.numpy().argmax(1))  # ten times as fast as the tensor's own
+        return torch.from_numpy(logits_NV.numpy().argmax(1))  # ten times as fast as `Tensor.argmax`
     return logits_NV.argmax(1)
 
 
@@ -239,7 +240,7 @@ def _draw(logits_NV: Tensor, greedy_N: Tensor, rows: Sequence[SamplingRow]) -> T
     wide = widest_dtype(logits_NV)
     choices = [(row.params.temperature, row.uniform) for row in rows]
     temperature_N1, uniform_N1 = copy_to_device(choices, logits_NV.device, wide).split(1, 1)
-    # The first token whose cumulative probability is above the random number.
+    # Select the first token whose cumulative probability exceeds the random number.
     cumulative_NV = token_probs(logits_NV, [row.params for row in rows]).to(wide).cumsum(1)
     token_N1 = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)
     token_N1 = token_N1.clamp_max(logits_NV.shape[1] - 1)
@@ -253,6 +254,7 @@ def token_probs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     temperatures = [[one.temperature or 1.0] for one in params]
     logits_NV = logits_NV / copy_to_device(temperatures, device, logits_NV.dtype)
     size = logits_NV.shape[1]
+    # 1. Mask all but the top_k most likely tokens.
     top_k = {row: min(one.top_k, size) for row, one in enumerate(params) if one.top_k is not None}
     if top_k:
         rows_M = copy_to_device(list(top_k), device)
@@ -260,9 +262,10 @@ def token_probs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         last_M1 = copy_to_device([[count - 1] for count in top_k.values()], device)
         threshold_M1 = logits_MV.topk(max(top_k.values()), dim=1).values.gather(1, last_M1)
         logits_NV = logits_NV.index_copy(0, rows_M, logits_MV.masked_fill(logits_MV < threshold_M1, -torch.inf))
+    # 2. Mask the tokens outside of top_p.
     top_p = {row: one.top_p for row, one in enumerate(params) if one.top_p < 1}
     if top_p:
-        # In ascending order, mask the tail whose probabilities sum to at most 1 - top_p; one token always stays.
+        # In ascending order, this is the tail whose probabilities sum to at most 1 - top_p; one token always stays.
         rows_M = copy_to_device(list(top_p), device)
         ascending_MV, order_MV = logits_NV.index_select(0, rows_M).sort(1)
         tail_M1 = 1.0 - copy_to_device([[value] for value in top_p.values()], device, widest_dtype(logits_NV))
@@ -270,6 +273,7 @@ def token_probs(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         is_tail_MV[:, -1] = False
         masked_MV = ascending_MV.masked_fill(is_tail_MV, -torch.inf)
         logits_NV = logits_NV.index_copy(0, rows_M, torch.empty_like(masked_MV).scatter_(1, order_MV, masked_MV))
+    # 3. Set probabilities below min_p times the largest one to 0.
     probs_NV = logits_NV.softmax(1)
     if any(one.min_p for one in params):
         min_p_N1 = copy_to_device([[one.min_p] for one in params], device, probs_NV.dtype)

@@ -1,11 +1,11 @@
-"""The scheduler: which sequences compute which tokens in a step, and who owns which KV blocks.
+"""The scheduler: it selects the tokens of each step, and allocates KV cache blocks.
 
-Waiting sequences are admitted in the order in which they came, as long as there are KV blocks for their prompts. A step
-computes one token of every running sequence that has read its prompt, and a chunk of the prompts of the others (chunked
-prefill). Where blocks run short, the sequence admitted last is preempted: it gives its blocks back, waits, and is
-computed again later, to the same numbers.
+Waiting sequences are admitted in the order of arrival, as long as there are free blocks for their prompts. A step
+computes one token of every decoding sequence, and a chunk of the prompts of the others (chunked prefill). If there are
+too few blocks, the sequence admitted last is preempted: its blocks are freed, it waits, and it is computed again later,
+with the same results.
 
-Nothing here depends on the rank, so that all ranks of a distributed engine schedule alike.
+Schedules do not depend on the rank, so that all ranks of a distributed engine have the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jingu.infer.sequence import Sequence, SequenceGroup
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """What a sequence computes in a step: its next `num_tokens` tokens, and draft tokens after them."""
+    """The tokens of a sequence in a step: its next `num_tokens` tokens, followed by draft tokens."""
 
     sequence: Sequence
     num_tokens: int
@@ -32,9 +32,10 @@ class Scheduler:
     """The queues of waiting and running sequences.
 
     Args:
-        cache: holds the content of the blocks.
-        max_num_seqs: the most sequences that run at a time.
-        prefill_chunk_size: the most prompt tokens in a step.
+        blocks: allocates the KV cache blocks.
+        cache: has the contents of the blocks.
+        max_num_seqs: maximum number of running sequences.
+        prefill_chunk_size: maximum number of prompt tokens in a step.
     """
 
     def __init__(self, blocks: BlockManager, cache: PagedKVCache, max_num_seqs: int, prefill_chunk_size: int) -> None:
@@ -47,17 +48,18 @@ class Scheduler:
         self.prefix_cache_hits = 0
 
     def admit(self) -> Sequence | None:
-        """Move waiting sequences to the running ones. Return the one whose source the encoder reads in this step: there
-        is at most one, so that the encoder's result depends on nothing else."""
-        # Blocks that running sequences are about to fill.
+        """Move waiting sequences to the running ones. Return the sequence whose source the encoder reads in this step:
+        at most one, so that the encoder's result does not depend on other sequences."""
+        # 1. Find the content of the blocks that running sequences are about to fill.
         block_size = self._blocks.block_size
         pending = {
             content
             for running in self.running
             for content in running.block_hashes[running.num_computed // block_size :]
         }
-        # Texts to embed take turns with prompts: those that run at a time fill one step.
+        # 2. Limit texts to embed to one step's tokens, so that they take turns with prompts.
         pooled_tokens = sum(running.num_uncomputed for running in self.running if running.group.request.pooling)
+        # 3. Admit sequences in order; skip those that have to wait for something else than free blocks.
         skipped: deque[Sequence] = deque()
         encoding = None
         while self.waiting and encoding is None and self._has_slots(self.waiting[0].group):
@@ -67,7 +69,7 @@ class Scheduler:
                     skipped.append(sequence)
                     continue
                 pooled_tokens += len(sequence.token_ids)
-            # The last token is always computed, as its logits are needed. So are all of which something is reported.
+            # The last token is always computed, for its logits; so are all tokens if the request needs their outputs.
             hashes: list[bytes] = []
             if sequence.group.shares_blocks and not sequence.needs_all_tokens:
                 hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
@@ -75,7 +77,7 @@ class Scheduler:
             num_tokens = len(sequence.token_ids) + sequence.group.request.generates
             num_new = self._blocks.blocks_for(num_tokens) - len(cached)
             full = num_new > self._blocks.num_free
-            # Rather wait for a block that another sequence is computing than compute it twice.
+            # Wait for a block that another sequence is about to fill, rather than compute it twice.
             coming = len(cached) < len(hashes) and hashes[len(cached)] in pending
             if full or coming:
                 for block in cached:
@@ -91,14 +93,15 @@ class Scheduler:
         return encoding
 
     def _has_slots(self, group: SequenceGroup) -> bool:
-        """Return whether a sequence of a group may run beside the others, with all sequences that it forks into."""
+        """Return whether `max_num_seqs` leaves room for a sequence of a group, with all sequences that it forks into.
+        A running group that forks counts with all of its forks."""
         forking = {id(running.group): running.group for running in self.running if running.group.forks}
         num_slots = sum(not running.group.forks for running in self.running)
         num_slots += sum(running.num_forks for running in forking.values())
         return num_slots + group.num_forks <= self._max_num_seqs
 
     def _acquire_prefix(self, hashes: abc.Sequence[bytes]) -> list[int]:
-        """Return the blocks of the prefix cache with these hashes, up to the first that is missing."""
+        """Add references to the cached blocks with these hashes and return them, up to the first missing one."""
         cached = []
         for content in hashes:
             block = self._blocks.acquire_cached(content)
@@ -119,21 +122,21 @@ class Scheduler:
             self.prefix_cache_hits += group.cached_tokens
 
     def schedule(self, drafts: abc.Mapping[Sequence, list[int]]) -> list[ScheduledSequence]:
-        """Allocate blocks for a step and return what it computes: sequences with a single token first.
+        """Select the tokens of a step and allocate blocks for them. Sequences with a single token come first.
 
         Args:
-            drafts: tokens that are expected to follow, to be computed along with the sequences' own.
+            drafts: draft tokens of decoding sequences, to be verified in the step.
         """
         scheduled: list[ScheduledSequence] = []
         budget = self._prefill_chunk_size
         for sequence in list(self.running):
-            # Bidirectional positions are computed together, whatever the budget; decoding takes nothing from it.
+            # Bidirectional positions are computed together, even beyond the budget; decoding does not use the budget.
             whole = budget > 0 and sequence.num_computed < sequence.group.bidirectional.stop
             if whole or sequence.num_uncomputed == 1:
                 num_tokens = sequence.num_uncomputed
             else:
                 num_tokens = min(sequence.num_uncomputed, budget)
-            # The sequence may have been preempted for one before it.
+            # The sequence may have been preempted by an earlier one.
             if num_tokens < 1 or sequence not in self.running:
                 continue
             draft_tokens = self._allocate(sequence, num_tokens, drafts.get(sequence, []))
@@ -142,16 +145,16 @@ class Scheduler:
             if sequence.num_uncomputed > 1:
                 budget -= num_tokens
             scheduled.append(ScheduledSequence(sequence, num_tokens, draft_tokens))
-        # Some of them may have been preempted for one after them.
+        # Drop sequences that were preempted after they were scheduled.
         scheduled = [item for item in scheduled if item.sequence in self.running]
         return sorted(scheduled, key=lambda item: item.num_tokens + len(item.draft_tokens) > 1)
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> list[int] | None:
-        """Give a sequence blocks for its next tokens, preempting others where they run short. Return the draft tokens
-        that there is room for; None: the sequence itself was preempted."""
+        """Allocate blocks for a sequence's next tokens, preempting others if there are too few. Return the draft tokens
+        that there is room for; None if the sequence itself was preempted."""
         blocks = sequence.table.blocks
         last = sequence.num_computed // self._blocks.block_size
-        # A block that another beam refers to is copied before it is written (copy-on-write).
+        # A block that another fork refers to is copied before it is written (copy-on-write).
         copies = last < len(blocks) and self._blocks.is_shared(blocks[last])
         end = sequence.num_computed + num_tokens
         num_new = self._blocks.blocks_for(end + len(draft_tokens)) - len(blocks) + copies
@@ -173,7 +176,7 @@ class Scheduler:
         return draft_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks and let it wait; a group that forks starts over, with all its sequences."""
+        """Free a sequence's blocks and move it to the front of the queue; a group that forks starts over as a whole."""
         group = sequence.group
         for running in self.running_of(group) if group.forks else [sequence]:
             self.remove(running)
@@ -188,7 +191,7 @@ class Scheduler:
         """Release the blocks of a running sequence that ends or is preempted."""
         self.running.remove(sequence)
         if sequence.num_uncomputed > 1:
-            # Nobody has looked at logits after these tokens: their keys and values may not be finite.
+            # The prompt is unfinished, so no logits have been checked: its keys and values may not be finite.
             self.discard_content(sequence, sequence.num_cached_blocks)
         for block in sequence.table.blocks:
             self._blocks.release(block)
@@ -200,7 +203,7 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in self.waiting if sequence.group is not group)
 
     def fork(self, parents: list[Sequence], forks: list[Sequence]) -> None:
-        """Replace running sequences by forks that refer to their blocks."""
+        """Replace running sequences with forks that refer to their blocks."""
         position = self.running.index(parents[0])
         # Acquire before releasing, so that no block becomes free in between.
         for sequence in forks:
@@ -211,7 +214,7 @@ class Scheduler:
         self.running[position:position] = forks
 
     def mark_computed(self, sequence: Sequence, first: int) -> None:
-        """Put the blocks that a sequence has filled since it had `first` tokens into the prefix cache."""
+        """Put the blocks that a sequence has filled into the prefix cache, from the one of position `first` on."""
         if not sequence.group.shares_blocks:
             return
         block_size = self._blocks.block_size
@@ -220,29 +223,29 @@ class Scheduler:
             self._blocks.cache(sequence.table.blocks[number], hashes[number])
 
     def discard_content(self, sequence: Sequence, first: int = 0) -> None:
-        """Zero a sequence's own blocks from one on, and remove them from the prefix cache. Values that are not finite
-        would spoil the products of later owners, even where these mask them."""
+        """Zero a sequence's unshared blocks from the index `first` on, and remove them from the prefix cache.
+        Non-finite values would spoil the attention of later owners, even in masked positions."""
         own = [block for block in sequence.table.blocks[first:] if not self._blocks.is_shared(block)]
         self._cache.clear(own)
         for block in own:
             self._blocks.uncache(block)
 
     def _hash_blocks(self, sequence: Sequence, tokens: int) -> list[bytes]:
-        """Return the hashes of a sequence's blocks: at least those that this many tokens fill."""
+        """Return the hashes of a sequence's blocks, at least of those that this many tokens fill. They are cached."""
         hashes = sequence.block_hashes
         block_size = self._blocks.block_size
         for first in range(len(hashes) * block_size, tokens // block_size * block_size, block_size):
             # Keys and values depend on the adapter too.
             adapter = sequence.group.adapter
             previous = hashes[-1] if hashes else str(adapter and adapter.number).encode()
-            # So does which of its tokens are multiplied by dequantized matrices.
+            # They also depend on which of the tokens are multiplied by dequantized matrices.
             num_dequantized = min(max(sequence.group.num_dequantized - first, 0), block_size)
             previous += str(num_dequantized or "").encode()
             hashes.append(hash_block(previous, sequence.token_ids[first : first + block_size]))
         return hashes
 
     def cached_tokens(self) -> int:
-        """Return how many tokens the blocks of running sequences hold, each block once."""
+        """Return the number of tokens in the blocks of running sequences, counting shared blocks once."""
         block_size = self._blocks.block_size
         tokens_of_block = {
             block: min(sequence.num_computed - position * block_size, block_size)

@@ -1,4 +1,4 @@
-"""One output sequence of a request while it is generated, and the group of all sequences of a request.
+"""A sequence: one output of a request in the engine; and the group of all sequences of a request.
 
 Shapes: V vocabulary.
 """
@@ -30,7 +30,7 @@ from jingu.infer.structured_output import Grammar
 from jingu.runtime.device import copy_to_device
 
 NON_FINITE_STATES = "the model's hidden states are not finite"
-# Keeps the random numbers of neighbouring seeds and of one request's choices apart.
+# Distance between the seeds of a request's choices. It keeps them apart from requests with consecutive seeds.
 _SEED_STRIDE = 0x9E3779B1
 
 
@@ -39,18 +39,20 @@ class SequenceGroup:
     """A request in the engine, with its sequences.
 
     Attributes:
-        encoder_ids: what the encoder reads; None: the model has none.
-        prompt_ids: what the decoder starts with, virtual tokens included.
-        num_prompt_tokens: tokens of the prompt, without virtual ones.
-        adapter: the LoRA adapter that it uses; None: the base model.
-        num_dequantized: tokens from the first that are multiplied by dequantized matrices: a long prompt, or none.
-        num_virtual_tokens: of prompt tuning, at the start of `prompt_ids`.
-        bidirectional: positions that see each other, in a prefix LM. They are computed in one step, and their blocks
-            cannot be shared with other requests.
-        start_time: when its first sequence started, by `time.perf_counter`.
-        prompt_logprobs: to be reported with the first event.
-        hypotheses: complete ones of beam search, with their scores, best first.
-        scores: by index, of the continuations that are complete.
+        encoder_ids: source tokens of the encoder; None if the model has no encoder.
+        prompt_ids: first tokens of the decoder, including virtual tokens.
+        num_prompt_tokens: tokens of the prompt, without virtual tokens.
+        adapter: the LoRA adapter of the request; None: the base model.
+        num_dequantized: number of leading tokens that are multiplied by dequantized matrices: all tokens of a long
+            prompt, or 0.
+        num_virtual_tokens: tokens of prompt tuning, at the start of `prompt_ids`.
+        bidirectional: positions that attend to each other, in a prefix LM. They are computed in one step, and their
+            blocks cannot be shared with other requests.
+        start_time: when its first sequence started, by `time.perf_counter`; 0 if none has.
+        cached_tokens: prompt tokens that were found in the prefix cache.
+        prompt_logprobs: log-probabilities of the prompt's tokens, to be reported with the first event.
+        hypotheses: finished hypotheses of beam search with their scores, best first.
+        scores: by index, the scores of complete continuations.
     """
 
     request_id: int
@@ -71,17 +73,17 @@ class SequenceGroup:
 
     @property
     def num_forks(self) -> int:
-        """How many sequences one sequence of the group forks into: beams, or continuations to score."""
+        """Number of sequences that one sequence of the group forks into: beams, or continuations to score."""
         return max(self.request.num_beams, len(self.request.continuations))
 
     @property
     def forks(self) -> bool:
-        """Whether its sequences fork from the first one, and start over together when they are preempted."""
+        """Whether its sequences fork from the first one; if so, preemption makes all of them start over."""
         return self.num_forks > 1 or bool(self.request.continuations)
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether its KV blocks depend on nothing but the tokens up to their end, so that others may use them."""
+        """Whether its KV blocks may be shared: their contents depend only on the tokens up to their end."""
         return self.encoder_ids is None and not self.bidirectional
 
     @property
@@ -102,7 +104,7 @@ class SequenceGroup:
         error: str | None = None,
         score: Score | None = None,
     ) -> Event:
-        """Return an event of a choice; the first one of choice 0 brings the prompt's log-probabilities."""
+        """Return an event of a choice. The first event of choice 0 includes the prompt's log-probabilities."""
         prompt_logprobs: tuple[Token, ...] = ()
         if choice == 0:
             prompt_logprobs = self.prompt_logprobs
@@ -117,19 +119,20 @@ class Sequence:
     """One output of a request: its tokens, its KV blocks, and how it ends.
 
     Attributes:
-        index: of the choice, or of the continuation that it scores.
-        token_ids: of prompt and output.
+        index: index of the choice, or of the continuation that it scores.
+        token_ids: ids of prompt and output.
         table: its KV blocks, while it is running.
-        num_computed: tokens whose keys and values are in these blocks.
-        num_cached_blocks: how many of the blocks, from the first, came from the prefix cache.
-        block_hashes: of its full blocks, and of those that the prompt will fill.
-        cumulative_logprob: sum of the log-probabilities of the output's tokens.
-        finish_reason: None while it is generated.
-        eos_token_ids: tokens that end it.
-        score_targets: a continuation to score; None: the sequence generates.
-        token_logprobs: of the targets scored so far.
-        is_greedy: whether these are the most likely tokens.
-        pooled_D: sum of the hidden states [D] that the embedding is made of so far, in fp64.
+        num_computed: number of tokens whose keys and values are in these blocks.
+        num_cached_blocks: number of leading blocks that came from the prefix cache.
+        block_hashes: content hashes of its full blocks, and of those that the prompt will fill.
+        cumulative_logprob: sum of the log-probabilities of the output's tokens, if they were requested; for a beam,
+            its score.
+        finish_reason: why the sequence has ended; None before its end.
+        eos_token_ids: tokens that end the sequence.
+        score_targets: tokens of a continuation to score; None for other sequences.
+        token_logprobs: log-probabilities of the targets scored so far.
+        is_greedy: whether all targets scored so far are the most likely tokens.
+        pooled_D: running sum of the hidden states [D] to pool, in fp64; None before the first ones.
     """
 
     def __init__(self, group: SequenceGroup, index: int, model: InferenceModel, grammar: Grammar | None = None) -> None:
@@ -150,7 +153,7 @@ class Sequence:
         self.pooled_D: Tensor | None = None
         self._seed = request.sampling.seed + index * _SEED_STRIDE
         self._grammar = grammar
-        # The output of an encoder-decoder contains sentinels, which are special tokens.
+        # Outputs of an encoder-decoder contain sentinels, which are special tokens.
         keep = request.keep_special_tokens or group.encoder_ids is not None
         decode = partial(model.tokenizer.decode, keep_special_tokens=keep)
         self._detokenizer = IncrementalDetokenizer(decode, request.stop)
@@ -162,17 +165,17 @@ class Sequence:
 
     @property
     def text_prompt_ids(self) -> tuple[int, ...]:
-        """Ids of the prompt without virtual tokens, as penalties count them."""
+        """Ids of the prompt without virtual tokens, for the repetition penalty."""
         return self.group.prompt_ids[self.group.num_virtual_tokens :]
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose keys and values are not computed yet."""
+        """Number of tokens whose keys and values are not computed yet."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether something of every token of the prompt is needed, so that none can come from the prefix cache."""
+        """Whether outputs of every prompt token are needed, so that none can come from the prefix cache."""
         return self.wants_prompt_logprobs or self.group.request.pooling == "mean"
 
     @property
@@ -181,12 +184,12 @@ class Sequence:
         return self.group.request.prompt_logprobs and self.index == 0 and not self.output_ids
 
     def sampling_rows(self, draft_tokens: abc.Sequence[int]) -> list[SamplingRow]:
-        """Return what decides the tokens after the last one and after each draft token.
+        """Return the sampling rows of the tokens after the last one and after each draft token.
 
         There is no row after a draft token that the grammar does not allow.
 
         Raises:
-            SamplingError: the grammar was given up.
+            SamplingError: llguidance stopped with an error, for example because the grammar has grown too large.
         """
         rows = [self.sampling_row(draft_tokens[:count]) for count in range(1 + len(draft_tokens))]
         if self._grammar is None:
@@ -197,7 +200,7 @@ class Sequence:
         return [replace(row, bitmask=bitmask) for row, bitmask in zip(rows, bitmasks, strict=False)]
 
     def sampling_row(self, draft_tokens: abc.Sequence[int]) -> SamplingRow:
-        """Return what decides the token after these draft tokens, apart from the grammar."""
+        """Return the sampling row of the token after these draft tokens, without the grammar's bitmask."""
         request = self.group.request
         output = [*self.output_ids, *draft_tokens]
         return SamplingRow(
@@ -211,7 +214,7 @@ class Sequence:
         )
 
     def take(self, sampled: SampledToken) -> Event:
-        """Continue with a token, and return its event."""
+        """Append a sampled token and return its event."""
         if not sampled.is_finite:
             return self.fail(SamplingError("error", NON_FINITE_LOGITS))
         if sampled.logprob is not None:
@@ -221,7 +224,7 @@ class Sequence:
         return self.group.event(self.index, token, self.finish_reason, self.cumulative_logprob)
 
     def fail(self, error: SamplingError) -> Event:
-        """End the sequence, as no token can be sampled, and return its event."""
+        """End the sequence because no token can be sampled, and return its event."""
         self.finish_reason = error.reason
         return self.group.event(self.index, None, error.reason, self.cumulative_logprob, str(error))
 
@@ -238,31 +241,33 @@ class Sequence:
             reason = "length"
         if reason is not None:
             text += self._detokenizer.finish()
-            # The text that was withheld may contain a complete stop string, now that nothing follows.
+            # The withheld text may still contain a complete stop string.
             reason = "stop" if self._detokenizer.stopped else reason
         self.finish_reason = reason
         return text
 
     def pool(self, hidden_ND: Tensor, score_weight_1D: Tensor | None = None) -> Event | None:
-        """Add the hidden states of the last N tokens to the embedding; return its event when it is complete.
+        """Add the hidden states of the last N tokens to the pooled sum; return the event when the prompt is complete.
 
         Args:
-            score_weight_1D: the score head's weight, in fp64, where the request wants a score.
+            score_weight_1D: the score head's weight, in fp64, if the request asks for a score; else None.
         """
+        # 1. Add the states; start over at the first chunk, also after a preemption.
         if not len(hidden_ND):
             return None
         if self.pooled_D is None or self.num_computed == len(hidden_ND):
             self.pooled_D = hidden_ND.new_zeros(hidden_ND.shape[1], dtype=torch.float64)
-        # Summed one by one, so that the sum does not depend on how the prompt was divided into chunks.
+        # Sum states one by one, so that the sum does not depend on how the prompt was split into chunks.
         self.pooled_D = torch.cat([self.pooled_D[None], hidden_ND]).cumsum(0)[-1]
         if self.num_uncomputed:
             return None
+        # 2. Make the embedding or the score. Normalization makes a sum as good as a mean.
         if not self.pooled_D.isfinite().all():
             self.finish_reason = "error"
             return self.group.event(self.index, None, "error", error=NON_FINITE_STATES)
         self.finish_reason = "end"
         if score_weight_1D is not None:
-            # A product of its own, so that the score does not depend on the batch.
+            # A separate product for each sequence, so that the score does not depend on the batch.
             pooled_D = score_weight_1D @ self.pooled_D
         else:
             pooled_D = normalize(self.pooled_D, dim=0)
@@ -283,7 +288,7 @@ class Sequence:
         targets = self.group.request.continuations[index]
         sequence = self.fork(targets[0], 0.0)
         sequence.index = index
-        # The last token is a target only: nothing follows it.
+        # The last token is only a target and needs no forward pass.
         sequence.token_ids[-1:] = targets[:-1]
         sequence.score_targets = targets
         sequence.token_logprobs = []
@@ -291,7 +296,7 @@ class Sequence:
 
     @property
     def next_targets(self) -> abc.Sequence[int]:
-        """What the next rows of logits are to predict: of a context, the first target of each continuation."""
+        """Targets of the next rows of logits. For a context, the first token of each unfinished continuation."""
         if self.score_targets is not None:
             return self.score_targets[len(self.token_logprobs) :]
         continuations = self.group.request.continuations

@@ -1,8 +1,8 @@
 """Speculative decoding (Leviathan et al., 2023): cheap draft tokens, which the model verifies in one forward pass.
 
-A draft token is accepted only where the model itself samples it, so that outputs stay the same, greedy or not. The
-draft model samples with the random numbers that the model will use: where the two agree about the probabilities, they
-sample the same token (Daliri et al., 2025).
+A draft token is accepted only if the model itself samples it, so outputs do not change, greedy or not. The draft model
+samples with the same random numbers as the model: if their probabilities agree, they sample the same token (Daliri et
+al., 2025).
 
 Shapes: N rows of logits, V vocabulary.
 """
@@ -30,11 +30,11 @@ class Speculator(Protocol):
     """Proposes draft tokens."""
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Return draft tokens for sequences, at most this many for each."""
+        """Return draft tokens for the sequences that are keys, at most as many as the values."""
 
 
 class NgramSpeculator:
-    """Prompt lookup (Saxena, 2023): proposes what followed the last three or two tokens when they occurred before."""
+    """Prompt lookup (Saxena, 2023): proposes the tokens after an earlier occurrence of the last three or two tokens."""
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Return draft tokens; see `Speculator`."""
@@ -43,7 +43,7 @@ class NgramSpeculator:
 
 def _look_up(ids: list[int], count: int) -> list[int]:
     for size in (3, 2):
-        # The latest occurrence comes first.
+        # Search from the end: the latest occurrence is the best guess.
         for start in range(len(ids) - size - 1, -1, -1):
             if ids[start : start + size] == ids[-size:]:
                 return ids[start + size : start + size + count]
@@ -52,7 +52,7 @@ def _look_up(ids: list[int], count: int) -> list[int]:
 
 @dataclass(eq=False)
 class _DraftState:
-    """What the draft model's cache holds of a sequence: `num_computed` of its tokens, then `proposed` ones."""
+    """State of a sequence in the draft model's cache: `num_computed` of its tokens, then the tokens of `proposed`."""
 
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
@@ -61,10 +61,12 @@ class _DraftState:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A sequence in a proposal: what the draft model reads next, and what it has proposed so far.
+    """A proposal in progress for one sequence.
 
     Attributes:
-        complete: whether the chunk ends with the sequence's last token; else the prompt goes on.
+        chunk: the tokens that the draft model reads next.
+        tokens: the draft tokens so far.
+        complete: whether the chunk ends with the sequence's last token; else the draft model is still in prefill.
     """
 
     sequence: Sequence
@@ -75,15 +77,15 @@ class _Draft:
 
 
 class DraftModelSpeculator:
-    """A smaller decoder with the same tokenizer and a KV cache of its own.
+    """Proposes the tokens of a smaller decoder, which has the same tokenizer and a KV cache of its own.
 
     Args:
         draft: the smaller model.
-        target: the model that verifies its tokens.
-        prefill_chunk_size: the most prompt tokens that it reads in a step.
+        target: the model that verifies the draft tokens.
+        prefill_chunk_size: maximum number of prompt tokens that the draft model reads in a step.
 
     Raises:
-        JinguError: the two do not fit together.
+        JinguError: the models cannot be combined.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class DraftModelSpeculator:
         self._states: dict[Sequence, _DraftState] = {}
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Return draft tokens; see `Speculator`. Sequences that are not asked for lose their state."""
+        """Return draft tokens; see `Speculator`. The state of all other sequences is dropped."""
+        # 1. Let the draft model read the new tokens of each sequence, within the budget for prompts.
         for sequence in [sequence for sequence in self._states if sequence not in max_tokens]:
             self._release(sequence)
         drafts = []
@@ -108,7 +111,7 @@ class DraftModelSpeculator:
             if draft is not None:
                 budget -= len(draft.chunk.ids) - 1
                 drafts.append(draft)
-        # Each round proposes one more token for every sequence that wants one.
+        # 2. Each round computes one forward pass, and adds one token to every unfinished draft.
         proposed = {}
         while drafts:
             drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
@@ -130,7 +133,8 @@ class DraftModelSpeculator:
         return proposed
 
     def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
-        """Return what the draft model has to read of a sequence; None where it has no room for it."""
+        """Return the tokens that the draft model has not read yet, as a draft; None if it has no room for them."""
+        # 1. Find the new tokens.
         state = self._states.setdefault(sequence, _DraftState())
         num_virtual = sequence.group.num_virtual_tokens
         last = len(sequence.token_ids) - num_virtual - 1
@@ -138,13 +142,14 @@ class DraftModelSpeculator:
             # The sequence was preempted before it took a token.
             state.num_computed = last
             state.proposed = []
-        # Keep the cached keys and values of accepted draft tokens. The last token is read again for its logits.
+        # 2. Keep the keys and values of accepted draft tokens. The last token is read again for its logits.
         new_ids = sequence.token_ids[num_virtual + state.num_computed :]
         accepted = 0
         while accepted < min(len(new_ids) - 1, len(state.proposed)) and new_ids[accepted] == state.proposed[accepted]:
             accepted += 1
         state.num_computed += accepted
         state.proposed = []
+        # 3. Allocate blocks for the chunk and the draft tokens, if context, vocabulary and cache have room.
         ids = new_ids[accepted : accepted + budget + 1]
         end = state.num_computed + len(ids)
         num_new = self._blocks.blocks_for(end + max_tokens) - len(state.table.blocks)
