@@ -1,1 +1,1 @@
-"""A model behind HTTP: the protocols of text-generation-inference and OpenAI over one engine."""
+"""The HTTP server: several protocols (OpenAI, text-generation-inference, Anthropic, Ollama, vLLM) over one engine."""

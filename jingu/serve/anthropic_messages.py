@@ -116,7 +116,7 @@ class MessagesRequest(TokenCountRequest):
 
 
 def _join_text(content: str | list[ContentBlock] | None) -> str:
-    """Return the text of content. Raises ApiError where a block is no text."""
+    """Return the text of content. Raise ApiError if a block is not text."""
     if isinstance(content, list):
         for block in content:
             if block.type != "text" or block.text is None:
@@ -126,7 +126,7 @@ def _join_text(content: str | list[ContentBlock] | None) -> str:
 
 
 def _convert_message(message: AnthropicMessage) -> list[protocol.ChatMessage]:
-    """Return a message as chat completions have it: each tool result is a message of its own."""
+    """Convert a message to the form of chat completions, in which each tool result is a message of its own."""
     if isinstance(message.content, str):
         return [protocol.ChatMessage(role=message.role, content=message.content)]
     converted = []
@@ -191,17 +191,18 @@ async def count_tokens(body: TokenCountRequest, service: ServiceDependency) -> R
 
 
 async def _stream(run: ChatRun, body: MessagesRequest, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of an answer: those of its text, and then those of each tool call."""
+    """Yield the server-sent events of an answer: first those of its text, then those of each tool call."""
 
     def event(kind: str, **fields: Any) -> bytes:
         return format_event({"type": kind, **fields}, kind)
 
     empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _format_usage(run)}
     yield event("message_start", message={**head, **empty})
-    # Content blocks so far; the text, if there is any, is the first.
+    # Number of content blocks so far. The text, if there is any, is the first block.
     num_blocks = 0
     async for deltas in run.deltas():
         for delta in deltas:
+            # 1. Start the text block with the first text; an answer without tool calls has one, even if it is empty.
             if num_blocks == 0 and (delta.text or (delta.finish_reason and not delta.calls)):
                 num_blocks = 1
                 yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
@@ -209,6 +210,7 @@ async def _stream(run: ChatRun, body: MessagesRequest, head: dict[str, Any]) -> 
                 yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
             if delta.finish_reason is None:
                 continue
+            # 2. At the end, close the text block, send each tool call as a block, and report why the answer ended.
             if num_blocks:
                 yield event("content_block_stop", index=0)
             for index, call in enumerate(delta.calls, num_blocks):
@@ -226,7 +228,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _stop_fields(body: MessagesRequest, reason: FinishReason, has_calls: bool) -> dict[str, Any]:
-    """Return why an answer ended. Which of several stop sequences ended it is not known."""
+    """Return why an answer ended. The engine does not report which of several stop sequences ended it."""
     sequences = body.stop_sequences or []
     if reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}

@@ -1,4 +1,4 @@
-"""The FastAPI application: all protocols behind the access middleware, and the handlers of errors."""
+"""The FastAPI application: all protocols behind the access middleware, and the exception handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jingu.serve.responses import error_response
 from jingu.serve.service import Service, ServiceDependency
 from jingu.serve.static_files import load_static_files
 
-# Among the names of fields pydantic lists, for a field of several types, the type that was tried.
+# In the location of an error in a union, pydantic also lists the member type that it tried. This matches such a type.
 _TYPE_NAME = re.compile(r"^(str|bool)$|\[|^[A-Z]")
 _ERROR_CONTENT = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application that serves a model; its engine starts and stops with it."""
+    """Return the application that serves a model. It starts and stops the engine."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ def create_app(service: Service) -> FastAPI:
         title="jingu",
         version=__version__,
         lifespan=lifespan,
-        # FastAPI's documentation pages load scripts from other sites. /openapi.json stays.
+        # FastAPI's documentation pages load scripts from other sites. /openapi.json is still served.
         docs_url=None,
         redoc_url=None,
         responses=_ERROR_RESPONSES,
@@ -67,7 +67,7 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=service.settings.origins,
             allow_methods=["GET", "POST"],
-            # Clients send headers of their own, such as x-stainless-* of OpenAI's.
+            # Clients send additional headers, such as x-stainless-* of OpenAI's library.
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
@@ -96,12 +96,12 @@ async def _handle_error(request: HttpRequest, error: Exception) -> Response:
 
 
 def _describe_validation_errors(errors: Sequence[Any], content_type: str) -> ApiError:
-    """Return pydantic's first error without the value, which may be text that no log should contain."""
+    """Return pydantic's first error without the value, which may be private text that must not be logged."""
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({errors[0]['ctx']['error']})")
     if "json" not in content_type:
         return ApiError(400, "send the body with Content-Type: application/json")
-    # For a field of several types each type has an error. The one that got furthest was probably meant.
+    # A union field has an error for each of its types. The type whose error is deepest was probably meant.
     same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
     error = max(same_field, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     path = ".".join(str(name) for name in error["loc"][1:] if not _TYPE_NAME.search(str(name)))

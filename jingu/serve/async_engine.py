@@ -1,7 +1,7 @@
 """Run the engine on a thread of its own, for HTTP handlers on an event loop.
 
-The engine knows nothing of threads, and the handlers nothing of the engine. They exchange two things only: commands,
-which the engine's thread executes between two steps, and events, which it hands over once a step.
+Handlers queue commands, which the engine's thread executes between two steps. It passes the events of each step to the
+event loop. The engine itself uses no threads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 @dataclass
 class RequestStats:
-    """What a request has used so far.
+    """Times and token counts of a request so far.
 
     Attributes:
-        arrival_time: when the server received it. All times are of `time.perf_counter`.
-        accepted_time: when the handler passed it on to the engine.
-        start_time: when the engine began to compute it.
+        arrival_time: when the server received the request. All times are values of `time.perf_counter`.
+        accepted_time: when the handler passed the request to the engine.
+        start_time: when the engine began to compute the request; None before that.
     """
 
     arrival_time: float
@@ -91,12 +91,12 @@ class Completion:
 
 
 def best_first(completions: list[Completion]) -> list[Completion]:
-    """Return completions by their log-probability per token, the highest first."""
+    """Return completions in the order of their log-probability per token, the highest first."""
     return sorted(completions, key=lambda each: each.cumulative_logprob / max(len(each.tokens), 1), reverse=True)
 
 
 def count_requests(requests: Sequence[Request]) -> int:
-    """Return as how many requests of the server's limit some count: texts to embed, which are quick, as one."""
+    """Return how much requests count towards the server's limit: one each, but texts to embed count as one in total."""
     return len(requests) if requests[0].pooling is None else 1
 
 
@@ -104,9 +104,9 @@ class RequestHandle:
     """Engine requests that one client submitted together, and their events as they arrive.
 
     Attributes:
-        size: how many requests they count as; see `count_requests`.
-        unfinished: index of request and number of sequence, of all sequences that have not ended.
-        is_closed: whether all have ended, or the request was ended.
+        size: how much they count towards the server's limit; see `count_requests`.
+        unfinished: (index of the request, index of the choice) of all choices that have not ended.
+        is_closed: whether all choices have ended, or the requests have failed or been cancelled.
     """
 
     def __init__(self, engine: AsyncEngine, requests: Sequence[Request], arrival_time: float) -> None:
@@ -116,7 +116,7 @@ class RequestHandle:
         self.unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
         self.is_closed = False
         self._engine = engine
-        # None ends the iteration.
+        # A None in the queue ends the iteration.
         self._batches: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
         self._started: set[int] = set()
         self._error: ApiError | None = None
@@ -135,7 +135,7 @@ class RequestHandle:
             raise self._error
 
     async def collect(self) -> list[list[Completion]]:
-        """Wait until all sequences have ended; return them by request and number. Raises ApiError."""
+        """Wait until all choices have ended; return them by request and choice. Raise ApiError if a request fails."""
         completions = [[Completion() for _ in range(request.n)] for request in self.requests]
         async for batch in self.batches():
             for index, event in batch:
@@ -143,17 +143,17 @@ class RequestHandle:
         return completions
 
     def cancel(self) -> None:
-        """Cancel what has not finished."""
+        """Cancel all unfinished choices."""
         self.fail(ApiError(499, "the client has disconnected"), "cancelled")
 
     def fail(self, error: ApiError, finish_reason: str = "error") -> None:
-        """End the request with an error unless it has ended. Call on the event loop's thread."""
+        """End the request with an error, unless it has ended. To be called on the event loop's thread."""
         if not self.is_closed:
             self._error = error
             self._close(finish_reason)
 
     def receive(self, batch: list[tuple[int, Event]], now: float) -> None:
-        """Take the events of a step, which ended at `now`. Call on the event loop's thread."""
+        """Add the events of a step, which ended at `now`. To be called on the event loop's thread."""
         if self.is_closed:
             return
         failure: Event | None = None
@@ -172,7 +172,7 @@ class RequestHandle:
             self._close(self.stats.finish_reason)
 
     def _record(self, index: int, event: Event, now: float) -> None:
-        """Update the statistics, and which sequences are unfinished."""
+        """Update the statistics and the unfinished choices."""
         stats = self.stats
         if index not in self._started:
             self._started.add(index)
@@ -197,18 +197,18 @@ class RequestHandle:
 
 
 class AsyncEngine:
-    """Owns the engine's thread.
+    """Runs the engine on a thread, and gives coroutines access to it.
 
     Args:
         engine: the engine that the thread runs.
-        max_requests: unfinished requests that are accepted; further ones fail with status 429.
+        max_requests: maximum number of unfinished requests; further ones fail with status 429.
         timeout: seconds after which a request fails.
         on_end: called with each handle whose requests have ended.
 
     Attributes:
-        num_requests: unfinished requests.
-        failure: why the engine cannot continue, if it cannot.
-        is_stopping: whether no more requests are accepted.
+        num_requests: number of unfinished requests.
+        failure: the error after which the engine cannot continue; None: there was none.
+        is_stopping: whether the server refuses new requests because it is shutting down.
     """
 
     def __init__(
@@ -220,19 +220,19 @@ class AsyncEngine:
         self.num_requests = 0
         self.failure: Exception | None = None
         self.is_stopping = False
-        # Once everything was aborted: the error with which later calls fail.
+        # The error of calls after `abort_all`.
         self._abort_error: ApiError | None = None
         self._on_end = on_end
-        # None ends the thread.
+        # A None in the queue ends the thread.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._handles: set[RequestHandle] = set()
-        # By the engine's request id: the handle, and the request's index there. Only the engine's thread uses it.
+        # By the engine's request id, (handle, index of the request in it). Only the engine's thread uses this.
         self._owners: dict[int, tuple[RequestHandle, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; events go to the running event loop."""
+        """Start the thread. It delivers events to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -248,7 +248,7 @@ class AsyncEngine:
         self._handles.add(handle)
         self.num_requests += handle.size
         failure = ApiError(500, ENGINE_FAILED, kind="generation")
-        # Whatever goes wrong, the handle must be closed, or its requests would count forever.
+        # After any error the handle must be closed, or its requests would count towards the limit forever.
         try:
             await self.call(lambda: self._submit(handle))
         except JinguError:
@@ -262,13 +262,17 @@ class AsyncEngine:
             handle.fail(failure)
             raise failure from error
         except BaseException:
-            # Cancelled, because the client has disconnected.
+            # The task was cancelled, because the client has disconnected.
             handle.cancel()
             raise
         return handle
 
     def check_available(self, requests: int) -> None:
-        """Raise ApiError unless so many more requests can be accepted now."""
+        """Raise ApiError unless this many more requests can be accepted now.
+
+        Raises:
+            JinguError: they are more than the server accepts at any time.
+        """
         self._check_failure()
         if self.is_stopping:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
@@ -286,9 +290,9 @@ class AsyncEngine:
             )
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return the value of a function that the engine's thread calls between two steps.
+        """Call a function on the engine's thread between two steps, and return its value.
 
-        While the server stops, requests in progress may still call, until they are aborted.
+        During a shutdown this still works for requests in progress, until they are aborted.
         """
         self._check_failure()
         if self._abort_error is not None:
@@ -299,13 +303,13 @@ class AsyncEngine:
         return await asyncio.wrap_future(result)
 
     def timeout_error(self) -> ApiError:
-        """Return the error of a request that takes too long."""
+        """Return the error of a request that exceeds the timeout."""
         return ApiError(504, f"the request took more than {self.timeout:g} seconds", kind="incomplete_generation")
 
     def release(self, handle: RequestHandle) -> None:
-        """Forget a handle that has been closed; the engine drops what is left of its requests."""
+        """Remove a closed handle; the engine cancels its unfinished requests."""
         if self.failure is None:
-            # Before the count goes down: whoever sees the lower count may rely on the command being queued.
+            # Queue the command before the count decreases: who sees the lower count may rely on the command.
             self._commands.put(lambda: self._forget(handle))
         self._handles.remove(handle)
         self.num_requests -= handle.size
@@ -332,7 +336,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while True:
-            # Commands come first, so that submissions and cancellations take effect before the next step.
+            # Run all commands first, so that submissions and cancellations take effect before the next step.
             if self.failure is None and self.engine.busy and self._commands.empty():
                 self._step()
                 continue
@@ -360,7 +364,7 @@ class AsyncEngine:
     def _submit(self, handle: RequestHandle) -> None:
         if handle.is_closed:
             return
-        # The step before this command may have failed.
+        # A step between the call and this command may have failed.
         self._check_failure()
         try:
             for index, request in enumerate(handle.requests):
@@ -376,12 +380,13 @@ class AsyncEngine:
                 self.engine.cancel(request_id)
 
     def _recover(self, error: Exception) -> None:
-        """Fail every request after a failed step, since each may have lost state. Give up if the engine keeps them."""
+        """Fail all requests after a failed step, since any of them may have lost state. If the engine cannot remove
+        them, set `failure`, which shuts down the server."""
         handles = list({handle: None for handle, _ in self._owners.values()})
         try:
             for handle in handles:
                 self._forget(handle)
-            # This step only reports the cancellations.
+            # This step only yields the events of the cancellations.
             self.engine.step()
             if self.engine.busy:
                 raise RuntimeError("the engine still has requests that were cancelled")
@@ -393,6 +398,6 @@ class AsyncEngine:
 
     def _call_on_loop(self, function: Callable[[], object]) -> None:
         assert self._loop is not None
-        # A closed loop raises RuntimeError: everyone who could be informed is gone.
+        # A closed loop raises RuntimeError; then no handler is left to be informed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)

@@ -1,4 +1,4 @@
-"""Answer a conversation: what the chat protocols (OpenAI, Anthropic, Ollama) share.
+"""Chat answers: the common part of the chat protocols (OpenAI, Anthropic, Ollama).
 
 Each protocol converts its body to a `ChatRequest`, and formats the answers or their deltas in its own way.
 """
@@ -30,13 +30,13 @@ LOGGER = logging.getLogger("jingu.serve")
 
 @dataclass(frozen=True)
 class ChatDelta:
-    """What a token adds to an answer.
+    """The part of an answer that a token adds.
 
     Attributes:
-        text: that belongs to no tool call.
-        reasoning: before the answer.
-        calls: all tool calls of the answer, with its last token.
-        finish_reason: None before the last token.
+        text: new text outside of tool calls and reasoning.
+        reasoning: new text of the reasoning before the answer.
+        calls: all tool calls of the answer, in the delta of the last token; empty before.
+        finish_reason: why the answer ended; None before the last token.
     """
 
     choice: int
@@ -49,7 +49,7 @@ class ChatDelta:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """A complete answer; `text` belongs to no tool call."""
+    """A complete answer; `text` excludes tool calls and reasoning."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -59,19 +59,19 @@ class ChatAnswer:
 
 
 class ChatRun:
-    """A conversation that is being answered.
+    """A chat answer in progress, with one or more choices.
 
     Attributes:
-        handle: of the engine's request.
+        handle: handle of the engine's request.
     """
 
     def __init__(self, handle: RequestHandle, parsers: list[tuple[ReasoningParser | None, ToolCallParser]]) -> None:
         self.handle = handle
-        # Each choice has parsers of its own, since choices are streamed in turns.
+        # Each choice has its own parsers, since the tokens of choices are interleaved.
         self._parsers = parsers
 
     async def deltas(self) -> AsyncIterator[list[ChatDelta]]:
-        """Yield the deltas of each engine step. Raises ApiError."""
+        """Yield the deltas of each engine step. Raise ApiError if the request fails."""
         async for batch in self.handle.batches():
             deltas = []
             for _, event in batch:
@@ -83,7 +83,7 @@ class ChatRun:
             yield deltas
 
     async def collect(self) -> list[ChatAnswer]:
-        """Wait until all choices have ended; return them in order. Raises ApiError."""
+        """Wait until all choices have ended; return them in order. Raise ApiError if the request fails."""
         (completions,) = await self.handle.collect()
         answers = []
         for choice, completion in enumerate(completions):
@@ -92,7 +92,7 @@ class ChatRun:
         return answers
 
     def _parse(self, choice: int, text: str, is_last: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Return what a piece of a choice adds to its reasoning, to its text and to its calls."""
+        """Parse a piece of a choice; return its reasoning, its text and, with the last piece, all tool calls."""
         reasoning_parser, call_parser = self._parsers[choice]
         reasoning = ""
         if reasoning_parser is not None:
@@ -108,15 +108,16 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
     """Submit a conversation to the engine.
 
     Raises:
-        ApiError: it cannot be answered as requested, or the server does not accept it now.
-        JinguError: it does not fit the model.
+        ApiError: the conversation cannot be answered as requested, or the server does not accept it now.
+        JinguError: the conversation does not fit the model.
     """
-    # Tools restrict the answer by a constraint, and so does a response format.
+    # 1. Collect the constraints: a required tool call constrains the answer, and so does a response format.
     names = {function.name for function in allowed_functions(body)}
     forced_name, tool_constraint = forced_function(body)
     format_constraint = body.response_format.constraint() if body.response_format else body.guided_constraint()
     if format_constraint is not None and names and tool_constraint is None:
         format_constraint = _allow_calls(format_constraint, allowed_functions(body))
+    # 2. Encode the conversation and submit it.
     prompt = await encode_conversation(body, service)
     engine_request = build_engine_request(
         body,
@@ -131,11 +132,11 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
     try:
         handle = await service.submit(request, [engine_request])
     except JinguError as error:
-        # The constraint is made of the tools' parameters, so these are at fault.
+        # The constraint was made from the tools' parameters, so the error belongs to `tools`.
         if tool_constraint is not None and error.where == "constraint":
             raise JinguError(error.what, where="tools", fix=error.fix) from error
         raise
-    # A template may begin the reasoning. An answer with a constraint has none.
+    # 3. Make the parsers of each choice. The template may have begun the reasoning; constrained answers have none.
     is_open = service.model.tokenizer.decode(list(prompt[-16:]), keep_special_tokens=True).rstrip().endswith(OPEN_TAG)
     parsers = [
         (
@@ -160,7 +161,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     tools: tuple[JsonObject, ...] = ()
     if allowed_functions(body):
         tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
-    # Some templates have a variable for the effort of reasoning.
+    # Some templates have a variable for the reasoning effort.
     variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     variables |= body.chat_template_kwargs or {}
     continue_final = bool(body.continue_final_message)
@@ -190,7 +191,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
 
 @cache
 def _warn_of_tool_prompt(template: str) -> None:
-    """Say once that tools are written as text."""
+    """Warn, once for each template, that tools are described as text."""
     LOGGER.warning(
         f"the chat template {template} does not support tools; jingu describes them in the first message of the prompt "
         "(--template qwen has a place for them)"
@@ -198,10 +199,10 @@ def _warn_of_tool_prompt(template: str) -> None:
 
 
 def _parse_message(message: ChatMessage, index: int) -> Message:
-    """Return a message as chat templates use it."""
+    """Convert a message to the form that chat templates use."""
     label = f"messages[{index}]"
     content = message.content
-    # A list of parts, of which only text can be rendered.
+    # Join the parts of a list; only text can be rendered.
     if isinstance(content, list):
         for part in content:
             if part.type not in ("text", "refusal") or part.text is None:
@@ -213,7 +214,7 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
     for call in message.tool_calls or []:
         arguments: Any = call.function.arguments
         if isinstance(arguments, str):
-            # OpenAI's form is JSON text, but templates expect an object.
+            # OpenAI's protocol has arguments as JSON text, but templates expect an object.
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
@@ -253,10 +254,10 @@ def allowed_functions(body: ChatRequest) -> list[FunctionDefinition]:
 
 
 def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
-    """Return the constraint that makes the model call a function, and that function's name.
+    """Return the name of the function that the model must call, and the constraint that makes it do so.
 
-    If a single function is possible, the answer is its arguments. Otherwise the name is None, and the answer is an
-    object with `name` and `arguments`. If no call is required, both are None.
+    If only one function is possible, the answer consists of its arguments. If there are several, the name is None, and
+    the answer is an object with `name` and `arguments`. If no call is required, both are None.
     """
     functions = allowed_functions(body)
     choice = body.tool_choice
@@ -270,14 +271,14 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
         return None, None
     if not functions:
         raise bad_request("`tool_choice` requires a tool, but there are no `tools`", "tool_choice")
-    # With a single candidate the model has no name to choose, so it writes only the arguments.
+    # With a single candidate there is no name to choose, so the model generates only the arguments.
     if len(functions) == 1:
         return functions[0].name, Constraint("json_schema", json.dumps(_parameters(functions[0])))
     return None, Constraint("json_schema", json.dumps({"anyOf": _call_schemas(functions)}))
 
 
 def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) -> Constraint:
-    """Return a constraint to what another one allows or to a call of one of the functions."""
+    """Extend a constraint so that it also allows a call of one of the functions."""
     if constraint.kind in ("regex", "grammar"):
         raise bad_request(
             "`tools` can only be combined with JSON, not with an expression or grammar", "response_format"
@@ -289,7 +290,7 @@ def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) ->
 
 
 def _call_schemas(functions: list[FunctionDefinition]) -> list[dict[str, Any]]:
-    """Return a schema per function: its name is a constant, and its arguments follow its schema."""
+    """Return a schema for a call of each function: the name is a constant, and the arguments follow its schema."""
     return [
         {
             "type": "object",
@@ -309,7 +310,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _relocate(schema: Any, root: str) -> Any:
-    """Return a schema to embed in another at `root`, with its references adjusted."""
+    """Adjust the references of a schema that is to be embedded in another one at `root`."""
     if isinstance(schema, list):
         return [_relocate(item, root) for item in schema]
     if not isinstance(schema, dict):

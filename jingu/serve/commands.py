@@ -1,4 +1,4 @@
-"""`jingu serve`: a model behind HTTP."""
+"""`jingu serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AccessOptions:
     Attributes:
         api_key: keys, of which a client must send one.
         api_key_file: a file with a key on each line.
-        allow_host: further host names to which the server answers.
+        allow_host: additional host names to which the server answers.
         cors: web origins whose pages may call the server.
     """
 
@@ -36,7 +36,7 @@ class AccessOptions:
     cors: Sequence[str] = ()
 
     def apply(self, settings: ServeSettings) -> ServeSettings:
-        """Return settings with keys, host names and origins. Raises JinguError."""
+        """Add keys, host names and origins to settings. Raise JinguError if one of them is not valid."""
         host = settings.host
         if not host:
             raise JinguError("the address is empty.", where="--host", fix="0.0.0.0 listens on all of this machine's.")
@@ -51,13 +51,14 @@ class AccessOptions:
         _check_all(self.allow_host, r"[^:/\s]+|\[[^/\s]+\]", "a host name", "--allow-host", fix)
         fix = "Write it as browsers do, such as https://example.com."
         _check_all(self.cors, r"\*|https?://[^/\s]+", "an origin", "--cors", fix)
-        # Otherwise a web page could reach the server through a name that resolves to this machine (DNS rebinding).
+        # Check host names on loopback: otherwise a web page could reach the server through a name of its own that
+        # resolves to this machine (DNS rebinding).
         hosts = ("localhost", "127.0.0.1", "[::1]", host, *self.allow_host) if is_loopback else ()
         keys = _api_keys(self.api_key, self.api_key_file)
         return replace(settings, keys=keys, origins=tuple(self.cors), hosts=hosts)
 
 
-# All of them as their defaults.
+# All options at their defaults.
 _DEFAULT_SETTINGS = ServeSettings()
 _DEFAULT_ACCESS = AccessOptions()
 
@@ -96,7 +97,7 @@ def serve(
     with inference_ranks(inference.device) as ranks, ExitStack() as stack:
         listener = None
         if ranks is None or ranks.is_first:
-            # Bind first: loading the model takes long.
+            # Bind before the model is loaded, which takes long, so that errors of the address appear immediately.
             listener = stack.enter_context(bind_socket(settings.host, settings.port))
         if ranks is None:
             inference = inference.use_int4_blocks(model)
@@ -123,7 +124,7 @@ def _check_all(values: Sequence[str], pattern: str, kind: str, where: str, fix: 
 
 
 def _api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Return the API keys, with those of the file. Raises JinguError."""
+    """Return the API keys, including those of the file. Raise JinguError if one is empty or the file has none."""
     stripped = [key.strip() for key in keys]
     if not all(stripped):
         raise JinguError("an API key is empty.", where="--api-key", fix="Leave it out to require no key.")
@@ -136,7 +137,7 @@ def _api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
 
 
 def _adapters(assignments: Sequence[str], reserved_names: set[str]) -> dict[str, Path]:
-    """Return the paths of adapters by name. Raises JinguError."""
+    """Return the paths of adapters by name. Raise JinguError for a malformed or repeated assignment."""
     adapters: dict[str, Path] = {}
     for assignment in assignments:
         name, _, path = assignment.partition("=")

@@ -1,4 +1,4 @@
-"""Failures of requests, and the JSON with which each protocol reports them."""
+"""Errors of requests, and their JSON in each protocol."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class ApiError(Exception):
     """A request that fails with an HTTP status.
 
     Args:
-        status: of the response. Status 400 becomes 422 where text-generation-inference's protocol has it so.
-        message: for the client.
-        kind: text-generation-inference's error type: validation, overloaded, generation or incomplete_generation.
-        field: the field of the request at fault.
-        headers: of the response.
+        status: HTTP status of the response. In text-generation-inference's protocol, 400 becomes 422 for validation.
+        message: message for the client.
+        kind: text-generation-inference's error type: validation, overloaded, generation, incomplete_generation or
+            authentication.
+        field: the field of the request that is at fault.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ def bad_request(message: str, field: str | None = None) -> ApiError:
 
 
 def to_api_error(error: Exception, path: str) -> ApiError:
-    """Convert any exception to one that a client of `path` may see. The text of unexpected ones stays in the log."""
+    """Convert any exception to one that a client of `path` may see. The message of an unexpected one is not shown."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, JinguError):
-        # The engine names its own fields; clients know them by the protocol's names.
+        # The error names the engine's field; clients need the protocol's name of it.
         names = _FIELD_NAMES.get(path, _FIELD_NAMES["text-generation-inference"])
         field = None if error.where is None else names.get(str(error.where), str(error.where))
         return ApiError(400, str(JinguError(error.what, where=field, fix=error.fix)), field=field)
@@ -63,14 +64,18 @@ def to_api_error(error: Exception, path: str) -> ApiError:
 
 def error_body(error: ApiError, path: str) -> tuple[int, dict[str, Any]]:
     """Return status and JSON of an error, in the form of the protocol to which `path` belongs."""
+    # 1. Ollama.
     if path.startswith("/api/"):
         return error.status, {"error": error.message}
+    # 2. text-generation-inference.
     if not path.startswith("/v1/"):
         status = 422 if error.status == 400 and error.kind == "validation" else error.status
         return status, {"error": error.message, "error_type": error.kind}
+    # 3. vLLM's routes for adapters.
     if path in _VLLM_PATHS:
         kind = _VLLM_TYPES.get(error.status, HTTPStatus(error.status).phrase)
         return error.status, {"error": {"message": error.message, "type": kind, "param": None, "code": error.status}}
+    # 4. Anthropic and OpenAI.
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(error.status, fallback)
     if path.startswith("/v1/messages"):

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its handler: host, API key, size limits, and a line in the log."""
+"""Middleware of every HTTP request: checks of host and API key, size limits, and a line in the log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jingu.serve.responses import error_response
 from jingu.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
-# Most bytes of a request's headers.
+# Maximum size of a request's headers.
 MAX_HEADER_BYTES = 32_768
-# Paths that need no API key, because they reveal nothing of the model.
+# Paths that need no API key, because they reveal nothing about the model.
 PUBLIC_PATHS = ("/health", "/chat")
 
 
@@ -45,7 +45,7 @@ class AccessMiddleware:
         status = 0
         request_id = secrets.token_hex(8)
         log: dict[str, Any] = {"id": request_id}
-        # Handlers find these in `request.state`.
+        # Handlers read these from `request.state`.
         scope.setdefault("state", {}).update(log=log, arrival_time=start)
 
         async def send_with_id(message: Message) -> None:
@@ -62,7 +62,7 @@ class AccessMiddleware:
             if not isinstance(error, ApiError):
                 LOGGER.exception("a request failed", extra={"fields": {"id": request_id}})
             if status:
-                # The response has begun, so only closing the connection can show that it is incomplete.
+                # The response has begun: only a closed connection can tell the client that it is incomplete.
                 raise
             await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
@@ -79,7 +79,7 @@ class AccessMiddleware:
             raise ApiError(431, "the headers are too large")
         if self._hosts:
             host = headers.get(b"host", b"").decode("latin-1").lower()
-            # Without the port; an IPv6 address in brackets contains colons itself.
+            # Remove the port; an IPv6 address in brackets contains colons itself.
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if name not in self._hosts:
                 raise ApiError(403, "the server does not answer to this host name; --allow-host adds names")
@@ -88,10 +88,10 @@ class AccessMiddleware:
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if b"x-api-key" in headers:
-            # As Anthropic's clients send it.
+            # The header of Anthropic's clients.
             scheme, key = b"bearer", headers[b"x-api-key"]
         digest = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
-        # Compare with every key, so that the time taken reveals nothing.
+        # Compare with every key, so that the response time reveals nothing.
         if not sum(hmac.compare_digest(digest, expected) for expected in self._keys):
             problem = "the API key is not valid" if key else "an API key is required"
             raise ApiError(
@@ -102,7 +102,7 @@ class AccessMiddleware:
             )
 
     def _limit_body(self, receive: Receive) -> Receive:
-        """Return `receive` for a body whose size and duration are limited."""
+        """Wrap `receive` so that it limits the size of the body and the time until it is complete."""
         settings = self._settings
         deadline = time.monotonic() + settings.patience
         size = 0
@@ -127,7 +127,7 @@ class AccessMiddleware:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return a digest, so that all keys are of the same length."""
+    """Return a digest of a key, so that compared values have the same length."""
     return hashlib.sha256(key).digest()
 
 
@@ -148,7 +148,7 @@ class JsonLogFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Log the server and uvicorn to stderr, as JSON lines."""
+    """Write the logs of the server and of uvicorn to stderr, as JSON Lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLogFormatter())
     for name in ("jingu.serve", "uvicorn"):

@@ -50,7 +50,7 @@ class OllamaOptions(protocol.RequestBody):
     top_p: protocol.Fraction | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat completion that mean the same."""
+        """Return the corresponding fields of a chat completion."""
         names = ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p")
         fields = {name: getattr(self, name) for name in names}
         fields["repetition_penalty"] = self.repeat_penalty
@@ -201,7 +201,7 @@ async def generate(body: OllamaGenerateRequest, request: HttpRequest, service: S
 def _stream(
     body: OllamaRequest, handle: RequestHandle, parts: AsyncIterator[tuple[dict[str, Any], FinishReason | None]]
 ) -> EventStream:
-    """Return the response that sends each part as a line of JSON."""
+    """Return a response that sends each part as a line of JSON."""
 
     async def lines() -> AsyncIterator[bytes]:
         async for fields, reason in parts:
@@ -216,7 +216,7 @@ def _head(body: OllamaRequest) -> dict[str, Any]:
 
 
 def _final_fields(handle: RequestHandle, reason: FinishReason) -> dict[str, Any]:
-    """Return the fields of the last line: why the answer ended, counts, and durations in nanoseconds."""
+    """Return the fields of the last line: the finish reason, token counts, and durations in nanoseconds."""
     stats = handle.stats
     now = time.perf_counter()
     start = stats.start_time or now

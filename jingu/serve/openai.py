@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRou
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 _NO_RUNTIME_ADAPTERS = "the adapters of this server are fixed; start it with --runtime-adapters to load others"
-# Most prompts in one request; each of them is an engine request.
+# Maximum number of prompts in one request; each of them is an engine request.
 _MAX_PROMPTS = 256
 
 
@@ -62,7 +62,7 @@ async def load_lora_adapter(body: protocol.LoadAdapterRequest, service: ServiceD
         path = Path(body.lora_path)
         if not path.exists():
             raise ApiError(404, f"No adapter found for {body.lora_path}", field="lora_path")
-        # Reading takes longer than a step, so another thread does it.
+        # Read on another thread: it takes longer than a step of the engine.
         weights = await asyncio.to_thread(run_in_thread, partial(read, path))
     except OSError as error:
         raise bad_request(f"{body.lora_path} cannot be read ({error.strerror})", "lora_path") from error
@@ -109,7 +109,7 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
             # Candidates are compared by their log-probabilities.
             logprobs=0 if best_of and body.logprobs is None else body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            # With 0 the engine generates one token, which the answer leaves out.
+            # For 0 the engine generates one token, which is removed from the answer.
             max_tokens=16 if body.max_tokens is None else max(body.max_tokens, 1),
             constraint=body.guided_constraint(),
         )
@@ -129,7 +129,7 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
 
     async def collect() -> Any:
         choices: list[dict[str, Any]] = []
-        # Choices are numbered through all prompts.
+        # Indices of choices continue over all prompts.
         for prompt, echo, answers in zip(prompts, echoes, await handle.collect(), strict=True):
             for answer in best_first(answers)[:n] if best_of else answers:
                 if body.max_tokens == 0:
@@ -143,7 +143,7 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
                     logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service)
                 choice = _format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason)
                 if body.return_token_ids:
-                    # As vLLM does: with the end token, of which there is a log-probability then, too.
+                    # Like vLLM, include the end token, whose log-probability is then included, too.
                     choice |= {"token_ids": [token.id for token in answer.tokens], "prompt_token_ids": prompt}
                 choices.append(choice)
         return {**head, "choices": choices, "usage": format_usage(handle.stats)}
@@ -189,7 +189,7 @@ def build_engine_request(
 
     Args:
         stop: stop strings in addition to those of the body.
-        fields: further fields of the engine's request.
+        fields: other fields of the engine's request.
     """
     stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Request(
@@ -228,7 +228,7 @@ def _format_model(name: str, service: Service) -> dict[str, Any]:
 
 
 async def _encode_prompts(prompts: protocol.Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
-    """Return the token ids of a text, of ids, or of a list of either."""
+    """Return the token ids of each prompt. A single prompt is a text or a list of ids; several are a list of those."""
     if isinstance(prompts, str):
         return [await service.encode(prompts)]
     if not prompts:
@@ -251,7 +251,7 @@ def _format_choice(index: int, text: str, logprobs: Any = None, finish: FinishRe
 
 
 def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions; the first token is at character `offset` of the text."""
+    """Format log-probabilities for completions. The first token is at character `offset` of the text."""
     names = [service.token_name(token.id) for token in tokens]
     offsets = []
     for name in names:
@@ -269,9 +269,9 @@ def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0)
 async def _stream(
     handle: RequestHandle, body: protocol.CompletionRequest, echoes: Sequence[str], service: Service
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yield the choices of the chunks of each engine step."""
+    """Yield the choices of each engine step, one for each chunk."""
     n = body.n or 1
-    # Characters of each choice so far.
+    # Number of characters of each choice so far.
     lengths: dict[int, int] = {}
 
     def format_chunk(index: int, event: Event, token: Token) -> dict[str, Any]:
@@ -303,11 +303,11 @@ async def stream_chunks(
     head: dict[str, Any],
     batches: AsyncIterator[list[dict[str, Any]]],
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events with one choice each, and at the end the usage if it is requested.
+    """Yield server-sent events with one choice each, and finally one with the usage, if it was requested.
 
     Args:
-        head: the fields that all chunks share.
-        batches: the choices of each engine step. They are sent together, which saves writes to the socket.
+        head: the common fields of all chunks.
+        batches: the choices of each engine step. Their events are joined, which saves writes to the socket.
     """
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     async for choices in batches:

@@ -89,7 +89,7 @@ def _format_logprobs(tokens: list[Token], service: Service) -> dict[str, Any]:
 
 
 async def _stream(run: ChatRun, body: ChatRequest, service: Service) -> AsyncIterator[list[JsonObject]]:
-    """Yield the choices of the chunks of each engine step."""
+    """Yield the choices of each engine step, one for each chunk."""
 
     def format_chunk(index: int, delta: JsonObject, logprobs: Any = None, finish: str | None = None) -> JsonObject:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -114,6 +114,6 @@ async def _stream(run: ChatRun, body: ChatRequest, service: Service) -> AsyncIte
 
 
 def _format_tool_call(call: ToolCall) -> dict[str, Any]:
-    # Clients send the id back with the tool's result.
+    # Clients return the id with the tool's result.
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -137,7 +137,7 @@ class ResponsesRequest(protocol.RequestBody):
 
 
 def _plain_parts(content: str | list[InputPart] | None) -> str | list[protocol.ContentPart] | None:
-    """Return content whose text parts have the type that chat completions use."""
+    """Convert the types of text parts to the one of chat completions."""
     if not isinstance(content, list):
         return content
     types = {"input_text": "text", "output_text": "text"}
@@ -180,7 +180,7 @@ async def responses(body: ResponsesRequest, request: HttpRequest, service: Servi
 
 
 async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a response: those of its text, and then those of each function call."""
+    """Yield the server-sent events of a response: first those of its text, then those of each function call."""
     number = -1
 
     def event(kind: str, **fields: Any) -> bytes:
@@ -198,7 +198,7 @@ async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
     reason: FinishReason = "length"
     async for deltas in run.deltas():
         for delta in deltas:
-            # The message begins with its first text. An answer without calls has a message, even an empty one.
+            # 1. Start the message with its first text. An answer without calls has a message, even an empty one.
             if not has_message and (delta.text or (delta.finish_reason and not delta.calls)):
                 has_message = True
                 item = {**_format_message(message_id, ""), "status": "in_progress", "content": []}
@@ -209,6 +209,7 @@ async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
                 yield event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
             if delta.finish_reason is None:
                 continue
+            # 2. At the end, complete the message and send the function calls.
             reason = delta.finish_reason
             if has_message:
                 output.append(_format_message(message_id, text))
@@ -231,7 +232,7 @@ async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
 
 
 def _final_fields(run: ChatRun, output: list[dict[str, Any]], reason: FinishReason) -> dict[str, Any]:
-    """Return the fields of a response that is complete, or that reached the limit of tokens."""
+    """Return the last fields of a response, whose status is incomplete if it reached the limit of tokens."""
     stats = run.handle.stats
     is_cut = reason == "length"
     return {

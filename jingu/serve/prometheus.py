@@ -25,7 +25,7 @@ _SUCCESS_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class ServerMetrics(Collector):
-    """Metrics of requests, and of the engine.
+    """Metrics of the requests and of the engine.
 
     Args:
         model: name of the base model, which labels every sample.
@@ -60,7 +60,7 @@ class ServerMetrics(Collector):
         """Yield the metrics that are not histograms."""
         stats = self._stats
         assert stats is not None
-        # Both are listed even while they are 0, so that rates can be computed from the start.
+        # List both reasons even while they are 0, so that rates can be computed from the start.
         successes = {"stop": 0, "length": 0}
         failures = {}
         for reason, count in self._finish_reasons.items():
@@ -91,7 +91,7 @@ class ServerMetrics(Collector):
         return self._metric(name, text, "unknown", *((name, {label: key}, value) for key, value in values.items()))
 
     def _metric(self, name: str, text: str, kind: str, *samples: tuple[str, dict[str, str], float]) -> Metric:
-        """Return a metric whose samples keep their names. The library's own counters would append `_total`."""
+        """Return a metric with exactly these sample names; the library's own counters would append `_total`."""
         metric = Metric(name, text, kind)
         for sample, labels, value in samples:
             metric.add_sample(sample, {**self._labels, **labels}, value)
@@ -99,7 +99,7 @@ class ServerMetrics(Collector):
 
 
 def _measure(handle: RequestHandle) -> Iterator[tuple[str, float]]:
-    """Yield the histograms' values for a request that has ended."""
+    """Yield (key of a histogram, value) for a request that has ended."""
     stats = handle.stats
     if stats.end_time is not None:
         yield "e2e", stats.end_time - stats.arrival_time

@@ -1,4 +1,4 @@
-"""The JSON bodies of requests, as pydantic validates them and OpenAPI documents them, and their engine parameters.
+"""Pydantic models of the requests' JSON bodies, and their conversion to engine parameters.
 
 Unknown fields are refused rather than ignored, and values are not converted: a string is not a number. The JSON itself
 is read strictly as well: no NaN, no lone surrogates, limited nesting.
@@ -24,9 +24,9 @@ from jingu.infer.request import Constraint
 from jingu.infer.sampling import SamplingParams
 from jingu.serve.http_errors import bad_request
 
-# Lower temperatures choose the likeliest token anyway, but could overflow the logits.
+# Lower temperatures select the most likely token anyway, but could overflow the logits.
 _MIN_TEMPERATURE = 1e-4
-# Sampling parameters that both protocols, and the engine, call the same.
+# Sampling parameters with the same names in both protocols and in the engine.
 _SHARED_PARAMS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 
 
@@ -55,7 +55,7 @@ class RequestBody(BaseModel):
     """A JSON object in a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    # Names of fields that are accepted and ignored, since they cannot change the answer.
+    # Fields that are accepted and ignored, since they cannot change the answer.
     HINTS: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -78,7 +78,7 @@ PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=256)]
-# Longer ones would keep the engine from its other requests while they are compiled.
+# Longer grammars would delay the engine's other requests while they are compiled.
 GrammarText = Annotated[str, Field(max_length=65_536)]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
 Texts = Annotated[list[str], Field(min_length=1, max_length=256)]
@@ -87,17 +87,17 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=256)]
 def _build_sampling_params(
     body: RequestBody, model: InferenceModel, options: Mapping[str, Any], temperature: float
 ) -> SamplingParams:
-    """Return sampling parameters: `options`, and those that both protocols share.
+    """Return sampling parameters: `options`, and the parameters that both protocols share.
 
-    Where these are None the model's own apply, and a random seed.
+    Parameters that are None have the model's recommended values; a missing seed is random.
 
     Args:
-        temperature: if neither the body nor the model has one.
+        temperature: the temperature if neither the body nor the model has one.
     """
     values = {**options, **{name: getattr(body, name, None) for name in _SHARED_PARAMS}}
     params: Any = {"seed": secrets.randbits(31)} | {name: value for name, value in values.items() if value is not None}
     if params.get("top_k", 1) < 1:
-        # OpenAI's clients write -1 or 0 for no limit.
+        # OpenAI's clients send -1 or 0 for no limit.
         params["top_k"] = None
     sampling = model.sampling_params(params, temperature)
     return sampling if sampling.temperature >= _MIN_TEMPERATURE else replace(sampling, temperature=0.0)

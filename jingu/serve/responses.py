@@ -18,7 +18,7 @@ from jingu.serve.http_errors import ApiError, error_body, to_api_error
 LOGGER = logging.getLogger("jingu.serve")
 T = TypeVar("T")
 
-# What the OpenAPI description says of a response that may be streamed.
+# OpenAPI description of a response that may be streamed.
 STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "one JSON value, or server-sent events", "content": {"text/event-stream": {}}}
 }
@@ -48,7 +48,7 @@ def error_response(error: Exception, path: str) -> JsonResponse:
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, but cancel it and raise ApiError (499) when the client disconnects."""
-    # Whichever finishes first: the work, or the message that the client has disconnected.
+    # Wait until the work is done, or the client disconnects.
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
@@ -77,17 +77,17 @@ async def respond_once(request: Request, handle: RequestHandle | None, work: Cor
 
 
 def format_event(value: object, name: str | None = None) -> bytes:
-    """Return a server-sent event, which some protocols name."""
+    """Return a server-sent event; `name` is its event name, for protocols that have one."""
     prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
     return prefix + b"data: " + dump_json(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events of a request. If it fails after the first one, the last event reports the error.
+    """Streams the server-sent events of a request. If the request fails, the last event reports the error.
 
     Args:
-        named: whether the protocol names its events.
-        media_type: other than server-sent events: lines of JSON.
+        named: whether the protocol's events have names.
+        media_type: type of the stream; for another one than server-sent events, `events` are lines of JSON.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EventStream(Response):
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
-        # Response has set the length of an empty body.
+        # The base class has set the length of an empty body.
         del self.headers["content-length"]
         self._handle = handle
         self._events = events
@@ -110,7 +110,7 @@ class EventStream(Response):
         try:
             await cancel_on_disconnect(receive, self._send(scope["path"], send))
         except ApiError:
-            pass  # The client has disconnected: there is nobody to report it to.
+            pass  # The client has disconnected, so nobody is left to report the error to.
         finally:
             self._handle.cancel()
 
@@ -120,7 +120,7 @@ class EventStream(Response):
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as error:
-            # The status has been sent, so the error can only be an event.
+            # The status has already been sent, so report the error as an event.
             if not isinstance(error, ApiError):
                 LOGGER.exception("streaming failed")
             _, body = error_body(to_api_error(error, path), path)

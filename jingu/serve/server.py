@@ -1,4 +1,4 @@
-"""uvicorn with JSON errors below the application, no waiting for silent clients, and an orderly shutdown."""
+"""The uvicorn server, with JSON errors for invalid HTTP, timeouts for silent clients, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from jingu.serve.service import Service
 from jingu.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
-# Seconds for a client to read its last response before the connection is closed; five times as long if nobody asked
-# to hurry.
+# Seconds for a client to read its last response before the connection is closed. When the grace period ends without a
+# second signal, clients have five times as long.
 _DRAIN_SECONDS = 1.0
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address but does not listen yet. Raises JinguError."""
+    """Return a socket that is bound to an address but does not listen yet. Raise JinguError if binding fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -66,9 +66,9 @@ class HttpConnection(HttpProtocol):
     _is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin. What the client has not read stays in the kernel's buffer, and none of it in this process."""
+        """Set up the connection, so that unread data stays in the kernel's buffer and not in this process."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        # With a limit of 0, `pause_writing` is called as soon as the kernel's buffer is full.
+        # With a limit of 0, asyncio calls `pause_writing` as soon as the kernel's buffer is full.
         self.transport.set_write_buffer_limits(0)
         self._update_idle_timer()
 
@@ -79,30 +79,30 @@ class HttpConnection(HttpProtocol):
             self._update_idle_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Stop the timers."""
         for timer in (self._idle_timer, self._unread_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Called when the client does not read: start the timer."""
+        """Start the timer, as the client does not read."""
         super().pause_writing()
         self._unread_timer = self.loop.call_later(self.patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called when the client reads again: stop the timer."""
+        """Stop the timer, as the client reads again."""
         super().resume_writing()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP or has too large headers, and let the client finish so that it reads the reason."""
+        """Refuse input that is not HTTP or has too large headers, and give the client time to read the reason."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         message = "the headers are too large" if status == 431 else "this is not a valid HTTP/1.1 request"
         self._is_refused = True
-        # A response that has begun cannot become an error.
+        # A response that has begun cannot be replaced by an error.
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
@@ -110,13 +110,13 @@ class HttpConnection(HttpProtocol):
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for part in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(part) or b"")
-        # Close only this direction: closing both could discard the response before the client reads it.
+        # Close only the sending direction: closing both could discard the response before the client reads it.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_DRAIN_SECONDS, self.transport.abort)
 
     def _update_idle_timer(self) -> None:
-        """Run the timer while the server waits for a request, or for the rest of one that has its response."""
+        """Run the timer while the server waits for a request, or for the rest of one that has been answered."""
         is_idle = self.conn.our_state in (h11.IDLE, h11.DONE)
         if is_idle and self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.patience, self.transport.abort)
@@ -126,7 +126,7 @@ class HttpConnection(HttpProtocol):
 
 
 class Server(uvicorn.Server):
-    """A server that, when asked to stop, accepts nothing more and finishes or aborts the requests in progress.
+    """A server that, when asked to stop, refuses new requests and finishes or aborts those in progress.
 
     Args:
         app: the application.
@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                # A last resort: `_abort` ends the requests earlier.
+                # A fallback: `_abort` ends the requests earlier.
                 timeout_graceful_shutdown=int(settings.grace) + 10,
             )
         )
@@ -177,17 +177,17 @@ class Server(uvicorn.Server):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop after the requests in progress; on a second signal, abort them."""
+        """Stop once the requests in progress have finished; on a second signal, abort them."""
         if self.should_exit and self._loop is not None:
             self._loop.call_soon_threadsafe(self._abort, _DRAIN_SECONDS)
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop: because of a signal, or because the engine cannot continue."""
+        """Return whether to stop, because of a signal or because the engine cannot continue."""
         return await super().on_tick(counter) or self.engine.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and give the requests in progress some time to finish."""
+        """Refuse new requests, and give those in progress some time to finish."""
         self.engine.is_stopping = True
         if self.engine.num_requests:
             fields = {"requests": self.engine.num_requests, "grace_seconds": self._grace}
@@ -199,7 +199,7 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     def _abort(self, drain_seconds: float) -> None:
-        """Fail all requests, and later close the connections of clients that have not read their responses."""
+        """Fail all requests, and close the connections of clients that have not read their responses in time."""
         self._grace = 0.0
         error = ApiError(503, "the server is shutting down and aborted the request", kind="incomplete_generation")
         self.engine.abort_all(error)
@@ -227,7 +227,7 @@ def build_server(
 def run_server(
     engine: StepEngine, settings: ServeSettings, name: str, chat_format: ChatFormat | None, listener: socket.socket
 ) -> None:
-    """Serve until a signal asks to stop. Raises RuntimeError if the engine fails and cannot continue."""
+    """Serve until a signal arrives. Raise RuntimeError if the engine fails and cannot continue."""
 
     def announce(url: str) -> None:
         print(f"{name} is served at {url}", flush=True)

@@ -1,4 +1,4 @@
-"""What the handlers of all protocols share: the model, its names, and the tokenization of prompts."""
+"""The common state of the handlers of all protocols: the model, its names, and the tokenization of prompts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jingu.serve.responses import cancel_on_disconnect
 from jingu.serve.settings import ServeSettings
 
 T = TypeVar("T")
-# Model names that clients of text-generation-inference send, whose server has only one model. They mean the base.
+# Model names that clients of text-generation-inference send, whose server has a single model: the base model here.
 PLACEHOLDER_MODELS = frozenset({"", "dummy", "tgi"})
-# Texts of more characters are tokenized on another thread, so that they do not block the event loop.
+# Texts of more characters than this are tokenized on another thread, so that they do not block the event loop.
 _LONG_TEXT = 4_000
 
 
 @dataclass(frozen=True)
 class Service:
-    """A served model and everything that handlers need of it.
+    """A served model, and everything that handlers need.
 
     Attributes:
-        name: the name by which clients ask for the base model.
-        chat_format: how conversations are written; None if the model has no chat template.
+        name: the base model's name in requests.
+        chat_format: the format of conversations; None if the model has no chat template.
         created: when the server started, in seconds since the epoch.
     """
 
@@ -47,11 +47,11 @@ class Service:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names by which clients ask for adapters."""
+        """The adapters' names in requests."""
         return self.model.adapters.names
 
     def find_adapter(self, model: str | None) -> str | None:
-        """Return the adapter that a model name means, None for the base. Raises ApiError for an unknown name."""
+        """Return the adapter with this model name; None for the base model. Raise ApiError for an unknown name."""
         if model is None or model == self.name or model in PLACEHOLDER_MODELS:
             return None
         if model in self.adapters:
@@ -60,18 +60,18 @@ class Service:
         raise ApiError(404, f"the model {model[:200]!r} does not exist; available: {names}", field="model")
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt, in which special tokens act as such, after the BOS token (if any)."""
+        """Return the token ids of a prompt, with BOS if the model has it. Special tokens in the text are parsed."""
 
         def tokenize() -> tuple[int, ...]:
             ids = tuple(self.model.tokenizer.encode(text, parse_special_tokens=True))
             prefix = self.model.prompt_prefix_ids
-            # Clients that apply a template themselves may have written the BOS token.
+            # Clients that apply a template themselves may have added the BOS token already.
             return ids if prefix and ids[: len(prefix)] == prefix else (*prefix, *ids)
 
         return await run_off_loop(tokenize, len(text))
 
     def max_new_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens fit after a prompt; at least 1, since the engine reports a prompt that is too long."""
+        """Return how many tokens fit after a prompt, at least 1: the engine reports prompts that are too long."""
         return max(max_new_tokens(self.model.spec, len(prompt)), 1)
 
     def token_text(self, token: int) -> str:
@@ -79,7 +79,7 @@ class Service:
         return self.model.tokenizer.decode([token], keep_special_tokens=True)
 
     def token_name(self, token: int) -> str:
-        """Return the text of a single token; if its bytes are not valid UTF-8, `bytes:` followed by them."""
+        """Return the text of a single token, or `bytes:` and its escaped bytes if they are not valid UTF-8."""
         content = self.model.tokenizer.token_bytes(token)
         try:
             return content.decode()
@@ -87,7 +87,7 @@ class Service:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     async def submit(self, http_request: HttpRequest, requests: Sequence[Request]) -> RequestHandle:
-        """Submit requests to the engine on behalf of an HTTP request, and note them for its log line.
+        """Submit requests to the engine for an HTTP request, and add them to its log line.
 
         Raises:
             ApiError: the server is full, stopping or broken, or the client has disconnected.
@@ -102,7 +102,7 @@ class Service:
 
 
 def get_service(request: HttpRequest) -> Service:
-    """Return the service behind an application."""
+    """Return the service of an application (a FastAPI dependency)."""
     service: Service = request.app.state.service
     return service
 
@@ -111,7 +111,7 @@ ServiceDependency = Annotated[Service, Depends(get_service)]
 
 
 async def run_off_loop(function: Callable[[], T], text_length: int) -> T:
-    """Return the value of a function that processes text of a length: long text on another thread."""
+    """Call a function that processes text, on another thread if the text is long, and return its value."""
     if text_length > _LONG_TEXT:
         return await asyncio.to_thread(function)
     return function()

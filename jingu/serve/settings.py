@@ -1,4 +1,4 @@
-"""How a model is served."""
+"""Settings of the server."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a model is served.
+    """Settings of the server.
 
     Attributes:
         host: address to listen on.
-        port: port to listen on; 0 picks a free one.
-        max_num_seqs: most sequences that are generated at a time.
-        max_concurrent_requests: most unfinished requests.
-        timeout: seconds that a request may take.
-        grace: seconds that requests in progress may take once the server is asked to stop.
+        port: port to listen on; 0 selects a free one.
+        max_num_seqs: maximum number of sequences that are generated at a time.
+        max_concurrent_requests: maximum number of unfinished requests.
+        timeout: seconds after which a request fails.
+        grace: seconds for requests in progress to finish once the server is asked to stop.
         patience: seconds to wait for a client that does not send or does not read.
-        body_bytes: most bytes of a request's body.
-        keys: API keys, of which a client must send one; empty: no key is required.
+        body_bytes: maximum size of a request's body.
+        keys: API keys, one of which a client must send; if empty, no key is required.
         origins: web origins whose pages may call the server (CORS).
-        hosts: host names to which the server answers; empty: any.
+        hosts: host names to which the server answers; if empty, it answers to all.
         log_prompts: whether the log contains the text of prompts.
         runtime_adapters: whether clients may load and unload adapters.
-        pooling: which hidden states an embedding is made of: their mean, or the last token's.
+        pooling: an embedding is the mean of the hidden states ("mean"), or the last token's ("last").
     """
 
     host: str = "127.0.0.1"

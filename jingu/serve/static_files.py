@@ -1,4 +1,4 @@
-"""The chat page: files in the package that load nothing except from the server's own API."""
+"""The chat page: static files of the package, which use nothing but this server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 SECURITY_HEADERS = {
-    # Nothing from other sites, nothing inline, and no text that becomes markup: what a model writes stays text.
+    # Nothing from other sites and nothing inline; and model output can never become markup.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -20,7 +20,7 @@ SECURITY_HEADERS = {
 
 
 def load_static_files() -> dict[str, Response]:
-    """Return the page's files by URL path, as responses: `/chat`, and those that it loads."""
+    """Return the responses of the page and of the files that it loads, by URL path; the page itself is `/chat`."""
     responses = {}
     for file in files("jingu.serve").joinpath("page").iterdir():
         path = "/chat" if file.name == "index.html" else f"/chat/{file.name}"

@@ -1,4 +1,4 @@
-"""`jingu chat`: a conversation in the terminal."""
+"""`jingu chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTEGER_SETTINGS = ("max_tokens", "top_k", "seed")
 _SETTINGS = ("max_tokens", *(param.name for param in fields(SamplingParams) if param.name != "logit_bias"))
 _COMMANDS = ("help", "system", "reset", "undo", "retry", "set", "save", "load", "quit")
 _QUOTES = '"""'
-# Narrower terminals break lines themselves.
+# On terminals narrower than this, words are not wrapped.
 _MIN_COLUMNS = 20
 
 
@@ -44,16 +44,17 @@ def chat(
 ) -> None:
     """Chat with a model. A model without chat template continues the text.
 
-    At a terminal an error is printed and the conversation continues. Input from elsewhere ends at the first error.
+    At a terminal, an error is printed and the conversation continues. With other input (a pipe or a file), the first
+    error ends the conversation.
 
     Args:
         model: a run, a step of a run, a Hugging Face folder, a GGUF file or a packaged model.
         system: the system prompt.
-        template: name or file of a chat template; None: the model's own.
-        max_tokens: most tokens of an answer.
+        template: name or file of a chat template; None uses the model's own.
+        max_tokens: maximum number of tokens of an answer.
 
     Raises:
-        JinguError: the model, the settings or, unless at a terminal, a message cannot be used.
+        JinguError: the model or the settings cannot be used; or, if the input is not a terminal, a message.
     """
     inference = inference.use_int4_blocks(model)
     chat_model, chat_format = load_chat_model(lambda: inference.load(model), model, template)
@@ -63,7 +64,7 @@ def chat(
         session.system(system)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        # Importing it lets `input` edit lines and recall earlier ones.
+        # The import gives `input` line editing and a history.
         import readline  # noqa: F401
 
         mode = "a conversation" if chat_format else "no chat template, it continues the text"
@@ -73,7 +74,7 @@ def chat(
 
 def run_chat_loop(session: ChatSession, at_terminal: bool) -> None:
     """Handle messages and commands until the input or the session ends."""
-    # Ctrl-C interrupts the current line or answer. Between them it is ignored, or it would end the program.
+    # Ctrl-C interrupts the current line or answer. At other times it is ignored, as it would end the program.
     with handle_signals(signal.SIG_IGN, signal.SIGINT):
         while not session.has_ended:
             try:
@@ -84,7 +85,7 @@ def run_chat_loop(session: ChatSession, at_terminal: bool) -> None:
                     if text.startswith("/") and not text.startswith("//"):
                         session.run_command(text)
                     elif text.strip():
-                        # A message that begins with a slash is typed with two.
+                        # Two slashes are the escape for a message that begins with a slash.
                         session.say(text.removeprefix("/") if text.startswith("//") else text)
             except KeyboardInterrupt:
                 print("\nType /quit or Ctrl-D to leave.")
@@ -97,7 +98,8 @@ def run_chat_loop(session: ChatSession, at_terminal: bool) -> None:
 def _read_message(at_terminal: bool) -> str | None:
     """Return the next message, None at the end of the input.
 
-    A message is a line, with the next one if it ends in a backslash, or the lines between two lines of three quotes.
+    A message is a line, or the lines between two lines of three quotes. A backslash at the end of a line continues the
+    message in the next line.
     """
     lines: list[str] = []
     is_quoted = False
@@ -129,7 +131,7 @@ def _read_line(prompt: str | None) -> str | None:
 
 
 class WordWrapper:
-    """Breaks streamed text at spaces into lines of a terminal. Blocks of code stay as they are.
+    """Wraps streamed text at spaces to the width of a terminal. Code blocks are not wrapped.
 
     Args:
         columns: width of the terminal.
@@ -139,12 +141,12 @@ class WordWrapper:
         self._columns = columns
         self._column = 0
         self._spaces = ""
-        # The present word is held back until its end, which decides whether it fits the line.
+        # The current word is withheld until its end, when it is known whether it fits into the line.
         self._word = ""
         self._in_code = False
 
     def push(self, text: str | None) -> str:
-        """Return what to print after a piece of text; None ends the text."""
+        """Add a piece of text and return the text to print now; None ends the text."""
         if text is None:
             return self._end_word()
         parts = []
@@ -158,13 +160,13 @@ class WordWrapper:
                 self._spaces += character
             else:
                 self._word += character
-                # Chinese and Japanese need no spaces to break; a word as long as a line breaks anyway.
+                # Chinese and Japanese may break after any character; a word as long as a line must break.
                 if _is_wide(character) or len(self._word) >= self._columns:
                     parts.append(self._end_word())
         return "".join(parts)
 
     def _end_word(self) -> str:
-        """Return the word that is held back, on this line or the next one."""
+        """Return the withheld word, preceded by its spaces or, if it does not fit into the line, by a line break."""
         word = self._word
         if not word:
             return ""
@@ -184,15 +186,15 @@ class WordWrapper:
 
 
 def _is_wide(character: str) -> bool:
-    """Return whether a terminal shows a character in two columns."""
+    """Return whether a character takes two columns of a terminal."""
     return unicodedata.east_asian_width(character) in ("W", "F")
 
 
 class ChatSession:
-    """A conversation with a model, and the settings with which it answers.
+    """A conversation with a model, and the settings of its answers.
 
     Attributes:
-        messages: all turns, beginning with the system prompt if there is one.
+        messages: all messages; the first one is the system prompt, if there is one.
         has_ended: whether the user has left.
     """
 
@@ -211,10 +213,10 @@ class ChatSession:
     def say(self, text: str) -> None:
         """Send a message, and print the answer while it is generated."""
         message = Message("user", text)
-        # The messages are kept only after an answer, so that an error leaves the conversation as it was.
+        # Messages are added only after the answer, so that an error does not change the conversation.
         request = self._build_request([*self.messages, message])
         columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
-        # Some terminals do not tell their width.
+        # Some terminals report a width of 0.
         layout = WordWrapper(columns).push if columns >= _MIN_COLUMNS else None
         answer = print_stream(self._engine, request, layout=layout)
         self._num_answers += 1
@@ -232,7 +234,7 @@ class ChatSession:
             print(f"({'; '.join(notes)})", file=sys.stderr)
 
     def _build_request(self, messages: Sequence[Message]) -> Request:
-        """Return the engine's request for the answer to the messages."""
+        """Return the engine request for an answer to the messages."""
         model = self._engine.model
         if self._chat_format is not None:
             ids = self._chat_format.encode_prompt(tuple(messages))
@@ -247,11 +249,11 @@ class ChatSession:
                 f"{model.spec.max_position_embeddings} tokens.",
                 fix="Remove a message (/undo), or start over (/reset).",
             )
-        # Each answer has a seed of its own, so that /retry gives another one.
+        # Each answer has a seed of its own, so that /retry generates a different answer.
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
         return Request(ids, sampling, min(self._max_tokens, room), stop)
 
-    # Commands. Their docstrings are what /help prints.
+    # Commands. /help prints their docstrings.
 
     def run_command(self, line: str) -> None:
         """Run the command of a line that begins with a slash."""
@@ -347,7 +349,7 @@ class ChatSession:
     def save(self, name: str) -> None:
         """/save FILE: write the conversation as JSON, which is also a row for `jingu tune`"""
         file = self._resolve_file(name)
-        # Only the session's own file may be overwritten.
+        # Overwrite only the file that this session saved or loaded.
         if file.exists() and file != self._file:
             raise JinguError("the file exists already.", where=file, fix="Choose another name.")
         messages = [{"role": message.role, "content": message.content} for message in self.messages]
@@ -380,7 +382,7 @@ class ChatSession:
         print(pluralize(len(messages), "message"))
 
     def _resolve_file(self, name: str) -> Path:
-        """Return the named file, or the one last saved or loaded."""
+        """Return the path of a file; without a name, that of the file last saved or loaded."""
         if name:
             return Path(name).expanduser()
         if self._file is None:

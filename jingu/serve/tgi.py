@@ -19,7 +19,7 @@ from jingu.serve.service import Service, ServiceDependency, run_off_loop
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
 _FINISH_REASONS: dict[FinishReason, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
-# As the protocol's `StopStrings`; /info reports it.
+# The limit of `protocol.StopStrings`; /info reports it.
 _MAX_STOP_STRINGS = 16
 
 
@@ -115,7 +115,7 @@ async def _generate(
 ) -> Response:
     parameters = body.parameters or GenerateParameters()
     request = await _build_request(body.inputs, parameters, service, stream)
-    # Clients that want the full text get the prompt in front of the answer.
+    # `return_full_text` puts the prompt in front of the answer.
     prefix = body.inputs if parameters.return_full_text else ""
     handle = await service.submit(http_request, [request])
     if stream:
@@ -138,7 +138,8 @@ async def _generate(
 
 
 async def _build_request(inputs: str, parameters: GenerateParameters, service: Service, stream: bool) -> Request:
-    """Validate the parameters, and return the engine's request."""
+    """Validate the parameters, and return the engine request."""
+    # 1. Refuse parameters that are not supported.
     if parameters.watermark:
         raise bad_request("`watermark` is not supported", "watermark")
     if parameters.typical_p is not None and parameters.typical_p < 1:
@@ -155,9 +156,9 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
         raise bad_request("`return_full_text` is not supported for encoder-decoder models", "return_full_text")
     if not inputs:
         raise bad_request("`inputs` cannot be empty", "inputs")
+    # 2. Encode the prompt. Truncation keeps its end, which matters more than its beginning.
     prompt = await service.encode(inputs)
     if parameters.truncate:
-        # The end of a prompt matters more than its beginning.
         prompt = prompt[-parameters.truncate :]
     max_tokens = parameters.max_new_tokens
     if max_tokens is None:
@@ -181,7 +182,7 @@ def _format_token(token: Token, service: Service) -> dict[str, Any]:
 
 
 def _format_top_tokens(token: Token, service: Service) -> list[dict[str, Any]]:
-    # The engine gives alternatives as ids and log-probabilities only.
+    # The engine's alternatives have only ids and log-probabilities, so decode their texts here.
     alternatives = [Token(token_id, service.token_text(token_id), logprob) for token_id, logprob in token.top]
     return [_format_token(alternative, service) for alternative in alternatives]
 
@@ -206,14 +207,14 @@ def _format_end(completion: Completion, request: Request) -> dict[str, Any]:
 
 
 async def _stream(handle: RequestHandle, service: Service, prefix: str) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a generation; the last one has the whole text."""
+    """Yield the server-sent events of a generation; the last event has the whole text."""
     (request,) = handle.requests
     completion = Completion()
     async for batch in handle.batches():
         events = []
         for _, event in batch:
             completion.add(event)
-            # An event without token only reports the end of the request.
+            # An event without a token only reports the end of the request.
             if event.token is None:
                 continue
             chunk: dict[str, Any] = {"index": len(completion.tokens), "token": _format_token(event.token, service)}

@@ -1,4 +1,4 @@
-"""vLLM's routes for reward models: scores of answers, and documents by their score."""
+"""vLLM's routes for reward models: scores of answers, and documents ranked by score."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def rerank(body: protocol.RerankRequest, request: HttpRequest, service: Se
     async def collect() -> Any:
         scores = await _collect_scores(handle)
         ranking = sorted(range(len(documents)), key=lambda index: -scores[index])
-        # 0 means all, as for vLLM.
+        # As in vLLM, 0 means all.
         results = [
             {"index": index, "document": {"text": documents[index]}, "relevance_score": scores[index]}
             for index in ranking[: body.top_n or None]
@@ -77,7 +77,7 @@ async def _submit(
     request: HttpRequest,
     service: Service,
 ) -> RequestHandle:
-    """Submit answers to the engine, each after its prompt or after the only prompt."""
+    """Submit answers to the engine, each after its own prompt, or all after a single prompt."""
     adapter = service.find_adapter(body.model)
     prompt_ids = [await _encode_prompt(body.model, prompt, service) for prompt in prompts]
     if len(prompt_ids) == 1:
@@ -99,7 +99,8 @@ async def _encode_prompt(model: str, prompt: Prompt, service: Service) -> tuple[
 
 
 async def _encode_answer(answer: str, ends_turn: bool, service: Service) -> list[int]:
-    """Return the token ids of an answer. In a conversation it is plain text, and ends as the template ends it."""
+    """Return the token ids of an answer. In a conversation, special tokens in it are plain text, and the end tokens of
+    the chat template are appended."""
     tokenizer = service.model.tokenizer
     ids = await run_off_loop(partial(tokenizer.encode, answer, parse_special_tokens=not ends_turn), len(answer))
     chat_format = service.chat_format
@@ -110,7 +111,7 @@ async def _encode_answer(answer: str, ends_turn: bool, service: Service) -> list
 
 
 async def _collect_scores(handle: RequestHandle) -> list[float]:
-    """Return the scores. Raises ApiError."""
+    """Wait for the scores and return them. Raise ApiError if the request fails."""
     scores = []
     for (completion,) in await handle.collect():
         assert completion.embedding is not None
