@@ -1,8 +1,8 @@
-"""`jingu evaluate contamination`: which evaluation rows occur in training data, and how this affects scores.
+"""`jingu evaluate contamination`: find evaluation rows that occur in training data, and their effect on scores.
 
-A table holds the n-grams of the rows. One pass over the data, divided into units for parallel processes, marks the
-n-grams that occur. A row is dirty if one of its n-grams occurs. Finished units are recorded, so that an interrupted
-pass can resume.
+A table has the n-grams of all rows. One pass over the data, divided into units for parallel processes, marks the
+n-grams that occur in it. A row is dirty if one of its n-grams occurs. Finished units are recorded, so that an
+interrupted pass can resume.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PROGRESS_NAME = "progress.jsonl"
 TABLE_NAMES = ("hashes.npy", "filter.npy")
 SUMMARY_NAME = "contamination.json"
 DIRTY_NAME = "dirty.jsonl"
-# Approximate tokens of a unit of a data set of token ids.
+# Approximate number of tokens of a unit, for data sets of token ids.
 _UNIT_TOKENS = 1 << 20
 
 
-# Documents [start, end) of a shard of a data set of token ids, with its tokenizer.
+# Documents of a data set of token ids: (data set, tokenizer, index of the shard, start, end).
 DatasetUnit = tuple[Path, Path, int, int, int]
 Unit = DatasetUnit | tuple[Span, ...]
 
@@ -80,16 +80,17 @@ def contamination(
     Args:
         tasks: names of tasks, groups or tags, or task files.
         data: files and folders of a corpus, or data sets of token ids.
-        tokenizer: of the data sets of token ids.
-        text_field: of JSON Lines and tables.
-        ngram: words of an n-gram.
-        processes: None: one for each core.
+        tokenizer: tokenizer of the data sets of token ids.
+        text_field: field of the text in JSON Lines and tables.
+        ngram: number of words of an n-gram.
+        processes: number of processes; None: one for each core.
         output: folder for the progress and the results.
-        include: folders with further tasks.
+        include: folders with additional tasks.
 
     Raises:
         JinguError: a task or the data cannot be read, or no document is long enough to search for.
     """
+    # 1. Read the tasks and plan the pass over the data.
     index = TaskIndex([Path(folder) for folder in include or ()])
     names = dict.fromkeys(name for task in tasks for name in index.load(task))
     rows_and_texts = {name: read_task_texts(index.tasks[name]) for name in names}
@@ -103,7 +104,7 @@ def contamination(
     key = fingerprint_of([ngram, sources, len(units), all_texts])
     workers = max(1, min(processes or num_usable_cores(), len(units)))
     matches = scan(table, units, settings, (output, key), workers)
-    # Look up every row again, now only among the n-grams that occur.
+    # 2. Look up every row again, among the n-grams that occur in the data.
     matching = NgramTable(table.hashes[matches], table.lengths)
     summary: dict[str, Any] = {"data": sources, "tasks": {}}
     lines: list[str] = []
@@ -121,7 +122,7 @@ def contamination(
         cells.append([name, *(f"{count:,}" for count in (*counts.values(), longest))])
     write_text_atomically(output / DIRTY_NAME, "".join(lines))
     write_text_atomically(output / SUMMARY_NAME, json.dumps(summary, ensure_ascii=False, indent=2) + "\n")
-    # A data set that jingu built remembers what it was searched for.
+    # 3. Record in each data set that jingu built which tasks it was searched for.
     for source in sources:
         if "checksums" in source and Path(source["path"]).is_dir():
             searches = read_searches(Path(source["path"]))
@@ -134,7 +135,8 @@ def contamination(
 
 
 def read_searches(dataset: Path) -> dict[str, Any]:
-    """Return what a data set was searched for: its checksums then, and results by the hash of a task's rows."""
+    """Return the record of searches of a data set: its checksums at that time, and results by the hash of the tasks'
+    rows."""
     file = dataset / SUMMARY_NAME
     content: dict[str, Any] = {"checksums": None, "tasks": {}}
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else content
@@ -146,15 +148,16 @@ def read_searches(dataset: Path) -> dict[str, Any]:
 def plan_scan(
     data: Sequence[str], settings: DataSettings, tokenizer: Path | None
 ) -> tuple[list[Unit], list[dict[str, Any]]]:
-    """Divide data into units, and describe each source by what it contains.
+    """Divide data into units, and describe the contents of each source.
 
     Raises:
-        JinguError: there is none, or the tokenizer of a data set is missing or another one.
+        JinguError: there are no data, or the tokenizer of a data set is missing or a different one.
     """
     units: list[Unit] = []
     sources: list[dict[str, Any]] = []
     for name in data:
         path = Path(name).expanduser()
+        # 1. Files of text.
         if not (path / MANIFEST_NAME).is_file() and not path.with_name(f"{path.name}.idx").is_file():
             files = find_files(settings.model_copy(update={"input": name}))
             units += plan_units(files)
@@ -163,6 +166,7 @@ def plan_scan(
         if tokenizer is None:
             fix = "Give the tokenizer that it was built with: --tokenizer FOLDER."
             raise JinguError("this is a data set of token ids, which are searched as text.", where=path, fix=fix)
+        # 2. Shards of token ids, cut between documents into units of about _UNIT_TOKENS.
         dataset, _ = _open_dataset(path, tokenizer)
         for shard, reader in enumerate(dataset.readers):
             ends = np.cumsum(reader.lengths, dtype=np.int64)
@@ -185,12 +189,13 @@ def _open_dataset(path: Path, folder: Path) -> tuple[TokenDataset, Tokenizer]:
 def scan(
     table: NgramTable, units: Sequence[Unit], settings: DataSettings, progress: tuple[Path, str], workers: int
 ) -> Int64Array:
-    """Return the numbers of the table's n-grams that occur in the units.
+    """Return the indices of the table's n-grams that occur in the units.
 
     Args:
-        progress: a folder, and a key that says what is searched for and where. Finished units with the same key are not
-            read again.
+        progress: folder of the progress file, and a key of the search. Units that a search with the same key has
+            finished are not read again.
     """
+    # 1. Read the results of finished units.
     folder, key = progress
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / PROGRESS_NAME
@@ -205,6 +210,7 @@ def scan(
     missing = [number for number in range(len(units)) if number not in records]
     if records:
         print(f"resuming after {len(records):,} of {pluralize(len(units), 'unit')} of work", file=sys.stderr)
+    # 2. Scan the other units in parallel, and record each result at once.
     function = partial(_scan_unit, (lambda: table) if workers == 1 else _store_table(table, folder), settings)
     results = map_tasks(function, [units[number] for number in missing], workers)
     bar = tqdm(missing, total=len(units), initial=len(records), desc="data", disable=None)
@@ -215,6 +221,7 @@ def scan(
             record = {"unit": number, "matches": unit_matches, "skipped": unit_skipped}
             stream.write(json.dumps(record) + "\n")
             stream.flush()
+    # 3. The search is complete: remove the progress and the shared table.
     file.unlink()
     for name in TABLE_NAMES:
         (folder / name).unlink(missing_ok=True)
@@ -224,10 +231,10 @@ def scan(
 
 
 def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
-    """Return what is recorded of finished units, by their numbers; nothing if the key is another."""
+    """Return the records of finished units by index; none if the file belongs to a search with another key."""
     if not file.is_file():
         return {}
-    # A process that was killed may have left half a line.
+    # A killed process may have left an incomplete last line.
     content = file.read_text(encoding="utf-8")
     content = content[: content.rfind("\n") + 1]
     first, *lines = content.splitlines() or ["{}"]
@@ -238,7 +245,7 @@ def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
 
 
 def _store_table(table: NgramTable, folder: Path) -> Callable[[], NgramTable]:
-    """Write a table to files, and return a function with which other processes open it."""
+    """Write a table to files, and return a function that opens it in other processes."""
     for name, array in zip(TABLE_NAMES, (table.hashes, table.filter), strict=True):
         np.save(folder / name, array, allow_pickle=False)
     return partial(_open_table, folder, table.lengths, time.time_ns())
@@ -246,13 +253,13 @@ def _store_table(table: NgramTable, folder: Path) -> Callable[[], NgramTable]:
 
 @lru_cache(maxsize=1)
 def _open_table(folder: Path, lengths: tuple[int, ...], _written_ns: int) -> NgramTable:
-    # Processes share the mapped files.
+    # Memory-mapped files are shared between processes.
     hashes, words = (np.load(folder / name, mmap_mode="r").view(np.ndarray) for name in TABLE_NAMES)
     return NgramTable(hashes, lengths, words)
 
 
 def _scan_unit(open_table: Callable[[], NgramTable], settings: DataSettings, unit: Unit) -> tuple[list[int], int]:
-    """Return the numbers of the n-grams that occur in a unit, and how many documents could not be read."""
+    """Return the indices of the n-grams that occur in a unit, and the number of documents that could not be read."""
     counts = ReadCounts()
     if isinstance(unit[0], Path):
         path, tokenizer_path, shard, start, end = unit
@@ -267,7 +274,7 @@ def _scan_unit(open_table: Callable[[], NgramTable], settings: DataSettings, uni
 
 
 def _describe_row(matching: NgramTable, texts: Sequence[str], n: int) -> dict[str, Any]:
-    """Return how many words of a row were searched for, and its longest match: 0 words if it is clean.
+    """Return the number of words that were searched for, and the longest match and its length: 0 for a clean row.
 
     A match is a part of a text all of whose n-grams occur in the data.
     """
@@ -278,7 +285,7 @@ def _describe_row(matching: NgramTable, texts: Sequence[str], n: int) -> dict[st
         words = hash_words(text)
         hashes, length = text_ngrams(words, n)
         num_words += len(words) if length else 0
-        # Runs of n-grams that occur begin and end where this changes.
+        # Find the runs of n-grams that occur: they begin and end where `occurs` changes.
         occurs = np.zeros(len(hashes) + 2, np.int8)
         occurs[matching.find(hashes)[0] + 1] = 1
         changes = np.diff(occurs)

@@ -1,4 +1,4 @@
-"""The documents of a task: rows of JSON, CSV, Parquet or Arrow files, of a saved data set, or of the hub."""
+"""The documents of a task: rows of JSON, CSV, Parquet or Arrow files, a saved data set, or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TaskData:
     """The documents of a task.
 
     Attributes:
-        rows: documents that are evaluated.
-        pool: documents that shots are drawn from.
-        excludes_own: whether a document must be kept out of its own shots.
+        rows: documents to evaluate.
+        pool: documents to draw shots (few-shot examples) from.
+        excludes_own: whether a document must not be among its own shots, as rows and pool overlap.
     """
 
     rows: list[Row]
@@ -46,7 +46,7 @@ def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
         needs_shots: whether shots are drawn; otherwise the pool is empty.
 
     Raises:
-        JinguError: there are none, or they cannot be read.
+        JinguError: there are no documents, or they cannot be read.
     """
     split = task.evaluation_split
     if split is None:
@@ -60,15 +60,16 @@ def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
     if shots["split"] is None and shots["samples"] is not None:
         samples = shots["samples"]
         return TaskData(rows, samples() if callable(samples) else samples, excludes_own=task.test_split is None)
-    # Without a split of their own, shots come from training data if there are any.
+    # Without a split of their own, shots come from the training split, else from the validation split.
     source = shots["split"] or task.training_split or task.validation_split or split
     pool = rows if source == split else _process(task, read_split(task, source), shots["process_docs"])
-    # The harness draws one shot more wherever both splits have the same name, or none: so the random numbers agree.
+    # lm-evaluation-harness draws an additional shot if both splits have the same name, even if both are None. The
+    # condition is the same here, so that the random numbers agree.
     return TaskData(rows, pool, excludes_own=source == split or shots["split"] == task.test_split)
 
 
 def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] | None) -> list[Row]:
-    """Apply a task's own function to the rows, as a data set of the library that it was written for."""
+    """Apply a task's own function to the rows. It expects them as a data set of Hugging Face's `datasets`."""
     if function is None:
         return rows
     datasets = import_optional("datasets", "process_docs", task.task)
@@ -76,7 +77,7 @@ def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] |
 
 
 def read_split(task: TaskSettings, split: str) -> list[Row]:
-    """Return the rows of a split. Raises JinguError if they cannot be read."""
+    """Return the rows of a split. Raise JinguError if they cannot be read."""
     kind = task.dataset_path
     if kind is None:
         raise task.error("it names no data.", "Set dataset_path, such as json, and dataset_kwargs.data_files.")
@@ -87,7 +88,7 @@ def read_split(task: TaskSettings, split: str) -> list[Row]:
             raise task.error(f"its split {split} has no data.", f"Set dataset_kwargs.data_files.{split}.")
         names = [files[split]] if isinstance(files[split], str) else files[split]
         return [row for name in names for row in _read_file(kind, _locate(name, task), task)]
-    # A data set that was saved to disk has a folder of Arrow streams for each split.
+    # A data set of `save_to_disk` has a folder of Arrow streams for each split.
     folder = _locate(kind, task) / (task.dataset_name or "") / split
     if folder.is_dir():
         return [row for file in sorted(folder.glob("*.arrow")) for row in _read_file("arrow", file, task)]
@@ -95,7 +96,8 @@ def read_split(task: TaskSettings, split: str) -> list[Row]:
 
 
 def _locate(name: str, task: TaskSettings) -> Path:
-    """Return the path of a file: in an installed package (package:NAME/path), beside the task, or as it is."""
+    """Return the path of a file: in an installed package (package:NAME/path), else relative to the task file or to the
+    working directory."""
     if not name.startswith(_PACKAGE):
         beside = task.file.parent / name
         return beside if beside.exists() else Path(name).expanduser()
@@ -120,7 +122,7 @@ def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
 
 
 def _read_json(file: Any) -> list[Row]:
-    """JSON lines, one list, or one object."""
+    """Parse JSON Lines, a list or an object."""
     text = file.read().decode("utf-8-sig")
     try:
         value = json.loads(text)
@@ -132,7 +134,7 @@ def _read_json(file: Any) -> list[Row]:
 def _read_arrow(file: Any) -> list[Row]:
     arrow = import_optional("pyarrow", "reading Arrow", "data_files")
     content = file.read()
-    # A file begins with its magic bytes; anything else is a stream.
+    # Arrow files begin with magic bytes; anything else is an Arrow stream.
     opener = arrow.ipc.open_file if content.startswith(b"ARROW1") else arrow.ipc.open_stream
     rows: list[Row] = opener(content).read_all().to_pylist()
     return rows
@@ -147,18 +149,18 @@ _READERS: dict[str, Callable[[Any], list[Row]]] = {
 
 
 def _read_from_hub(task: TaskSettings, path: str, split: str) -> list[Row]:
-    """Return a split of a data set on the hub, or of a local folder that the library recognizes."""
+    """Return a split of a data set on the Hugging Face Hub, or of a local folder that `datasets` recognizes."""
     try:
         datasets = import_optional("datasets", "reading the hub", task.task)
         return [dict(row) for row in datasets.load_dataset(path, task.dataset_name, split=split, **task.dataset_kwargs)]
-    except Exception as error:  # the library raises what it likes, with or without a network
+    except Exception as error:  # the exceptions of `datasets` have no common base class
         what = f"its data cannot be loaded from {path} ({str(error).splitlines()[0]})."
         fix = f"Install datasets and go online, or name local files: dataset_path {', '.join(_READERS)}."
         raise task.error(what, fix) from None
 
 
 def read_training_rows(task: TaskSettings) -> list[Row]:
-    """Return the documents of a task's training split. Raises JinguError if there are none."""
+    """Return the documents of a task's training split. Raise JinguError if there are none."""
     if task.training_split is None:
         raise task.error("it has no training split, and nothing else is trained on.", "Set training_split.")
     rows = _process(task, read_split(task, task.training_split), task.process_docs)
@@ -168,7 +170,7 @@ def read_training_rows(task: TaskSettings) -> list[Row]:
 
 
 def collect_texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a document: in its columns, and in their lists and objects."""
+    """Yield all strings in a document: in its columns, and in nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -177,7 +179,7 @@ def collect_texts(value: Any) -> Iterator[str]:
 
 
 def fingerprint_of(value: object) -> str:
-    """Return 32 hex digits of plain values; a function counts by its name."""
+    """Return a hash of plain values, as 32 hex digits. A function is hashed by its name."""
 
     def describe(item: Any) -> str:
         return str(item.__qualname__ if callable(item) else item)

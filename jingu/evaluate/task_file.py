@@ -1,4 +1,4 @@
-"""Task files: evaluation tasks and groups in lm-evaluation-harness's YAML."""
+"""Task files: evaluation tasks and groups in the YAML format of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling"
 Template = str | int | list[str] | dict[str, str] | Callable[..., Any] | None
 Options = dict[str, Any]
 
-# Names of tasks and groups, found without parsing the file.
+# The name of a task or group, to index files without parsing them.
 _NAME = re.compile(r"^(?:task|group):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
-# Keys of a task that `fewshot_config` may have too, for shots.
+# Keys of a task that `fewshot_config` may override for shots.
 _SHOT_KEYS = (
     *("process_docs", "doc_to_text", "doc_to_choice", "doc_to_target"),
     *("gen_prefix", "fewshot_delimiter", "target_delimiter"),
@@ -33,15 +33,16 @@ _SHOT_KEYS = (
 
 
 class TaskSettings(BaseModel):
-    """A task, by the harness's keys.
+    """A task, with the keys of lm-evaluation-harness.
 
-    Of `metadata`, which the harness ignores, jingu reads
+    jingu reads these keys of `metadata`, which the harness ignores:
 
     - `licence`, `description`, `language`
-    - `cluster`: a column whose equal values mark documents that belong together
-    - `templates`: by name, other values for keys of the task; `inverted: true` if it is for training only
+    - `cluster`: a column; documents with equal values in it are correlated, for clustered standard errors
+    - `templates`: by name, values that override keys of the task; `inverted: true` if it is for training only
     - `chat`: whether prompts are messages in the model's chat template
-    - `task_cluster`, `related_clusters`, `sources`: what a split into training and held-out tasks must not separate
+    - `task_cluster`, `related_clusters`, `sources`: relations between tasks; related tasks must not be divided between
+      training and held-out tasks
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -85,12 +86,12 @@ class TaskSettings(BaseModel):
 
     @property
     def shots(self) -> Options:
-        """How shots are drawn and rendered: `fewshot_config`, over the task's own values."""
+        """Settings of shots: `fewshot_config`, which overrides the task's own values."""
         own = {key: value for key, value in self if key in _SHOT_KEYS}
         return {"sampler": "default", "split": self.fewshot_split, "samples": None, **own, **self.fewshot_config}
 
     def error(self, what: str, fix: str) -> JinguError:
-        """Return an error at this task."""
+        """Return an error that names this task and its file."""
         return JinguError(what, where=f"{self.task} ({self.file})", fix=fix)
 
 
@@ -99,8 +100,8 @@ class TaskGroup:
     """A group of tasks.
 
     Attributes:
-        members: names of all its tasks, also those of its subgroups.
-        metrics: means over its tasks, as options `metric`, `weight_by_size` and `filter_list`.
+        members: names of all its tasks, including those of subgroups.
+        metrics: means over its tasks, each with the options `metric`, `weight_by_size` and `filter_list`.
     """
 
     name: str
@@ -110,13 +111,13 @@ class TaskGroup:
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """`!function module.name` in a file: a function of a Python file beside it."""
+    """`!function module.name` in a task file: a function of a Python file in the same folder."""
 
     file: Path
     name: str
 
     def load(self, trusted: frozenset[Path], task_file: Path) -> Any:
-        """Import the function. Raises JinguError unless its file is trusted."""
+        """Import the function. Raise JinguError unless its file is trusted."""
         if self.file.resolve() not in trusted:
             fix = f"Read that code. If you trust it, add --trust {self.file}."
             raise JinguError(f"this task runs code ({self.name} of {self.file.name}).", where=task_file, fix=fix)
@@ -128,7 +129,7 @@ class FunctionReference:
 
 @cache
 def _import_names(file: Path) -> Options:
-    """Run a Python file; return what it defines."""
+    """Import a Python file and return its names."""
     spec = importlib.util.spec_from_file_location(f"jingu_task_{file.stem}", file)
     if spec is None or spec.loader is None or not file.is_file():
         raise JinguError("there is no such Python file.", where=file, fix="Check the task's !function.")
@@ -141,16 +142,16 @@ def _import_names(file: Path) -> Options:
 
 
 class _TaskLoader(yaml.SafeLoader):
-    """Safe YAML, with references to functions.
+    """Loads safe YAML with references to functions.
 
     Attributes:
-        folder: of the file.
+        folder: folder of the YAML file.
     """
 
     folder = Path()
 
     def construct_function(self, node: yaml.ScalarNode) -> FunctionReference:
-        """`!function module.name`."""
+        """Construct the value of `!function module.name`."""
         module, _, name = str(self.construct_scalar(node)).rpartition(".")
         return FunctionReference(self.folder / f"{module.replace('.', '/')}.py", name)
 
@@ -159,7 +160,7 @@ _TaskLoader.add_constructor("!function", _TaskLoader.construct_function)
 
 
 def _read_yaml(file: Path) -> Options:
-    """Return the settings of a file, over those of the files that it includes. A null means the default."""
+    """Return the settings of a file, which override those of the files that it includes. A null means the default."""
     try:
         loader = _TaskLoader(file.read_text(encoding="utf-8"))
         loader.folder = file.parent
@@ -175,7 +176,7 @@ def _read_yaml(file: Path) -> Options:
     merged: Options = {}
     for name in [included] if isinstance(included, str) else included:
         beside = file.parent / name
-        # A task of the catalogue can be included by the name of its file.
+        # Files of the catalogue can be included by their name alone.
         merged |= _read_yaml(beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside))
     merged |= settings
     return {key: value for key, value in merged.items() if value is not None}
@@ -185,8 +186,12 @@ class TaskIndex:
     """The tasks and groups in some folders, by name.
 
     Args:
-        folders: searched with their subfolders; the catalogue comes last.
+        folders: folders to search, including subfolders, before jingu's own catalogue.
         trusted: Python files that tasks may run.
+
+    Attributes:
+        tasks: the tasks that have been loaded.
+        groups: the groups that have been loaded.
     """
 
     def __init__(self, folders: Sequence[Path] = (), trusted: Sequence[Path] = ()) -> None:
@@ -200,7 +205,7 @@ class TaskIndex:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Files by the task or group in them."""
+        """Task files by the name of their task or group."""
         files: dict[str, Path] = {}
         for file in (file for folder in self._folders for file in sorted(folder.rglob("*.yaml"))):
             if match := _NAME.search(file.read_text(encoding="utf-8")):
@@ -227,17 +232,18 @@ class TaskIndex:
         return clusters
 
     def load(self, name: str) -> list[str]:
-        """Read a task, a group, the tasks of a tag, or a file; return the names of its tasks.
+        """Load a task, a group, the tasks of a tag, or a file; return the names of the tasks.
 
-        NAME@TEMPLATE:SHOTS:chat is a task with one of its templates (default: its own; *: each that can be evaluated),
-        a number of shots, and the model's chat template around the prompts; the last two may be left out.
+        NAME@TEMPLATE:SHOTS:chat selects a template of the task ("default" is its own, and "*" selects all that can be
+        evaluated), a number of shots, and prompts in the model's chat template. The last two are optional.
         """
         name, _, template = name.partition("@")
         names = self._load_name(name)
         return [variant for task in names for variant in self._add_templates(task, template)] if template else names
 
     def _add_templates(self, name: str, template: str) -> list[str]:
-        """Add a task with one of its templates, or with each that can be evaluated; return the names."""
+        """Add variants of a task with one of its templates, or with all of them (*); return their names."""
+        # 1. Parse the template and the options.
         task = self.tasks[name]
         templates: dict[str, Options] = {"default": {}, **task.metadata.get("templates", {})}
         template, *options = template.split(":")
@@ -246,6 +252,7 @@ class TaskIndex:
             keys = [key for key, changes in templates.items() if not changes.get("inverted")]
         elif template not in templates:
             raise task.error(f"it has no template {template}.", f"It has {join_words([*templates, '*'], 'and')}.")
+        # 2. Add a task for each template, with the changes of the template and of the options.
         names = []
         for key in keys:
             settings = {option: value for option, value in task if option in task.model_fields_set} | templates[key]
@@ -292,7 +299,7 @@ class TaskIndex:
         return [task.task]
 
     def _add_member(self, member: str | Options, file: Path) -> list[str]:
-        """Add a member of a group: a name, or settings over those of the task that they name."""
+        """Add a member of a group: a name, or settings that override those of the task that they name."""
         if isinstance(member, str):
             return self.load(member)
         base: Options = {}
@@ -303,7 +310,7 @@ class TaskIndex:
 
 
 def _load_functions(value: Any, trusted: frozenset[Path], file: Path) -> Any:
-    """Replace references to functions by the functions."""
+    """Replace references to functions with the functions themselves."""
     if isinstance(value, dict):
         return {key: _load_functions(item, trusted, file) for key, item in value.items()}
     if isinstance(value, list):

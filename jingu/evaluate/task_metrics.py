@@ -1,6 +1,6 @@
-"""Metrics: what is measured for a document, how documents are aggregated, and the errors of the results.
+"""Metrics: values of single documents, their aggregation over documents, and standard errors.
 
-Shapes: N documents, ... draws of the bootstrap.
+Shapes: N documents; leading dimensions (...) are bootstrap samples.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model gives for one request.
+    """The model's output for one request.
 
     Attributes:
-        logprob: of a continuation or a text.
-        is_greedy: whether greedy decoding gives the continuation.
-        num_tokens: of the continuation or text.
-        text: that was generated.
+        logprob: log-probability of a continuation or a text.
+        is_greedy: whether greedy decoding would generate the continuation.
+        num_tokens: tokens of the continuation or text.
+        text: generated text.
     """
 
     logprob: float = 0.0
@@ -44,7 +44,7 @@ class Answer:
 
 
 _LABEL_METRICS = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "acc_mutual_info", "f1", "mcc")
-# Metrics by the output type of the tasks that they fit; the first few are those of a task that names none.
+# Metrics by output type of tasks. The first ones are the defaults, as many as in `_NUM_DEFAULTS`, else all of them.
 METRICS: dict[OutputType, list[str]] = {
     "multiple_choice": [*_LABEL_METRICS, "brier_score", "calibration_error", "exact_match"],
     "loglikelihood": ["perplexity", "acc"],
@@ -65,7 +65,7 @@ _LOWER_IS_BETTER = (
     *("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "bits_per_character", "bits_per_word"),
     *("brier_score", "calibration_error", "ter"),
 )
-# Aggregations of the metrics that are neither means nor have their own.
+# Aggregations of metrics, unless they are means or an aggregation has the metric's name.
 _AGGREGATIONS_OF = {
     "mcc": "matthews_corrcoef",
     "word_perplexity": "weighted_perplexity",
@@ -74,7 +74,7 @@ _AGGREGATIONS_OF = {
     "bits_per_word": "bits_per_byte",
 }
 _METRIC_KEYS = ("metric", "aggregation", "higher_is_better", "hf_evaluate")
-# Metrics of a whole corpus: those of sacrebleu, and diversity.
+# Metrics of a whole corpus instead of single documents: those of sacrebleu, and diversity.
 _SACREBLEU = ("bleu", "chrf", "chrf++", "ter")
 CORPUS_METRICS = (*_SACREBLEU, *text_metrics.DISTINCT)
 
@@ -85,17 +85,18 @@ def name_of(metric: Options) -> str:
     return str(name.__name__ if callable(name) else name)
 
 
-# What is measured for a document
+# Metrics of a document
 
 
 def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the metrics of a document.
 
     Args:
-        answers: of a task that generates, the answer that a filter makes of all; then each by itself, if code is run.
+        answers: the model's outputs for the requests of the document. For generated text, the first one is the output
+            of a filter, followed by the unfiltered answers if a metric runs code.
     """
     if task.process_results is not None:
-        # The task's own function receives what the harness would give it.
+        # The task's own function receives the same arguments as from lm-evaluation-harness.
         results: dict[OutputType, Callable[[Answer], Any]] = {
             "generate_until": lambda answer: answer.text,
             "loglikelihood_rolling": lambda answer: answer.logprob,
@@ -139,7 +140,7 @@ def _measure_code(sample: EvaluationSample, answers: Sequence[Answer], metric: O
 
 
 def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
-    """Return a metric of a generated text; of metrics of a corpus, the right texts and this one."""
+    """Return a metric of a generated text; for metrics of a whole corpus, the right texts and the generated text."""
     if callable(metric["metric"]):
         options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
         value = metric["metric"](references=list(gold[:1]), predictions=[text], **options)
@@ -159,7 +160,8 @@ def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
 
 
 def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return all metrics of a document with choices. Of equal choices the first one is taken."""
+    """Return all metrics of a document with choices. Of choices with equal scores, the first one wins."""
+    # 1. Accuracies, with log-probabilities divided by different lengths.
     choices = sample.choices
     gold = sample.gold
     logprobs = np.array([answer.logprob for answer in answers[: len(choices)]])
@@ -170,19 +172,22 @@ def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dic
         "acc_tokens": [answer.num_tokens for answer in answers[: len(choices)]],
     }
     values: dict[str, Any] = {
-        # A choice without a length is not normalized.
+        # The log-probability of an empty choice is not normalized.
         name: float(int(np.argmax(logprobs / np.maximum(length, 1))) in gold)
         for name, length in lengths.items()
     }
+    # 2. Mutual information: subtract the log-probabilities of the choices without the context.
     if len(answers) > len(choices):
         alone = np.array([answer.logprob for answer in answers[len(choices) :]])
         values["acc_mutual_info"] = float(int(np.argmax(logprobs - alone)) in gold)
+    # 3. Metrics of the probabilities, normalized over the choices.
     probabilities = np.exp(logprobs - logprobs.max())
     probabilities /= probabilities.sum()
     best = int(np.argmax(probabilities))
     values["calibration_error"] = (float(probabilities[best]), float(best in gold))
     probabilities[gold[0]] -= 1
     values["brier_score"] = float((probabilities**2).sum())
+    # 4. Pairs (right class, predicted class), for metrics over all documents.
     values["f1"] = values["mcc"] = (gold[0], int(np.argmax(logprobs)))
     values["exact_match"] = float(any(answers[number].is_greedy for number in gold))
     return values
@@ -194,7 +199,7 @@ def count_bytes(text: str) -> int:
 
 
 def _normalize(text: str, options: Options) -> str:
-    """Return a text without what an exact match ignores."""
+    """Return a text without the parts that an exact match is set to ignore."""
     for pattern in options.get("regexes_to_ignore") or ():
         text = re.sub(pattern, "", text)
     text = text.lower() if options.get("ignore_case") else text
@@ -203,12 +208,13 @@ def _normalize(text: str, options: Options) -> str:
     return text.translate(str.maketrans("", "", removed))
 
 
-# Aggregations: of values [..., N], or of pairs [..., N, 2]
+# Aggregations over documents: of values [..., N], or of pairs [..., N, 2]
 
 
 def _f1(pairs: Array, average: str = "binary") -> Array:
-    """F1 of class 1; or of all classes: their mean, weighted by their sizes or not, or over all decisions."""
-    if average == "micro":  # with one class a document this is accuracy
+    """F1 as in scikit-learn: of class 1 (binary), the mean over classes (macro), their mean weighted by size
+    (weighted), or over all documents together (micro)."""
+    if average == "micro":  # with one class per document, this is accuracy
         return _mean((pairs[..., 0] == pairs[..., 1]).astype(np.float64))
     labels = [1] if average == "binary" else np.unique(pairs)
     gold = np.stack([pairs[..., 0] == label for label in labels])
@@ -227,7 +233,7 @@ def _pearson(pairs: Array) -> Array:
 
 
 def _rank(pairs: Array) -> Array:
-    """Return the ranks of both columns [N, 2]; equal values share the mean of theirs."""
+    """Return the ranks in both columns [N, 2]; equal values have the mean of their ranks."""
     ranks = []
     for column in pairs.T:
         _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
@@ -236,7 +242,7 @@ def _rank(pairs: Array) -> Array:
 
 
 def _calibration_error(pairs: Array) -> Array:
-    """Expected calibration error (Guo et al., 2017): of pairs (confidence, is right), in ten bins of equal width."""
+    """Expected calibration error (Guo et al., 2017) of pairs (confidence, is right), with ten bins of equal width."""
     bins = np.minimum(pairs[..., 0] * 10, 9).astype(int)
     gaps = np.stack([((pairs[..., 0] - pairs[..., 1]) * (bins == number)).sum(-1) for number in range(10)])
     error: Array = np.abs(gaps).sum(0) / pairs.shape[-2]
@@ -244,7 +250,7 @@ def _calibration_error(pairs: Array) -> Array:
 
 
 def _matthews(pairs: Array) -> Array:
-    """Matthews' correlation of any number of classes, as scikit-learn computes it."""
+    """Matthews' correlation coefficient of any number of classes, as in scikit-learn."""
     size = float(pairs.shape[-2])
     counts = np.stack([(pairs == label).sum(-2) for label in np.unique(pairs)]).astype(float)
     covariance = (pairs[..., 0] == pairs[..., 1]).sum(-1) * size - counts.prod(-1).sum(0)
@@ -275,15 +281,15 @@ AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "calibration_error": _calibration_error,
     "matthews_corrcoef": _matthews,
 }
-# Draws of the bootstrap of what is measured over a whole corpus, as the harness takes them.
+# Bootstrap samples for metrics of a whole corpus, as many as lm-evaluation-harness takes.
 _CORPUS_DRAWS = 100
 
 
 def metrics_of(task: TaskSettings) -> list[Options]:
-    """Return the metrics of a task, its own or the usual ones of its output type.
+    """Check and return the metrics of a task: its own, or the defaults of its output type.
 
     Raises:
-        JinguError: one does not fit the output type.
+        JinguError: a metric does not fit the output type, or its options are not valid.
     """
     names = METRICS[task.output_type]
     for metric in task.metric_list if task.process_results is None else ():
@@ -318,6 +324,7 @@ def _check_pass_at_k(task: TaskSettings, metric: Options) -> None:
 
 def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> None:
     """Raise JinguError if a metric does not fit the documents."""
+    # A task's own function defines its metrics.
     if task.process_results is not None:
         return
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
@@ -342,11 +349,11 @@ class MetricResult:
     """A metric of a task.
 
     Attributes:
-        stderr: its standard error; by the harness's formula where it has one.
-        method: how the error was estimated.
-        interval: of 95%.
+        stderr: standard error, by the formula of lm-evaluation-harness if it has one.
+        method: method of estimating the error.
+        interval: 95% confidence interval.
         size: number of documents.
-        signature: what a metric of another library depends on, such as its version and how it splits words.
+        signature: settings that the value depends on, such as the version of the metric's library and its tokenization.
     """
 
     value: float
@@ -359,18 +366,19 @@ class MetricResult:
 
 
 def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None = None) -> MetricResult:
-    """Return a metric of a task with its error.
+    """Aggregate a metric over the documents of a task, with its standard error.
 
     Args:
-        metric: the name, and options as in the task's file.
-        values: of the documents.
-        clusters: labels of the documents; equal ones belong together.
+        metric: name and options, as in the task file.
+        values: the metric's values of the documents.
+        clusters: cluster labels of the documents, for clustered standard errors; None: documents are independent.
     """
     name = name_of(metric)
     aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
     better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
     size = len(values)
     signature = ""
+    # 1. Functions of all documents are bootstrapped sample by sample.
     if callable(aggregation) or aggregation in CORPUS_METRICS:
         function = aggregation if callable(aggregation) else lambda pairs: text_metrics.score_corpus(metric, pairs)[0]
         generator = Random(0)
@@ -378,11 +386,12 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
         if not callable(aggregation):
             signature = text_metrics.score_corpus(metric, values)[1]
         draws = np.array([function(generator.choices(values, k=size)) for _ in range(_CORPUS_DRAWS)], np.float64)
+    # 2. The other aggregations are vectorized. The error of a mean has a formula, and the others are bootstrapped.
     else:
         array = np.array(values, np.float64)
         statistic = AGGREGATIONS.get(aggregation, _mean)
         if name == "spearman":
-            # The bootstrap draws the ranks that the documents have among all.
+            # Ranks are computed once over all documents, and not in each bootstrap sample.
             array = _rank(array)
         if statistic is _f1:
             statistic = partial(_f1, average=metric.get("average", "binary"))
@@ -397,7 +406,7 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
 
 
 def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:
-    """Return the mean of a metric over tasks, with the error that the harness pools."""
+    """Return the mean of a metric over tasks, with the pooled standard error of lm-evaluation-harness."""
     sizes = [result.size for result in results]
     total = sum(sizes)
     if weight_by_size:

@@ -1,8 +1,8 @@
 """Training data from tasks: a mixture of task files, rendered as rows of prompts and answers.
 
-Sample j of a mixture is a pure function of j: which task and template it comes from (the quotas of
-`jingu.data.mixture`), which document (a `Permutation` for each epoch), and which shots (hashed from the document and
-the epoch). Rates follow seqio (Roberts et al., 2022), caps for each template FLAN (Longpre et al., 2023).
+Sample j of a mixture is a pure function of j: its task and template (the quotas of `jingu.data.mixture`), its document
+(a `Permutation` for each epoch), and its shots (random numbers, keyed by the sample's number in its task). Rates are
+those of seqio (Roberts et al., 2022), and caps for each template those of FLAN (Longpre et al., 2023).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_trainin
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.runtime.files import read_error, write_text_atomically
 
-# Distinguishes a mixture's file from other YAML.
+# A line that distinguishes a mixture file from other YAML files.
 _HEAD = re.compile(r"^mixture:", re.MULTILINE)
 
 
 class MixtureModel(BaseModel):
-    """A part of a mixture's file; unknown keys are refused."""
+    """Base class of the parts of a mixture file; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Member(MixtureModel):
-    """A task (or group, tag, NAME@TEMPLATE), or the file of another mixture, and its share.
+    """A task (or group, tag, NAME@TEMPLATE) or another mixture file, with its rate.
 
     Attributes:
-        rate: of all its tasks together; null: the sum of their own.
+        rate: total rate of all its tasks; null: the sum of the tasks' own rates.
     """
 
     task: str | None = None
@@ -55,16 +55,17 @@ class Member(MixtureModel):
 
 
 class MixtureSettings(MixtureModel):
-    """A mixture's file. Of a mixture within another one, only members, their rates and `held_out` count.
+    """Contents of a mixture file. In a mixture within another one, the outer mixture decides about `samples`,
+    `num_fewshot`, `form`, `max_per_template`, `include` and `seed`.
 
     Attributes:
-        samples: rows to make; null: as many as the tasks have, up to their caps.
-        num_fewshot: numbers of shots, one of which is drawn for each row.
-        form: completion (for base models), or messages (which a chat template renders).
+        samples: number of rows; null: the number of documents of all tasks, up to their caps.
+        num_fewshot: numbers of shots; one of them is drawn for each row.
+        form: completion (for base models), or messages (for a chat template).
         scale, maximum, temperature: a task with n documents has the rate min(n · scale, maximum)^(1 / temperature).
-        max_per_template: documents that each template of a task is used for.
-        include: folders with further tasks.
-        held_out: tasks, groups, tags, or task clusters that nothing in the mixture may be related to.
+        max_per_template: maximum number of documents for each template of a task; null: no limit.
+        include: folders with additional tasks.
+        held_out: tasks, groups, tags or task clusters; no task of the mixture may be related to them.
     """
 
     mixture: str
@@ -96,23 +97,24 @@ class _Stream:
 
     @property
     def key(self) -> int:
-        """A number that stands for the task, whatever else is in the mixture."""
+        """A random key of the task's name, so that its samples do not depend on the rest of the mixture."""
         return int.from_bytes(blake2b(self.task.task.encode(), digest_size=6).digest(), "little")
 
     def render(self, number: int, form: str, num_fewshot: list[int]) -> dict[str, Any]:
-        """Return the training row of a number among the stream's samples."""
+        """Return a training row: sample `number` of this stream."""
+        # 1. Find the document. With a cap, all epochs use the same documents: the first ones of epoch 0.
         epoch, position = divmod(number, self.size)
-        # The cap leaves the same documents in every epoch.
         if self.size < len(self.rows):
             position = int(Permutation(self.size, self.seed, epoch, self.key, 1)(np.array([position]))[0])
             epoch = 0
         index = int(Permutation(len(self.rows), self.seed, epoch, self.key)(np.array([position]))[0])
+        # 2. Draw the shots, with spare ones in case the document or copies of it are among them.
         random = Random(int(random_uint64("mixture", 1, self.seed, self.key, number)[0]))
         row = self.rows[index]
         shots = random.choice(num_fewshot)
-        # Some more than are needed, in case that the document or copies of it are among them.
         places = random.sample(range(len(self.rows)), min(len(self.rows), 2 * shots + 1))
         shot_rows = [self.rows[place] for place in places if self.rows[place] != row][:shots]
+        # 3. Render the prompt and the answer.
         sample = self.renderer.render_sample(index, row, shot_rows)
         context, answer = sample.pairs[sample.gold[0] if self.task.output_type == "multiple_choice" else 0]
         if self.task.output_type == "generate_until":
@@ -127,7 +129,7 @@ class _Stream:
 
 
 def _read_settings(file: Path) -> MixtureSettings:
-    """Read a mixture's file. Raises JinguError."""
+    """Read a mixture file. Raise JinguError if it is not valid."""
     try:
         return MixtureSettings.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -143,7 +145,7 @@ class TaskMixture:
     """A mixture of tasks, with all their documents.
 
     Raises:
-        JinguError: a file is wrong, a task has no training split, or the mixture is related to what it holds out.
+        JinguError: a file is not valid, a task has no training split, or a task is related to a held-out task.
     """
 
     def __init__(self, file: Path) -> None:
@@ -161,11 +163,11 @@ class TaskMixture:
         self.held_out = check_held_out(self._profiles, self.index, self._held_out, file)
 
     def _size(self, name: str) -> int:
-        """Return how many documents of a task are used."""
+        """Return how many documents of a task are used, at most `max_per_template`."""
         return min(len(self._rows[name]), self.settings.max_per_template or len(self._rows[name]))
 
     def _expand(self, file: Path, settings: MixtureSettings, parents: tuple[Path, ...]) -> dict[str, float]:
-        """Return the rate of each task; one that several members name has the sum."""
+        """Return the rate of each task. A task in several members has the sum of its rates."""
         if file.resolve() in parents:
             raise JinguError("this mixture contains itself.", where=file, fix="Remove it from its members.")
         self._held_out += settings.held_out
@@ -176,7 +178,7 @@ class TaskMixture:
                 shares = self._expand(inner, _read_settings(inner), (*parents, file.resolve()))
             elif member.task is not None:
                 path, at, template = member.task.partition("@")
-                # Task files are relative to the mixture's.
+                # Paths of task files are relative to the mixture file.
                 path = str(file.parent / path) if path.endswith((".yaml", ".yml")) else path
                 names = self.index.load(f"{path}{at}{template}")
                 shares = {name: self._natural_rate(name, settings) for name in names}
@@ -200,17 +202,17 @@ class TaskMixture:
         return self.settings.samples or sum(stream.size for stream in self.streams)
 
     def render(self, samples: range, form: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield samples of the mixture as training rows. None: of the form that its file names."""
+        """Yield samples of the mixture as training rows; `form` overrides the form of the mixture file."""
         form = form or self.settings.form
         stream_ids, numbers = self.mixture.locate(np.array(samples, np.int64))
         for stream_id, number in zip(stream_ids.tolist(), numbers.tolist(), strict=True):
             yield self.streams[stream_id].render(number, form, self.settings.num_fewshot)
 
     def write(self, file: Path, *, as_text: bool = False) -> dict[str, Any]:
-        """Write all samples as JSON Lines, print where they come from, and return the provenance of the mixture.
+        """Write all samples as JSON Lines, print the rows of each task, and return the provenance of the mixture.
 
         Args:
-            as_text: write prompt and answer as one text, whatever the form of the mixture.
+            as_text: write prompt and answer as one text, even if the mixture has the form of messages.
         """
         form = "completion" if as_text else self.settings.form
         rows = self.render(range(len(self)), form)
@@ -236,7 +238,7 @@ class TaskMixture:
 
 
 def _is_mixture(text: str, *, as_text: bool) -> bool:
-    """Whether an input is the file of a mixture. With `as_text` it may also be a text in YAML."""
+    """Return whether an input is a mixture file. With `as_text`, other YAML files may be inputs, too."""
     if not text.endswith((".yaml", ".yml")):
         return False
     path = Path(text)
@@ -246,7 +248,8 @@ def _is_mixture(text: str, *, as_text: bool) -> bool:
 
 
 def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSettings, dict[str, Any] | None]:
-    """Replace the file of a mixture of tasks by the rows, or texts, that it stands for; also return its record."""
+    """Replace a mixture file among the inputs with a file of its rows or texts; also return the mixture's provenance,
+    or None if there is no mixture file."""
     inputs = [data.input] if isinstance(data.input, str) else data.input
     mixture = next((text for text in inputs if _is_mixture(text, as_text=as_text)), None)
     if mixture is None:
@@ -259,5 +262,5 @@ def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSe
     return data.model_copy(update={"input": str(file), "text_field": "text"}), record
 
 
-# Build the data sets of a run as `jingu.data.build` does; the file of a mixture stands for its texts.
+# Builds the data sets of a run like `jingu.data.build`, and accepts mixture files, which it renders as texts.
 build = partial(data_build.build, render=partial(render_mixture, as_text=True))

@@ -1,4 +1,4 @@
-"""Metrics of generated texts: overlap with right answers, with Chinese by characters or words, and code that runs."""
+"""Metrics of generated texts: overlap with right answers (Chinese by characters or words), and execution of code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jingu.text.corpus_file import import_optional
 
 Split = Callable[[str], list[str]]
 
-# A Chinese or Japanese character; or a word of other letters and digits.
+# Pattern of a Chinese or Japanese character, and of a token: such a character, or a word of other letters and digits.
 _CHARACTER = r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
 _TOKEN = re.compile(rf"{_CHARACTER}|(?:(?!{_CHARACTER})\w)+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -30,18 +30,18 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 def has_chinese(text: str) -> bool:
-    """Return whether a text has characters that do not stand between spaces."""
+    """Return whether a text has Chinese or Japanese characters, which are written without spaces between words."""
     return re.search(_CHARACTER, text) is not None
 
 
 def split_characters(text: str) -> list[str]:
-    """Return the words of a text in lower case, each Chinese character by itself, without punctuation."""
+    """Return the words of a text in lower case without punctuation; each Chinese character is a word."""
     return _TOKEN.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 @cache
 def split_function(name: str) -> Split:
-    """Return how a text is split: `char`, Chinese by characters, or `jieba`, Chinese by words."""
+    """Return a function that splits texts into words: Chinese by characters (`char`) or by words (`jieba`)."""
     if name == "jieba":
         jieba = import_optional("jieba", "tokenize: jieba", "metric_list")
         return lambda text: [word for word in jieba.lcut(text.lower()) if _TOKEN.search(word)]
@@ -50,11 +50,11 @@ def split_function(name: str) -> Split:
     return split_characters
 
 
-# Overlap with one right answer
+# Overlap with a right answer
 
 
 def normalize_squad(text: str) -> str:
-    """Return a text as SQuAD compares it (Rajpurkar et al., 2016): lower case, no punctuation, no English articles."""
+    """Normalize a text like SQuAD (Rajpurkar et al., 2016): lower case, no punctuation, no English articles."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
@@ -64,7 +64,7 @@ def _f1_of(overlap: int, gold: int, predicted: int) -> float:
 
 
 def squad_f1(gold: str, text: str) -> float:
-    """Return the F1 of the words of an answer, as SQuAD counts them."""
+    """Return the F1 of the words of an answer, as in SQuAD."""
     gold_words = normalize_squad(gold).split()
     words = normalize_squad(text).split()
     if not gold_words or not words:
@@ -73,7 +73,7 @@ def squad_f1(gold: str, text: str) -> float:
 
 
 def cmrc_f1(gold: str, text: str) -> float:
-    """Return the F1 of the longest common run of characters and words, as CMRC 2018 counts it (Cui et al., 2019)."""
+    """Return the F1 of the longest common run of characters and words, as in CMRC 2018 (Cui et al., 2019)."""
     gold_tokens = split_characters(gold)
     tokens = split_characters(text)
     match = SequenceMatcher(None, gold_tokens, tokens, autojunk=False).find_longest_match()
@@ -90,7 +90,8 @@ OVERLAPS: dict[str, Callable[[str, str], float]] = {
 
 @cache
 def rouge_scorer(name: str, tokenize: str | None) -> Any:
-    """Return a metric of rouge-score. Its own tokenizer drops all but ASCII; LCSTS (Hu et al., 2015) takes `char`."""
+    """Return a scorer of rouge-score. Its own tokenizer (None) drops all characters but ASCII; `char` is the
+    tokenization of LCSTS (Hu et al., 2015)."""
     scorers = import_optional("rouge_score.rouge_scorer", f"the metric {name}", "metric_list")
     return scorers.RougeScorer([name], tokenizer=None if tokenize is None else _Tokenizer(split_function(tokenize)))
 
@@ -102,17 +103,17 @@ def rouge(gold: Sequence[str], text: str, metric: Options) -> float:
 
 
 class _Tokenizer:
-    """A split function as rouge-score calls it."""
+    """Adapts a split function to the interface of rouge-score's tokenizers."""
 
     def __init__(self, split: Split) -> None:
         self.tokenize = split
 
 
 def count_labels(gold: Sequence[str], text: str, metric: Options) -> tuple[int, int]:
-    """Return twice the number of labels that are right, and the number of right and of predicted labels together.
+    """Return twice the number of correctly predicted labels, and the number of right plus predicted labels.
 
-    An answer is a list of labels with `separator` (a comma) between them; so is a right answer, unless there are
-    several. The ratio of the sums over documents is the micro-averaged F1.
+    The ratio of the sums over documents is the micro-averaged F1. Labels in a text are separated by `separator` (by
+    default a comma); right labels may also be in several texts.
     """
     separator = metric.get("separator", ",")
 
@@ -131,7 +132,7 @@ def parse_number(text: str) -> float:
 
 
 def distinct_ratio(texts: Sequence[str], size: int) -> float:
-    """Return the share of different n-grams among all of some texts (Li et al., 2016)."""
+    """Return the number of distinct n-grams divided by the number of all n-grams of some texts (Li et al., 2016)."""
     ngrams: Counter[tuple[str, ...]] = Counter()
     for text in texts:
         tokens = split_characters(text)
@@ -143,15 +144,15 @@ def distinct_ratio(texts: Sequence[str], size: int) -> float:
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Return the probability that one of k answers is right, of which some were drawn (Chen et al., 2021)."""
+    """Return the unbiased estimate of the probability that at least one of k answers is right (Chen et al., 2021)."""
     return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
 
 def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
-    """Return how many answers pass their tests, in a sandbox: programs that run to their end.
+    """Run the answers' programs in a sandbox, and return how many pass, that is, end without an error.
 
     Args:
-        metric: its `program` is a Jinja template of the document's columns and `answer`; `timeout` is in seconds.
+        metric: `program` is a Jinja template with the document's columns and `answer`; `timeout` is in seconds.
     """
     programs = [compile_template(metric["program"]).render(**row, answer=text) for text in texts]
     try:
@@ -163,7 +164,7 @@ def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
 
 @lru_cache(1 << 12)
 def _passes(program: str, seconds: float) -> bool:
-    # Equal answers, and those of several metrics, are run once.
+    # The cache runs equal answers, and answers of several metrics, only once.
     return run_python(program, Limits(seconds=seconds))
 
 
@@ -171,7 +172,7 @@ def _passes(program: str, seconds: float) -> bool:
 
 
 def corpus_scorer(metric: Options) -> Any:
-    """Return a metric of sacrebleu. For Chinese, BLEU needs `tokenize: zh`."""
+    """Return a scorer of sacrebleu. For Chinese, BLEU needs `tokenize: zh`."""
     name = metric["metric"]
     sacrebleu = import_optional("sacrebleu", f"the metric {name}", "metric_list")
     if name == "bleu":
@@ -180,12 +181,12 @@ def corpus_scorer(metric: Options) -> Any:
 
 
 def score_corpus(metric: Options, pairs: Sequence[tuple[Sequence[str], str]]) -> tuple[float, str]:
-    """Return a metric of right texts and generated ones, and its signature: what it depends on."""
+    """Return a metric of pairs (right texts, generated text), and its signature: the settings that it depends on."""
     texts = [text for _, text in pairs]
     if metric["metric"] in DISTINCT:
         return distinct_ratio(texts, DISTINCT[metric["metric"]]), "words, Chinese by characters"
     scorer = corpus_scorer(metric)
-    # All documents need equally many references: the last one stands for those that are missing.
+    # sacrebleu needs equally many references for all documents: repeat the last one where some are missing.
     most = max(len(gold) for gold, _ in pairs)
     references = [[gold[min(number, len(gold) - 1)] for gold, _ in pairs] for number in range(most)]
     score = float(scorer.corpus_score(texts, references).score)

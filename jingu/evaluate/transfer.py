@@ -1,4 +1,4 @@
-"""`jingu evaluate transfer`: evaluate prompts that were tuned on some tasks on others (Vu et al., 2022)."""
+"""`jingu evaluate transfer`: evaluate tuned prompts on other tasks than those they were tuned on (Vu et al., 2022)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from jingu.runtime.files import write_text_atomically
 
 @dataclass(frozen=True)
 class Cell:
-    """A prompt on a task.
+    """The result of a tuned prompt on a task.
 
     Attributes:
-        source: name of the run that tuned the prompt, or of the model itself, without a prompt.
-        metric: the first one of the task.
-        is_own: whether the prompt was tuned on this task, by the record of the run.
-        difference: from the model without a prompt; None: this is that model, or the metric is no mean.
-        p_holm: the p-value of the difference, adjusted for the number of cells.
+        source: name of the run that tuned the prompt, or of the base model, which has no prompt.
+        target: name of the task.
+        metric: the first metric of the task.
+        is_own: whether the prompt was tuned on this task, according to the run's provenance.
+        difference: difference from the base model; None for the base model itself, and if the metric is not a mean.
+        p_holm: p-value of the difference with Holm's correction for the number of cells.
     """
 
     source: str
@@ -53,10 +54,10 @@ def transfer(runs: Sequence[Path], inference: InferenceOptions, options: TaskOpt
     """
     folder = options.output or Path("evaluations") / "transfer"
     with inference_ranks(inference.device) as ranks:
-        # 1. Open everything, so that errors appear at once. The longest prompt leaves the least room for the tasks.
+        # 1. Open all runs first, so that errors appear early. The longest prompt leaves the least room for the tasks.
         models, longest = _open_runs(runs)
         prepared = prepare_tasks(longest, options, options.index())
-        # 2. Evaluate model after model, the one without a prompt first.
+        # 2. Evaluate one model after another, first the base model.
         results = {
             name: evaluate_model(path, prepared, inference, folder / name, ranks) for name, path in models.items()
         }
@@ -69,10 +70,10 @@ def transfer(runs: Sequence[Path], inference: InferenceOptions, options: TaskOpt
 
 
 def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
-    """Return the models by name, the one that all runs started from first; and the run with the longest prompt.
+    """Return the models by name, first the base model of all runs; and the run with the longest prompt.
 
     Raises:
-        JinguError: a run trained no adapter, they started from several models, or two have the same name.
+        JinguError: a run trained no adapter, the runs have different base models, or two have the same name.
     """
     opened = [(run, *open_adapter_run(run)) for run in runs]
     bases = {base_path.resolve(): base_path for _, _, _, base_path in opened}
@@ -88,7 +89,7 @@ def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
 
 
 def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, TaskResult]]) -> list[Cell]:
-    """Return the table, row by row; the first row is the model without a prompt."""
+    """Return the cells of the table, row by row; the first row is the base model."""
     first = next(iter(models))
     cells = []
     for source, path in models.items():
@@ -106,7 +107,7 @@ def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, T
 
 
 def _print_cells(cells: Sequence[Cell]) -> None:
-    """Print a table of prompts and tasks, and the differences from the model without a prompt."""
+    """Print a table of prompts and tasks, and the differences from the base model."""
     metrics = {cell.target: f"{cell.target} {cell.metric.removesuffix(',none')}" for cell in cells}
     table: dict[str, list[str]] = {}
     for cell in cells:
