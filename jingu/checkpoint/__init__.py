@@ -1,1 +1,1 @@
-"""Checkpoints: logical tensors on disk, any layout in and out, nothing that can lie."""
+"""Checkpoints: whole tensors on disk with checksums, saved from and loaded into any parallel layout."""

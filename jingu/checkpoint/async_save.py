@@ -1,8 +1,8 @@
-"""Save while training goes on: tensors are copied to shared memory, and a process of its own writes the copy.
+"""Asynchronous saves: tensors are copied to shared memory, and a separate process writes the copy during training.
 
-The copy, too, is made while training goes on. Between two optimizer steps nothing changes the tensors, and the next
-optimizer step waits for what is not copied by then; so what is saved is the state of the step that it claims to be.
-The memory is reused for each save: there is one copy, and one save at a time.
+Training also continues while the copy is made. Nothing changes the tensors between two optimizer steps, and the next
+optimizer step waits until the copy is complete, so that the saved state is exactly that of its step. The memory is
+reused for each save: there is one copy, and one save at a time.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ CopyPair = tuple[Tensor, Tensor]  # target and value
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended.
+    """The result of a save.
 
     Attributes:
-        problem: why it failed; None if this rank's part is on disk, and on rank 0 the whole checkpoint.
+        problem: why the save failed; None if this rank's part is on disk (on rank 0, the whole checkpoint).
     """
 
     folder: CheckpointPath
@@ -52,20 +52,20 @@ class SaveResult:
 
 
 class AsyncSaver:
-    """Saves the same tensors again and again; every rank has one.
+    """Saves the same tensors repeatedly; every rank has one.
 
     Attributes:
-        bytes: main memory taken for the copy.
+        bytes: main memory of the copy.
     """
 
     def __init__(
         self, tensors: StateTensors, optimizer: torch.optim.Optimizer | None = None, *, rank: int = 0, ranks: int = 1
     ) -> None:
-        """Allocate memory for a copy of what this rank writes of `tensors`, and start the process that writes.
+        """Allocate memory for a copy of the part of `tensors` that this rank writes, and start the writer process.
 
         Args:
-            optimizer: its steps change the tensors, and wait for the copy. None: whoever changes them calls
-                `wait_for_copy` before.
+            optimizer: the optimizer that changes the tensors; its steps wait for the copy. With None, callers must call
+                `wait_for_copy` before they change the tensors.
 
         Raises:
             CheckpointError: the tensors cannot be stored.
@@ -78,7 +78,7 @@ class AsyncSaver:
         plan, blocks_in_file = plan_part(blocks, rank, ranks)
         self._plan = plan.model_dump(mode="json")
         sizes = [block.local.nbytes for block in blocks_in_file.values()]
-        # Of the blocks on a card, if there are any.
+        # The GPU of the blocks, if any of them is on one.
         devices = {block.local.device for block in blocks_in_file.values()}
         self._device = next(filter(_has_streams, devices), torch.device("cpu"))
         self.bytes = sum(sizes)
@@ -87,16 +87,16 @@ class AsyncSaver:
         self._is_pinned = False
         if self.bytes:
             self._memory = torch.frombuffer(mmap.mmap(self._descriptor, self.bytes), dtype=torch.uint8)
-            self._memory.zero_()  # the system allocates the pages now rather than in the first save
+            self._memory.zero_()  # makes the system allocate the pages now rather than in the first save
             if self._device.type == "cuda":
                 self._is_pinned = _pin(self._memory)
-        # Where each block is copied to, by the name of its tensor.
+        # The target of each block's copy, by the name of its tensor.
         self._copies = {
             name: memory.view(block.local.dtype).view(block.size)
             for memory, (name, block) in zip(self._memory.split(sizes), blocks_in_file.items(), strict=True)
         }
         self._process = self._start_process()
-        # One thread copies, then waits for the process that writes; so a save begins after the last one has ended.
+        # A single thread copies and then waits for the writer process, so a save begins after the previous one.
         self._thread = ThreadPoolExecutor(1)
         self._folder: CheckpointPath = Path()
         self._card_copy: Any | None = None
@@ -127,14 +127,14 @@ class AsyncSaver:
         retention: Retention,
         copy_to: str | None = None,
     ) -> None:
-        """Start to copy the tensors and then to write the copy. No other save may be pending: `poll` first.
+        """Start a save: copy the tensors, then write the copy. No other save may be pending: call `poll` first.
 
         The tensors must not change before `wait_for_copy` returns, which the optimizer's next step ensures.
 
         Args:
             folder, tensors, state: as for `jingu.checkpoint.store.save`.
-            retention: which other checkpoints of the run stay once this one is complete.
-            copy_to: URL to which it is copied then.
+            retention: which other checkpoints of the run are kept once this one is complete.
+            copy_to: URL to copy the complete checkpoint to; None: no copy.
 
         Raises:
             ValueError: the tensors or their layout differ from those at the start.
@@ -155,7 +155,7 @@ class AsyncSaver:
         self._writing = self._thread.submit(self._write, self._copying, request)
 
     def _start_card_copy(self, pairs: Sequence[CopyPair]) -> Any | None:
-        """Copy from the card on a stream of its own; return the event that marks the end."""
+        """Start to copy from the GPU on a separate stream; return the event of its end."""
         if not pairs:
             return None
         module = device_module(self._device)
@@ -166,10 +166,10 @@ class AsyncSaver:
         return stream.record_event()
 
     def _copy(self, pairs: Sequence[CopyPair]) -> None:
-        """In the thread: copy what is in main memory.
+        """Copy the tensors in main memory, on the save thread.
 
-        It copies with as many threads as training computes with, so that each core loses the same time to it: training
-        divides its work evenly, and would wait for a core that loses more.
+        The copy uses as many threads as training, so that it takes the same time from each core: training divides its
+        work evenly, and would wait for the slowest core.
         """
         largest_first = iter(sorted(pairs, key=lambda pair: -pair[1].numel()))
         with ThreadPoolExecutor(self._threads) as pool:
@@ -177,7 +177,7 @@ class AsyncSaver:
                 future.result()
 
     def _write(self, copying: Future[None], request: dict[str, Any]) -> str | None:
-        """In the thread: have the copy written once it is complete; return why that failed, or None."""
+        """Let the writer process write the complete copy, on the save thread; return why it failed, or None."""
         copying.result()  # raises if the copy failed
         if self._card_copy is not None:
             self._card_copy.synchronize()
@@ -188,12 +188,12 @@ class AsyncSaver:
             problem: str | None = json.loads(answer)
             return problem
         problem = f"the process that writes it ended {_exit_reason(self._process.wait())}"
-        if self._rank:  # the process could not report it to rank 0
+        if self._rank:  # the writer process has ended, so this thread reports the problem to rank 0
             write_failure_note(partial_path(self._folder), self._rank, CheckpointError(problem))
         return problem
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors may change: they are copied, or the card copies them before its next work."""
+        """Wait until the tensors may change: they are copied, or the GPU copies them before its next work."""
         if self._copying is not None:
             self._copying.result()
         if self._card_copy is not None:
@@ -201,14 +201,14 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is pending, as far as `poll` has seen."""
+        """Whether there is a save whose result `poll` has not returned yet."""
         return self._writing is not None
 
     def poll(self, seconds: float | None = 0.0) -> SaveResult | None:
-        """Return how the pending save ended; None if there is none, or it is not finished.
+        """Return the result of the pending save; None if there is none, or if it is not finished.
 
         Args:
-            seconds: how long to wait for the end; None: until it comes.
+            seconds: time to wait for the end of the save; None waits without a limit.
         """
         if self._writing is None or not wait([self._writing], seconds).done:
             return None
@@ -217,7 +217,7 @@ class AsyncSaver:
         return SaveResult(self._folder, problem)
 
     def close(self) -> None:
-        """End the process, also in the middle of a save, and free the memory."""
+        """End the writer process, even in the middle of a save, and free the memory."""
         if self._hook is not None:
             self._hook.remove()
         with self._process:  # closes its pipes
@@ -229,12 +229,12 @@ class AsyncSaver:
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Return whether the device copies beside its computations."""
+    """Return whether the device has streams, and so can copy while it computes."""
     return device.type not in ("cpu", "mps")
 
 
 def _copy_all(pairs: Iterator[CopyPair]) -> None:
-    """Copy pairs of an iterator that several threads share. (PyTorch's own copy would start threads of its own.)"""
+    """Copy the pairs of an iterator that several threads share. (PyTorch's own copy would start additional threads.)"""
     for copy, tensor in pairs:
         if tensor.is_contiguous() and tensor.device.type == "cpu":
             ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
@@ -243,7 +243,7 @@ def _copy_all(pairs: Iterator[CopyPair]) -> None:
 
 
 def _layout(blocks: Mapping[str, TensorBlock]) -> list[object]:
-    """Return what must not change from save to save."""
+    """Return the properties of the blocks that must be equal in all saves."""
     return [
         (name, block.local.dtype, block.shape, block.offset, block.size, block.replica, block.replicas)
         for name, block in blocks.items()
@@ -251,7 +251,7 @@ def _layout(blocks: Mapping[str, TensorBlock]) -> list[object]:
 
 
 def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
-    """Write a line of JSON to a process. That it has ended is noticed later, when it does not answer."""
+    """Write a line of JSON to a process. If the process has ended, that is detected later, when it does not answer."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         write_all(process.stdin, memoryview(json.dumps(message).encode() + b"\n"))

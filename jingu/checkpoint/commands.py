@@ -23,7 +23,7 @@ from jingu.errors import JinguError
 from jingu.formatting import format_bytes, print_table
 from jingu.runtime.files import lock_folder
 
-# Elements that are compared at a time, so that the fp64 copies of them stay small.
+# Number of elements that are compared at a time, so that their fp64 copies stay small.
 _CHUNK_ELEMENTS = 1 << 20
 _HEADER = ("checkpoint", "size", "tensors", "ranks", "state")
 
@@ -32,7 +32,7 @@ _HEADER = ("checkpoint", "size", "tensors", "ranks", "state")
 
 
 def list_checkpoints(path: CheckpointPath) -> None:
-    """Print the checkpoints of a run, and copies of them: step, size, contents, complete or not."""
+    """Print the checkpoints of a run and their copies: step, size, contents, and whether they are complete."""
     config = resume.run_config(path) if isinstance(path, Path) else None
     rows = _list_rows(_checkpoints_of(path))
     copies = None if config is None else copies_url(config)
@@ -50,7 +50,7 @@ def _list_rows(checkpoints: CheckpointPath) -> list[tuple[str, ...]]:
         for path in sorted(checkpoints.glob(".step-*.partial")):
             size = format_bytes(sum(_file_sizes(path).values()))
             rows.append((path, (path.name, size, "", "", "unfinished: in progress, or left by a run that was killed")))
-    # A run in training may have deleted or completed some of them meanwhile.
+    # A run in training may have deleted or completed some checkpoints meanwhile.
     return [row for folder, row in rows if row[-1] == "complete" or folder.is_dir()]
 
 
@@ -70,10 +70,10 @@ def _row(folder: CheckpointPath) -> tuple[str, ...]:
 
 
 def verify(path: CheckpointPath) -> None:
-    """Read a checkpoint, or all those of a run, to the last byte, and print what is wrong with it.
+    """Read every byte of a checkpoint, or of all checkpoints of a run, and print the problems.
 
     Raises:
-        JinguError: something is wrong.
+        JinguError: there is a problem.
     """
     if _is_checkpoint(path):
         checkpoints = path.parent
@@ -108,14 +108,14 @@ def verify(path: CheckpointPath) -> None:
 
 
 def _find_nonfinite_weights(folder: CheckpointPath) -> list[str]:
-    """Return a sentence about the weights that contain NaN or infinity, if any do."""
+    """Return a problem if weights contain NaN or infinity, else nothing."""
     reader = CheckpointReader(folder)
     names = [name for name in tensor_names(folder, "model/") if has_nan_or_infinity(reader.read(name))]
     return [f"{len(names)} of the weights contain NaN or infinity, such as {names[0]}"] if names else []
 
 
 def _print_contents(folder: CheckpointPath) -> None:
-    """Print one line about a checkpoint that was verified."""
+    """Print a line about a verified checkpoint."""
     manifest = read_manifest(folder / MANIFEST)
     size = format_bytes(sum(record.bytes for record in manifest.files.values()))
     tensors = len(manifest.tensors)
@@ -127,13 +127,13 @@ def _print_contents(folder: CheckpointPath) -> None:
 
 
 def prune(run: CheckpointPath, keep: int = 1, keep_every: int = 0, keep_best: int = 0, damaged: bool = False) -> None:
-    """Delete the checkpoints of a run that need not stay; the newest good one always stays.
+    """Delete the checkpoints of a run except those to keep; the newest good one is always kept.
 
     Args:
-        damaged: also delete newer ones that cannot be used.
+        damaged: also delete newer checkpoints that are incomplete or damaged.
 
     Raises:
-        JinguError: no checkpoint is good, and so none is deleted; or the run is being trained.
+        JinguError: no checkpoint is good, so that none is deleted; or the run is being trained.
     """
     checkpoints = _checkpoints_of(run)
     folder = checkpoints.parent if isinstance(checkpoints, Path) else run
@@ -169,7 +169,7 @@ def _total_size(checkpoints: CheckpointPath) -> int:
 
 
 def diff(first: CheckpointPath, second: CheckpointPath) -> None:
-    """Print what differs between two checkpoints, tensor by tensor; a run stands for its newest checkpoint."""
+    """Print the differences of two checkpoints, tensor by tensor; for a run, its newest checkpoint is compared."""
     folder_a = _find_checkpoint(first)
     folder_b = _find_checkpoint(second)
     reader_a = CheckpointReader(folder_a)
@@ -210,7 +210,7 @@ def difference(a: Tensor, b: Tensor) -> list[float]:
         The largest absolute difference of two elements, and the Euclidean norms of both tensors.
     """
     wide = torch.complex128 if a.is_complex() else torch.float64
-    # Largest difference, and both sums of squares; torch's maximum keeps a NaN, which is what the reader must see.
+    # Largest difference, and both sums of squares. torch's maximum propagates NaN, which must be visible.
     largest, squares_a, squares_b = torch.zeros(3, dtype=torch.float64)
     chunks_a, chunks_b = (tensor.reshape(-1).split(_CHUNK_ELEMENTS) for tensor in (a, b))
     for chunk_a, chunk_b in zip(chunks_a, chunks_b, strict=True):
@@ -235,7 +235,7 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# Where things are
+# Paths
 
 
 def _is_checkpoint(path: CheckpointPath) -> bool:
@@ -243,7 +243,7 @@ def _is_checkpoint(path: CheckpointPath) -> bool:
 
 
 def _checkpoints_of(path: CheckpointPath) -> CheckpointPath:
-    """Return the folder of checkpoints, given a run or that folder itself. Raises JinguError if it does not exist."""
+    """Return the folder of checkpoints, given a run or that folder itself. Raise JinguError if it does not exist."""
     if not path.is_dir():
         raise JinguError("there is no such folder.", where=path, fix="Give a run, such as runs/NAME, or a checkpoint.")
     inside = resume.run_checkpoints(path) if isinstance(path, Path) else path / "checkpoints"
@@ -251,7 +251,7 @@ def _checkpoints_of(path: CheckpointPath) -> CheckpointPath:
 
 
 def _find_checkpoint(path: CheckpointPath) -> CheckpointPath:
-    """Return a checkpoint's folder, given it or a run (its newest complete checkpoint)."""
+    """Return the folder of a checkpoint, given that folder or a run (then its newest complete checkpoint)."""
     return path if _is_checkpoint(path) else newest_complete(_checkpoints_of(path), path)
 
 

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: its files, and which bytes of them are which block of which tensor.
+"""The manifest of a checkpoint: its files, and the position of each block of each tensor in them.
 
-It is JSON with a checksum of itself in its first line, so that every byte of a checkpoint is covered by one.
+It is JSON with a checksum of itself in its first line, so that every byte of a checkpoint has a checksum.
 Checksums are XXH3 with 128 bits, in hexadecimal, as `xxhsum -H2` prints them.
-This module does not import torch, so that the process that writes in the background starts at once.
+This module does not import torch, so that the writer process starts quickly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
 
-# Bytes per element, by the names that the safetensors format gives to dtypes.
+# Bytes per element, by the dtype names of the safetensors format.
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
 }  # fmt: skip
 
-# The checksum in the first line covers everything but its own digits.
+# The checksum in the first line covers the whole file except its own digits.
 _OPENING = b'{\n"xxh3_128": "'
 _DIGITS = 32
 
@@ -46,13 +46,13 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """Contiguous elements of a block of a tensor, and the bytes of a file that hold them.
+    """Contiguous elements of a block of a tensor, and their bytes in a file.
 
     Attributes:
         key: name of the block in the safetensors file.
-        offset: index in the tensor of the first element.
+        offset: index of the piece's first element in the tensor.
         bytes: first byte in the file, and the one after the last.
-        xxh3_128: None while the piece is only planned.
+        xxh3_128: checksum; None in a plan, before the piece is written.
     """
 
     file: FileName
@@ -64,17 +64,16 @@ class Piece(_Record):
 
 
 class TensorRecord(_Record):
-    """A whole tensor: the pieces that make it up."""
+    """A whole tensor, with its pieces."""
 
     dtype: str
     shape: Shape
     pieces: tuple[Piece, ...]
 
     def unique_pieces(self) -> dict[Shape, Piece]:
-        """Return the pieces by offset, each once.
+        """Return the pieces by offset, without duplicates.
 
-        Ranks that do not know of each other may both write a piece, as the first and the last stage of a pipeline do
-        with a tied embedding.
+        Two ranks may write the same piece, such as the tied embedding of the first and the last pipeline stage.
         """
         return {piece.offset: piece for piece in reversed(self.pieces) if prod(piece.shape)}
 
@@ -90,7 +89,7 @@ class Manifest(_Record):
     """Contents of a checkpoint, or of one rank's part of it.
 
     Attributes:
-        ranks: number of ranks that wrote it; any number can read it.
+        ranks: number of ranks that wrote the checkpoint; any number of ranks can read it.
     """
 
     format: Literal["jingu checkpoint"] = "jingu checkpoint"
@@ -156,7 +155,7 @@ def read_manifest(path: CheckpointPath) -> Manifest:
 
 
 def is_intact(path: CheckpointPath) -> bool:
-    """Return whether a manifest, or a rank's part of one, can be read."""
+    """Return whether a manifest, or a rank's part of one, can be read and matches its checksum."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -184,11 +183,11 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
 
 
 def shard_header(pieces: Iterable[tuple[str, Piece]]) -> bytes:
-    """Return the first bytes of a shard file, up to the first tensor, given the pieces in it and their dtypes."""
+    """Return the header of a shard file, given its pieces and their dtypes."""
     blocks: dict[str, tuple[str, list[Piece]]] = {}
     for dtype, piece in pieces:
         blocks.setdefault(piece.key, (dtype, []))[1].append(piece)
-    # Wide dtypes first, so that every tensor is aligned to its elements; then by name, as the library does.
+    # Sort by decreasing element size, so that every tensor is aligned; then by name, like the safetensors library.
     ordered = sorted(blocks.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))
     return safetensors_header(
         (key, dtype, [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else [])
@@ -204,15 +203,15 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> byt
         begin, end = end, end + prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = _json(header).encode()
-    text += b" " * (-len(text) % 8)  # the data that follows is aligned to 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data after the header to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def check(manifest: Manifest) -> None:
-    """Check that the pieces of every tensor cover each of its elements once, and lie within their files.
+    """Check that the pieces of every tensor cover each of its elements once, and are within their files.
 
     Raises:
-        CheckpointError: naming the first tensor for which that is not so.
+        CheckpointError: names the first tensor that fails the check.
     """
     for name, record in manifest.tensors.items():
         if record.dtype not in DTYPE_BYTES:
@@ -220,7 +219,7 @@ def check(manifest: Manifest) -> None:
         width = DTYPE_BYTES[record.dtype]
         for piece in record.pieces:
             begin, end = piece.bytes
-            # The piece lies within the tensor, and its bytes, of the right number, within the file.
+            # The piece must be within the tensor, and its bytes within the file and of the right number.
             inside = len(piece.offset) == len(piece.shape) == len(record.shape) and all(
                 first + extent <= whole
                 for first, extent, whole in zip(piece.offset, piece.shape, record.shape, strict=True)

@@ -1,4 +1,4 @@
-"""Tensors that are memory-mapped from files, and fast repeated reads from the places where they lie."""
+"""Tensors that are memory-mapped from files, and fast repeated reads from their places in the files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jingu.runtime.device import advise_memory
 
 
 class FileRegion(NamedTuple):
-    """Where the bytes of a tensor begin in a file."""
+    """The place of a tensor in a file: the path, and the position of its first byte."""
 
     path: Path
     begin: int
 
 
 class FileReader:
-    """Reads again and again from files, which stay open; used by several threads."""
+    """Reads repeatedly from files, which it keeps open. Several threads may use it."""
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}
@@ -35,12 +35,12 @@ class FileReader:
         """Fill buffers from regions of files, in the order of the files.
 
         Raises:
-            JinguError: a file is shorter than it was.
+            JinguError: a file ends before the region does.
         """
         for (path, begin), buffer in sorted(buffers, key=itemgetter(0)):
             if path not in self._files:
                 self._files[path] = FileIO(path)
-            # The system may read less at a time.
+            # A system call may read less than requested.
             while buffer:
                 count = os.preadv(self._files[path].fileno(), [buffer], begin)
                 if not count:
@@ -52,8 +52,8 @@ class FileReader:
 def map_tensor(path: Path, position: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor whose row-major bytes begin at `position` of a file, memory-mapped.
 
-    Each tensor has a mapping of its own, which is freed with it, so that a conversion needs little memory. Changes to
-    the tensor do not reach the file.
+    Each tensor has its own mapping, which is freed together with it, so that conversions need little memory. Changes of
+    the tensor are not written to the file.
     """
     size = prod(shape) * dtype.itemsize
     if not size:
@@ -64,19 +64,19 @@ def map_tensor(path: Path, position: int, shape: torch.Size, dtype: torch.dtype)
     data.madvise(mmap.MADV_SEQUENTIAL)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=before)
     if position % dtype.itemsize:
-        raw = raw.clone()  # elements must be aligned to their size
+        raw = raw.clone()  # a copy is aligned to the size of an element, as `view` requires
     tensor = raw.view(dtype).view(shape)
     tensor.file_region = FileRegion(path, position)  # type: ignore[attr-defined]
     return tensor
 
 
 def file_region(tensor: Tensor) -> FileRegion | None:
-    """Return where a tensor of `map_tensor` lies; None for all other tensors, also those made from it."""
+    """Return the place in a file of a tensor from `map_tensor`; None for other tensors, including views of it."""
     return getattr(tensor, "file_region", None)
 
 
 def expect_repeated_reads(tensor: Tensor) -> None:
-    """Tell the system that a tensor, which may be memory-mapped, is read repeatedly and in any order."""
+    """Advise the system that a tensor, which may be memory-mapped, is read repeatedly and in any order."""
     if tensor.device.type == "cpu" and tensor.nbytes:
         before = tensor.data_ptr() % mmap.PAGESIZE
         normal = 0  # MADV_NORMAL

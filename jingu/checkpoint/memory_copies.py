@@ -1,14 +1,14 @@
-"""Copies of a run's newest state in main memory: each rank's part on its own node, and once more on another one.
+"""Copies of a run's newest state in main memory: each rank's part on its own node, and once more on another node.
 
-Every rank has a folder in a file system that lives in main memory. There it writes its part of a checkpoint, as it
-would on a disk, and the same files of a neighbour on another node:
+Every rank has a folder in an in-memory file system. It writes its part of a checkpoint there, as on a disk, and stores
+the files of a neighbour on another node:
 
     FOLDER/jingu-RUN/rank-00001/step-00000012-TIME/
         shard-00001-of-00004.safetensors  part-00001.json      its own
         shard-00000-of-00004.safetensors  part-00000.json      the neighbour's
         state.json  part-00004.json                            rank 0's: what is not a tensor, and its checksum
 
-So a node may be lost with its memory, and each part still exists somewhere. Older copies are deleted once all ranks
+If a node is lost with its memory, each part still exists on another node. Older copies are deleted once all ranks
 have the new ones. To resume, a node fetches the files that its ranks need and it lacks, and loads them as usual.
 """
 
@@ -39,7 +39,7 @@ from jingu.checkpoint.store import StateTensors, local_blocks, overlapping_piece
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.ranks import all_ranks_agree, broadcast_from_first, gather_from_all
 
-# File beside the checkpoints that identifies the run's copies: where the checkpoints are deleted, it is too.
+# File beside the checkpoints that identifies the run's copies. It is deleted together with the checkpoints.
 RUN_ID = "memory-id"
 _FIRST_SHARD = "shard-00000-of-"
 
@@ -48,17 +48,16 @@ class MemoryCopies:
     """The in-memory copies of one run. Every rank has one, and all call the same methods.
 
     Attributes:
-        bytes: main memory that a rank's copies take at most: its own and a neighbour's, twice while newer ones are
-            written.
+        bytes: maximum main memory of a rank's copies: its own and its neighbour's, twice while newer ones are written.
     """
 
     def __init__(self, folder: Path, run_id: int, tensors: Callable[[], StateTensors]) -> None:
         """Create this rank's folder, and find out which ranks share a node.
 
         Args:
-            folder: in main memory; ranks that see the same folder are on one node.
-            run_id: equal on all ranks.
-            tensors: returns what is to be saved or filled, by name.
+            folder: folder in main memory; ranks that see the same folder are on one node.
+            run_id: number of the run, equal on all ranks.
+            tensors: returns the tensors to save or to fill, by name.
 
         Raises:
             CheckpointError: on every rank, if some rank cannot write there.
@@ -78,7 +77,7 @@ class MemoryCopies:
         # The node of every rank, and the ranks of this node.
         self._nodes: list[str] = gather_from_all(run_on_all_ranks(create_folders, folder, gather_from_all))
         self._members = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
-        # The neighbour is so many ranks away that it is on another node.
+        # The distance to the neighbour's rank, such that the neighbour is on another node.
         largest_node = max(map(self._nodes.count, self._nodes))
         self._shift = largest_node if largest_node < self._world_size else 1
         _, blocks = plan_part(self._blocks(), self._rank, self._world_size)
@@ -92,10 +91,10 @@ class MemoryCopies:
     # Saving
 
     def save(self, state: Mapping[str, Any], step: int) -> None:
-        """Copy the tensors and `state` (of rank 0) to memory, here and at the neighbour's; training waits.
+        """Copy the tensors and rank 0's `state` to memory on this node and on the neighbour's. Training waits.
 
         Raises:
-            CheckpointError: on every rank, if some rank could not; earlier copies are untouched.
+            CheckpointError: on every rank, if a rank failed; earlier copies are unchanged.
         """
         key = f"step-{step:08d}-{broadcast_from_first(time.time_ns()):020d}"
         partial = self._own / f".{key}"
@@ -105,7 +104,7 @@ class MemoryCopies:
             write_blocks(partial, self._blocks(), self._rank, self._world_size)
             if self._rank == 0:
                 record = write_small_file(partial / STATE, json.dumps(state, ensure_ascii=False).encode())
-                # A part after those of the ranks, with the checksum of the state.
+                # An additional part after those of the ranks has the checksum of the state.
                 manifest = Manifest(ranks=self._world_size, files={STATE: record}, tensors={})
                 write_small_file(part_path(partial, self._world_size), manifest.to_bytes())
 
@@ -120,13 +119,13 @@ class MemoryCopies:
         self.delete(keep=key)
 
     def _exchange_with_neighbours(self, partial: Path) -> None:
-        """Send this rank's files to one neighbour, while those of another one arrive."""
+        """Send this rank's files to one neighbour, and receive those of another one at the same time."""
         ranks = self._world_size
         moves = [(name, rank, (rank + self._shift) % ranks) for rank in range(ranks) for name in _files_of(rank, ranks)]
         self._transfer(moves, {path.name: path for path in _list(partial)}, partial)
 
     def delete(self, keep: str = "") -> None:
-        """Delete this rank's copies, except those named `keep`, and those of ranks that no longer exist."""
+        """Delete this rank's copies except those named `keep`, and copies of ranks that no longer exist."""
         if not keep:
             shutil.rmtree(self._own, ignore_errors=True)
         elif self._own.is_dir():
@@ -145,7 +144,7 @@ class MemoryCopies:
     # Resuming
 
     def steps(self) -> list[int]:
-        """Return the steps of which every part is in the memory of some node, in order; the same on all ranks."""
+        """Return the steps, in order, whose parts are all in the memory of some node; equal on all ranks."""
         local_files: dict[str, list[str]] = {}
         for folder in _list(self._root, "rank-"):
             for copy in _list(folder, "step-"):
@@ -155,7 +154,7 @@ class MemoryCopies:
             for key, names in table.items():
                 files.setdefault(key, set()).update(names)
         self._complete = {}
-        # Sorted by time within a step: of two attempts at a step the later one counts.
+        # Names sort by step and time, so that the later of two attempts at a step counts.
         for key in sorted(files):
             ranks = _number_of_ranks(files[key])
             step = STEP_NAME.fullmatch(key.rpartition("-")[0])
@@ -164,10 +163,10 @@ class MemoryCopies:
         return sorted(self._complete)
 
     def gather(self, step: int) -> Path:
-        """Return a checkpoint folder on this node with what its ranks need; `release` deletes it.
+        """Return a checkpoint folder on this node with all files that its ranks need; `release` deletes it.
 
         Raises:
-            CheckpointError: on every rank, if what is in memory is damaged.
+            CheckpointError: on every rank, if a copy in memory is damaged.
         """
         key = self._complete[step]
         folder = step_folder(self._root / "loading", step)
@@ -189,7 +188,7 @@ class MemoryCopies:
             return set(overlapping_pieces(manifest, blocks))
 
         run_on_all_ranks(create_folder, folder, gather_from_all)
-        # First the small files of all ranks; they say which shards are needed.
+        # 1. Fetch the small files of all ranks, which tell which shards are needed.
         files = self._fetch(key, folder, lambda name: not name.startswith("shard-"))
         manifest = run_on_all_ranks(read_parts, folder, gather_from_all)
         needed = run_on_all_ranks(write_manifest, folder, gather_from_all)
@@ -202,12 +201,12 @@ class MemoryCopies:
             shutil.rmtree(self._root / "loading", ignore_errors=True)
 
     def _fetch(self, key: str, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
-        """Bring files of the copies `key` that are needed into the folder of each node; return all that exist."""
+        """Copy the needed files of the copies `key` to each node's folder; return the names of all existing files."""
         local_paths = {path.name: path for path in sorted(self._root.glob(f"rank-*/{key}/*"))}
         tables: list[list[str]] = gather_from_all(list(local_paths))
         everywhere = sorted({name for table in tables for name in table})
         requests: list[list[str]] = gather_from_all([name for name in everywhere if is_needed(name)])
-        # Which rank sends which file to which node's first rank.
+        # Transfers to make: name, sending rank, and first rank of the receiving node.
         moves = []
         for node in dict.fromkeys(self._nodes):
             members = [rank for rank, other in enumerate(self._nodes) if other == node]
@@ -216,7 +215,7 @@ class MemoryCopies:
                 sender = members[0] if members[0] in holders else holders[members[0] % len(holders)]
                 moves.append((name, sender, members[0]))
         self._transfer(moves, local_paths, folder)
-        # A barrier: another rank of a node must not read what its leader is still receiving.
+        # A barrier: other ranks of a node must not read files that its first rank is still receiving.
         all_ranks_agree(True)
         return everywhere
 
@@ -226,7 +225,7 @@ class MemoryCopies:
         Args:
             moves: name, sender and receiver of each file, in the same order on all ranks.
             paths: the files of this rank, by name.
-            folder: receives what this rank gets.
+            folder: folder for the files that this rank receives.
         """
         sizes: list[dict[str, int]] = gather_from_all({name: path.stat().st_size for name, path in paths.items()})
 
@@ -249,12 +248,12 @@ class MemoryCopies:
             if self._rank == receiver != sender:
                 dist.recv(buffers[name], sender)
         for work in sends:
-            assert work is not None  # it would be on a rank outside of the group
+            assert work is not None  # None is only returned on ranks outside of the group
             work.wait()
 
 
 def _list(folder: Path, prefix: str = "") -> list[Path]:
-    """Return the contents of a folder; nothing if another rank has deleted it meanwhile."""
+    """Return the contents of a folder; an empty list if another rank has deleted it meanwhile."""
     try:
         return [path for path in folder.iterdir() if path.name.startswith(prefix)]
     except FileNotFoundError:
@@ -281,7 +280,7 @@ def run_id(checkpoints: CheckpointPath, first: bool) -> int:
         return number
 
     number = run_on_all_ranks(read_or_create, file, gather_from_all)
-    # A copied folder is another run: the path counts, too.
+    # A copy of the folder is another run, so include the path.
     mixed = xxhash.xxh3_64_intdigest(f"{number} {checkpoints.absolute()}".encode()) >> 1
     return broadcast_from_first(mixed)
 
@@ -295,19 +294,19 @@ def _files_of(rank: int, ranks: int) -> list[str]:
 
 
 def _number_of_ranks(names: set[str]) -> int:
-    """Return how many ranks wrote a copy, from the names of its files; 0 if they do not tell."""
+    """Return how many ranks wrote a copy, from the names of its files; 0 if there is no shard among them."""
     counts = [name.removeprefix(_FIRST_SHARD).partition(".")[0] for name in names if name.startswith(_FIRST_SHARD)]
     return int(counts[0]) if counts and counts[0].isdecimal() else 0
 
 
 def _map_file(file: Path) -> Tensor:
-    """Return the bytes of a file."""
+    """Return the memory-mapped bytes of a file."""
     return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
 
 
 def _create_mapped(file: Path, size: int) -> Tensor:
-    """Return the bytes of a new file, to be filled. Raises OSError if there is no room for them."""
+    """Return the bytes of a new file, to be filled. Raise OSError if there is no room for them."""
     with file.open("xb") as new:
-        # Without this a write to the mapped memory would end the process if there were no room.
+        # Without this, writing to the mapped memory would kill the process (SIGBUS) if there were no room.
         os.posix_fallocate(new.fileno(), 0, size)
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Checkpoints at a URL: in an object store or any other storage that fsspec opens.
 
-Such a store need not be able to rename. A file appears there whole, and a checkpoint is complete if it has a manifest,
-which is written last and deleted first.
+Such a store may be unable to rename files. A file becomes visible only when it is complete. A checkpoint is complete if
+it has a manifest, which is written last and deleted first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jingu.text.corpus_file import is_url, open_filesystem
 class RemotePath:
     """A file or folder at a URL, with the part of the interface of `pathlib.Path` that checkpoints need.
 
-    Each store has exceptions of its own; here all of them become an OSError. Nothing is cached, as other ranks write
+    The exceptions of the stores differ; all of them are converted to OSError. Nothing is cached, as other ranks write
     to the same store.
     """
 
@@ -28,7 +28,7 @@ class RemotePath:
 
     @staticmethod
     def at(url: str) -> RemotePath:
-        """Return the folder at a URL (or a local path). Raises JinguError if no installed package opens it."""
+        """Return the folder at a URL (or a local path). Raise JinguError if no installed package supports the URL."""
         store, path = open_filesystem(url)
         return RemotePath(store, str(path).rstrip("/"))
 
@@ -69,7 +69,7 @@ class RemotePath:
         self._call(self._store.makedirs, self._path, exist_ok=True)
 
     def open(self, mode: Literal["wb", "xb"], buffering: Literal[0]) -> IO[bytes]:
-        """Open a file for writing; it appears when it is closed, and replaces an existing one."""
+        """Open a file for writing. It becomes visible when it is closed, and replaces an existing file."""
         return cast(IO[bytes], self._call(self._store.open, self._path, "wb"))
 
     def read_bytes(self, begin: int | None = None, end: int | None = None) -> bytes:
@@ -90,7 +90,7 @@ class RemotePath:
             self._call(self._store.rm, self._path, recursive=True)
 
     def _call(self, operation: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call an operation of the store; turn its errors into an OSError with a text in `strerror`."""
+        """Call an operation of the store; convert its errors to an OSError with a message in `strerror`."""
         self._store.invalidate_cache()
         try:
             return operation(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""What happens around a save: which older checkpoints are deleted, and the copy to a URL."""
+"""Work before and after a save: deletion of older checkpoints, and the copy to a URL."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jingu.checkpoint.save_folder import create_partial, delete_folder, describe
 from jingu.errors import JinguError
 from jingu.runtime.files import fsync_path
 
-# Measures of evaluation tasks; losses and bits per byte are better if they are lower.
+# Metrics of evaluation tasks for which higher is better. For losses and bits per byte, lower is better.
 _HIGHER_IS_BETTER = ("/margin", "/p_gold", "/acc")
 _LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|deleted)")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run stay; the newest always does, and the newest whose loss was finite.
+    """Which checkpoints of a run to keep, besides the newest one and the newest one with a finite loss.
 
     Attributes:
-        last: this many of the newest ones.
-        every: those whose step is a multiple of this; 0: none.
-        best: this many of those with the best `metric`.
-        metric: a value of the last evaluation before the checkpoint.
+        last: keep this many of the newest checkpoints.
+        every: keep checkpoints whose step is a multiple of this; 0 keeps none for this reason.
+        best: keep this many checkpoints with the best `metric`.
+        metric: name of a metric of the last evaluation before the checkpoint.
     """
 
     last: int = 1
@@ -47,19 +47,19 @@ def cost_of(metric: str, evaluation: Mapping[str, float | None] | None) -> float
 
 
 def before_save(folder: CheckpointPath) -> None:
-    """Delete, on rank 0, what earlier saves left behind that failed, so that its space is free."""
+    """Delete the leftovers of failed saves on rank 0, to free their space."""
     if isinstance(folder, Path):
         with suppress(OSError):
             delete_leftovers(folder.parent, until=step_of(folder) - 1)
 
 
 def after_save(folder: CheckpointPath, retention: Retention, copy_to: str | None) -> str | None:
-    """Delete, on rank 0, the checkpoints that need not stay now that this one is complete, and copy it.
+    """On rank 0, after a checkpoint is complete, delete checkpoints that retention does not keep, and copy it.
 
     Returns:
-        Why it could not be copied to the URL; None if it was, or there is no URL.
+        Why the checkpoint could not be copied to the URL; None if it was copied, or there is no URL.
     """
-    with suppress(OSError):  # what cannot be deleted now is tried again after the next save
+    with suppress(OSError):  # deletion is tried again after the next save
         prune(folder.parent, retention, current=step_of(folder))
     try:
         if copy_to is not None:
@@ -70,15 +70,15 @@ def after_save(folder: CheckpointPath, retention: Retention, copy_to: str | None
 
 
 def copy_checkpoint(folder: CheckpointPath, url: str, retention: Retention) -> None:
-    """Copy a complete checkpoint to a URL, and delete the checkpoints there that need not stay.
+    """Copy a complete checkpoint to a URL, and delete the checkpoints there that retention does not keep.
 
     Raises:
-        CheckpointError: the store does not accept it; its other checkpoints are untouched.
+        CheckpointError: the store reports an error; its other checkpoints are unchanged.
     """
     try:
         to = RemotePath.at(url)
         target = create_partial(to / folder.name, first=True)
-        # The manifest goes last: it makes the copy complete.
+        # Copy the manifest last, as it makes the copy complete.
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
             assert isinstance(path, Path) and isinstance(target, RemotePath)
             (target / path.name).upload(path)
@@ -89,16 +89,16 @@ def copy_checkpoint(folder: CheckpointPath, url: str, retention: Retention) -> N
 
 
 def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> list[int]:
-    """Delete the complete checkpoints that need not stay, and leftovers of failed saves up to `current`.
+    """Delete the complete checkpoints that retention does not keep, and leftovers of failed saves up to `current`.
 
-    Meanwhile only saves of later steps may be going on in `checkpoints`.
+    Only saves of later steps may run in `checkpoints` at the same time.
 
     Args:
-        current: step of the newest good checkpoint. Folders of later steps are those that resuming skipped: they
-            are neither counted nor deleted.
+        current: step of the newest good checkpoint. Folders of later steps were skipped when the run resumed; they are
+            neither counted nor deleted.
 
     Returns:
-        The steps that were deleted.
+        The deleted steps.
     """
     if retention.last < 1:
         raise ValueError(f"retention.last is {retention.last}, but at least one checkpoint must stay")
@@ -107,7 +107,7 @@ def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> li
     for step in superfluous:
         folder = step_folder(checkpoints, step)
         if isinstance(folder, Path):
-            # Renamed first: a process that is killed here leaves no half checkpoint under a final name.
+            # Rename first, so that a process that is killed here leaves no incomplete checkpoint under a final name.
             hidden = folder.parent / f".{folder.name}.deleted"
             delete_folder(hidden)
             folder = folder.rename(hidden)
@@ -119,7 +119,7 @@ def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> li
 
 
 def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Retention) -> list[int]:
-    """Return the steps whose checkpoints need not stay. Of equally good ones the later counts as better."""
+    """Return the steps whose checkpoints retention does not keep. Of equally good ones, the later counts as better."""
     measured = []
     stay = set(steps[-retention.last :])
     has_finite = False
@@ -143,12 +143,12 @@ def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Reten
 
 
 def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> list[str]:
-    """Delete what processes that died have left behind, of steps up to `until` or of all; return the folders' names."""
+    """Delete leftovers of killed processes, of steps up to `until` or of all steps; return the names of the folders."""
     deleted = []
     is_local = isinstance(checkpoints, Path)
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         match = (_LEFTOVER if is_local else STEP_NAME).fullmatch(path.name)
-        # Other ranks may have begun to write a later step.
+        # Skip later steps: other ranks may already be writing one.
         if match is None or (until is not None and int(match[1]) > until):
             continue
         if is_local or not (path / MANIFEST).exists():

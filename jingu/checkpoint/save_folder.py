@@ -1,4 +1,4 @@
-"""The files of a checkpoint: how they are written, get their final names, and are verified.
+"""The files of a checkpoint: writing, renaming and verification.
 
 A checkpoint is a folder:
 
@@ -7,9 +7,9 @@ A checkpoint is a folder:
     state.json                         the step and everything else that is not a tensor
     manifest.json                      files with sizes and checksums, tensors with their pieces; written last
 
-On a disk it is written as `.NAME.partial` beside its final name, and renamed when all of it is on disk. At a URL, where
+On a disk it is written as `.NAME.partial` beside its final path, and renamed when all of it is on disk. At a URL, where
 nothing can be renamed, it is written under its final name, and is complete once it has a manifest.
-This module does not import torch, so that the process that writes in the background starts at once.
+This module does not import torch, so that the writer process starts quickly.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.runtime.files import fsync_path
 
 P = TypeVar("P", bound=CheckpointPath)
-# Bytes that are hashed and written, or read and hashed, while they are still in the CPU's cache.
+# Chunk size of hashing together with writing or reading: a chunk fits into the CPU's cache.
 CHUNK = 4 << 20
-# How long rank 0 waits for the other ranks' parts before it gives a checkpoint up.
+# Seconds that rank 0 waits for the parts of other ranks before the save fails.
 PARTS_SECONDS = 600.0
-# Pauses between looks at the folder: on a disk, and at a URL.
+# Polling intervals of the folder in seconds, on a disk and at a URL.
 _DISK_INTERVAL = 0.02
 _URL_INTERVAL = 0.5
 _NOTE = re.compile(r"failure-(\d{5,})\.txt")
@@ -89,21 +89,21 @@ def part_path(partial: P, rank: int) -> P:
 
 
 def write_part(partial: CheckpointPath, plan: Manifest, get_bytes: GetBytes, rank: int, direct: bool = False) -> None:
-    """Write one rank's shard file as planned, and then its part of the manifest, which tells rank 0 that it is done.
+    """Write one rank's planned shard file, and then its part of the manifest, which tells rank 0 that it is done.
 
     Args:
         get_bytes: returns the bytes of a planned piece.
-        direct: bypass the page cache where the file system allows it: slower, but next to no work for the CPU.
+        direct: bypass the page cache if the file system allows it, which is slower but needs hardly any CPU time.
 
     Raises:
-        OSError: the disk is full or fails. What was written is deleted.
+        OSError: the disk is full or fails. The shard file is deleted.
     """
     shard = partial / shard_name(rank, plan.ranks)
     try:
         part = _write_shard(shard, plan, get_bytes, direct)
         write_small_file(part_path(partial, rank), part.to_bytes())
     except BaseException:
-        # Of a full disk, too, there must be room for the note that says that it is full.
+        # Free space on a full disk, so that the note about the failure can be written.
         with contextlib.suppress(OSError):
             shard.unlink()
         raise
@@ -123,7 +123,7 @@ def _write_shard(path: CheckpointPath, plan: Manifest, get_bytes: GetBytes, dire
                 chunk = view[first : first + CHUNK]
                 digest.update(chunk)
                 out.write(chunk)
-            # The plan counts from the first tensor.
+            # Positions in the plan do not include the header.
             positions = tuple(len(header) + position for position in piece.bytes)
             final[piece] = piece.model_copy(update={"bytes": positions, "xxh3_128": digest.hexdigest()})
     tensors = {
@@ -137,7 +137,7 @@ def _write_shard(path: CheckpointPath, plan: Manifest, get_bytes: GetBytes, dire
 
 
 def write_failure_note(partial: CheckpointPath, rank: int, error: BaseException) -> None:
-    """Leave a file in the folder that tells the other ranks why this one failed."""
+    """Write a file to the folder that tells the other ranks why this one failed."""
     with contextlib.suppress(OSError):
         partial.mkdir(parents=True, exist_ok=True)  # this rank may have failed before any other has started
         note = partial / f"failure-{rank:05d}.txt"
@@ -146,20 +146,21 @@ def write_failure_note(partial: CheckpointPath, rank: int, error: BaseException)
             with unfinished.open("wb", buffering=0) as file:
                 file.write(describe_cause(error).encode())
         finally:
-            # Rank 0 must not read half a note; but where there is no room for the text, an empty note says enough.
+            # Rename the complete note, as rank 0 must not read half of it. Without room for its text it is empty, which
+            # still reports the failure.
             if isinstance(note, Path) and isinstance(unfinished, Path):
                 unfinished.rename(note)
 
 
 def describe_cause(error: BaseException) -> str:
-    """Return what went wrong in a few words."""
+    """Return a short description of an error."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def failure_notes(partial: CheckpointPath) -> dict[int, str]:
-    """Return what went wrong, by rank."""
+    """Return the causes of failures, by rank."""
     with contextlib.suppress(OSError):
         notes = {path.name: path for path in partial.iterdir()}
         return {int(match[1]): notes[match[0]].read_bytes().decode() for match in map(_NOTE.fullmatch, notes) if match}
@@ -180,10 +181,10 @@ def save_error(folder: CheckpointPath, causes: Mapping[int, str]) -> CheckpointE
 
 
 def wait_for_parts(folder: CheckpointPath, ranks: int) -> None:
-    """Wait until every rank has written its part or a note why it could not.
+    """Wait until every rank has written its part or a note about its failure.
 
     Raises:
-        CheckpointError: some rank could not, or did not report in time.
+        CheckpointError: a rank failed, or did not report in time.
     """
     partial = partial_path(folder)
     deadline = time.monotonic() + PARTS_SECONDS
@@ -200,7 +201,7 @@ def wait_for_parts(folder: CheckpointPath, ranks: int) -> None:
 
 
 def finish_save(folder: CheckpointPath, state: Mapping[str, Any], ranks: int) -> None:
-    """Complete a checkpoint of which all parts are there: write state and manifest, and rename the folder.
+    """Complete a checkpoint whose parts are all written: write state and manifest, and rename the folder.
 
     Raises:
         CheckpointError: parts are missing or contradict each other.
@@ -223,7 +224,7 @@ def finish_save(folder: CheckpointPath, state: Mapping[str, Any], ranks: int) ->
 
 
 def _rename(partial: Path, folder: Path) -> None:
-    """Give a complete folder its final name; an older one of that name is deleted."""
+    """Rename a complete folder to its final name; an older folder of that name is deleted."""
     old = folder.parent / f".{folder.name}.deleted"
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -237,10 +238,10 @@ def _rename(partial: Path, folder: Path) -> None:
 
 
 class _HashingWriter:
-    """A new file: hashed as it is written, and on disk when it is closed."""
+    """Writes a new file, hashes it meanwhile, and ensures that it is on disk when it is closed."""
 
     def __init__(self, path: CheckpointPath, direct: bool = False) -> None:
-        """Open the file; `direct` bypasses the page cache where possible, with one aligned buffer that is reused."""
+        """Open the file. `direct` bypasses the page cache if possible, with an aligned buffer that is reused."""
         self._file = path.open("xb", buffering=0)
         self._is_local = isinstance(path, Path)
         self._digest = xxhash.xxh3_128()
@@ -264,7 +265,7 @@ class _HashingWriter:
             self._file.close()
 
     def _set_direct(self, on: bool) -> bool:
-        """Turn direct writes on or off; return whether the system has them and allowed it."""
+        """Turn direct writes on or off; return whether the system supports and allows them."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
@@ -296,7 +297,7 @@ class _HashingWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Some file systems refuse direct writes only now.
+            # Some file systems refuse direct writes only at the first write.
             self._set_direct(False)
             self._file.seek(position)
             write_all(self._file, self._buffer)
@@ -307,7 +308,8 @@ class _HashingWriter:
 
 
 def write_all(file: IO[bytes] | RawIOBase, view: memoryview) -> None:
-    """Write all bytes to an unbuffered file, which may take fewer at a time. Raises OSError, as on a full disk."""
+    """Write all bytes to an unbuffered file, whose `write` may accept fewer. Raise OSError, for example if the disk is
+    full."""
     while len(view):
         view = view[file.write(view) or 0 :]
 
@@ -323,14 +325,14 @@ def write_small_file(path: CheckpointPath, data: bytes) -> FileRecord:
 
 
 def open_checkpoint(folder: CheckpointPath) -> Manifest:
-    """Read a checkpoint's manifest, and check that it is consistent. Raises CheckpointError."""
+    """Read a checkpoint's manifest. Raise CheckpointError if it is missing, damaged or inconsistent."""
     manifest = read_manifest(folder / MANIFEST)
     manifests.check(manifest)
     return manifest
 
 
 def read_state(folder: CheckpointPath) -> dict[str, Any]:
-    """Return the `state` that was saved. Raises CheckpointError if it does not match its checksum."""
+    """Return the saved `state`. Raise CheckpointError if it does not match its checksum."""
     problems = _find_problems(folder, STATE, open_checkpoint(folder).files[STATE])
     if problems:
         raise CheckpointError(f"{problems[0]}.", where=folder)
@@ -345,7 +347,7 @@ def tensor_names(folder: CheckpointPath, prefix: str = "") -> list[str]:
 
 
 def verify(folder: CheckpointPath) -> list[str]:
-    """Read a checkpoint to its last byte, and return everything that is wrong with it."""
+    """Read every byte of a checkpoint, and return all problems."""
     try:
         manifest = open_checkpoint(folder)
     except CheckpointError as error:
@@ -360,7 +362,7 @@ def verify(folder: CheckpointPath) -> list[str]:
 
 
 def _find_problems(folder: CheckpointPath, name: str, record: FileRecord, pieces: Iterable[Piece] = ()) -> list[str]:
-    """Return what is wrong with a file; if it is damaged, the tensors that are affected where that can be found out."""
+    """Return the problems of a file; for a damaged file, they name the affected tensors as far as possible."""
     try:
         with open_for_reading(folder / name) as file:
             if file.size != record.bytes:
@@ -384,7 +386,7 @@ def _checksum(file: RandomAccessFile, begin: int, end: int) -> str:
 
 
 class RandomAccessFile:
-    """A file, local or at a URL, that several threads read at any position."""
+    """A file, local or at a URL, that several threads can read at any position."""
 
     def __init__(self, path: CheckpointPath, file: FileIO | None) -> None:
         self._path = path
@@ -392,7 +394,7 @@ class RandomAccessFile:
         self.size = path.stat().st_size
 
     def fill(self, position: int, view: memoryview) -> None:
-        """Fill a buffer with the bytes from a position on. Raises EOFError or OSError."""
+        """Fill a buffer with the bytes from a position on. Raise EOFError if the file is too short, or OSError."""
         while len(view):
             if self._file is None:
                 assert not isinstance(self._path, Path)
@@ -409,7 +411,7 @@ class RandomAccessFile:
 
 @contextlib.contextmanager
 def open_for_reading(path: CheckpointPath) -> Iterator[RandomAccessFile]:
-    """Open a file; errors while it is read become a CheckpointError that names it."""
+    """Open a file. Errors while it is read are converted to a CheckpointError that names it."""
     try:
         with FileIO(path) if isinstance(path, Path) else contextlib.nullcontext() as file:
             yield RandomAccessFile(path, file)
@@ -422,5 +424,5 @@ def open_for_reading(path: CheckpointPath) -> Iterator[RandomAccessFile]:
 
 
 def mismatch(piece: Piece) -> str:
-    """Return the message for a piece whose bytes are not those that were written."""
+    """Return the message for a piece whose bytes do not match its checksum."""
     return f"{piece.file}: the bytes of tensor {piece.key} do not match their checksum"

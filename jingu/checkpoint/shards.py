@@ -1,4 +1,4 @@
-"""Shard files: each rank writes its blocks of tensors to one, and reads what it needs from those of any other layout.
+"""Shard files: each rank writes its blocks of tensors to one file, and reads the files of any other layout.
 
 A shard file is a safetensors file: eight bytes with the length of a JSON header, the header, then the bytes of all
 tensors one after another (https://github.com/huggingface/safetensors#format).
@@ -23,8 +23,8 @@ from jingu.parallel.sharding import Extent, TensorBlock, subblock
 
 # A block is stored in pieces of about this many bytes, each with its own checksum and read by one thread.
 PIECE_BYTES = 32 << 20
-# Memory of a reading thread, through which pass the bytes that cannot be read straight into their tensor. With a
-# quarter of it the disk waits for the thread that copies, and loading is a tenth slower.
+# Staging buffer of a reading thread, for bytes that cannot be read directly into their tensor. With a quarter of this
+# size, the disk waits for the copying thread, and loading is a tenth slower.
 STAGING_BYTES = 4 << 20
 
 _TORCH_DTYPES = (
@@ -41,10 +41,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def blocks_to_write(blocks: Mapping[str, TensorBlock]) -> list[str]:
-    """Return the names of the blocks that this rank writes, of those it has.
+    """Return the names of the local blocks that this rank writes.
 
-    Ranks that have equal copies of blocks share the work, largest tensors first. They need not communicate: each looks
-    at whole tensors only, and so comes to the same result.
+    Ranks with equal copies of blocks share the work, largest tensors first. They need not communicate, because they all
+    derive the same assignment from the sizes of whole tensors.
     """
     bytes_by_writer: dict[object, list[int]] = {}
     mine = []
@@ -61,16 +61,16 @@ def plan_part(blocks: Mapping[str, TensorBlock], rank: int, ranks: int) -> tuple
     """Plan this rank's shard file.
 
     Returns:
-        Its part of the manifest, without checksums, and with positions that count from the first tensor rather than
-        from the header; and the blocks to write, in the order of the file.
+        This rank's part of the manifest, without checksums and with positions relative to the end of the header; and
+        the blocks to write, in the order of the file.
 
     Raises:
-        CheckpointError: for a dtype without a name in the format, and for two blocks of one key.
+        CheckpointError: the format has no name for a dtype, or two blocks have the same key.
     """
-    # An empty block is written only where the tensor itself has no elements.
+    # Write an empty block only if the whole tensor has no elements.
     names = [name for name in blocks_to_write(blocks) if blocks[name].local.numel() or not prod(blocks[name].shape)]
     keys = {name: _key(name, blocks[name]) for name in names}
-    # Wide dtypes first, so that every tensor is aligned to its elements.
+    # Sort by decreasing element size, so that every tensor is aligned.
     names.sort(key=lambda name: (-blocks[name].local.element_size(), keys[name]))
     for name, following in pairwise(names):
         if keys[name] == keys[following]:
@@ -99,7 +99,7 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def _key(name: str, block: TensorBlock) -> str:
-    """Return the name of a block in its shard file: the tensor's, and the index ranges of a block that is not all."""
+    """Return the name of a block in its shard file: the tensor's name and, for a part of it, the index ranges."""
     if block.size == block.shape:
         return name
     ranges = (f"{first}:{first + extent}" for first, extent in zip(block.offset, block.size, strict=True))
@@ -109,7 +109,7 @@ def _key(name: str, block: TensorBlock) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, writable, without a copy.
 
-    Not through numpy: an array made from a tensor fixes the size of its storage for good, and FSDP must be able to free
+    This does not use `Tensor.numpy`, after which PyTorch can no longer resize the storage. FSDP must be able to free
     and resize the storages that it gathers parameters into.
     """
     if not tensor.nbytes:
@@ -121,12 +121,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def has_nan_or_infinity(tensor: Tensor) -> bool:
     """Return whether some element is not finite."""
-    # Both show in the smallest or the largest element.
+    # NaN and infinity appear in the minimum or the maximum.
     return bool(tensor.numel()) and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def piece_bytes(block: TensorBlock, piece: Piece) -> memoryview:
-    """Return the row-major bytes of a piece of a block; without a copy where they are contiguous in main memory."""
+    """Return the row-major bytes of a piece of a block, without a copy if they are contiguous in main memory."""
     return tensor_bytes(subblock(block.local, block.offset, piece.offset, piece.shape).contiguous().cpu())
 
 
@@ -136,7 +136,7 @@ def piece_bytes(block: TensorBlock, piece: Piece) -> memoryview:
 def check_header(
     file: RandomAccessFile, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: CheckpointPath
 ) -> None:
-    """Raise CheckpointError if a shard file has another size or header than its pieces (with their dtypes) require."""
+    """Raise CheckpointError if the size or the header of a shard file does not match its pieces (with their dtypes)."""
     expected = manifests.shard_header(pieces)
     if file.size != record.bytes:
         raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
@@ -154,13 +154,13 @@ def _damaged(what: str, folder: CheckpointPath) -> CheckpointError:
 def fill_from_piece(
     block: TensorBlock, piece: Piece, file: RandomAccessFile, folder: CheckpointPath, staging: Tensor
 ) -> None:
-    """Read a stored piece, verify its checksum, and copy into a block the elements that both have.
+    """Read a stored piece, verify its checksum, and copy the elements that it has in common with a block.
 
-    All bytes of the piece are read, in order, because the checksum covers all of them. A part that the block needs
-    whole is read straight into it; others pass through `staging`, `STAGING_BYTES` of memory.
+    All bytes of the piece are read, in order, because the checksum covers all of them. Parts that the block needs
+    completely are read directly into it; the others are copied through `staging`, a buffer of `STAGING_BYTES`.
 
     Raises:
-        CheckpointError: the checksum does not match. The block then holds damaged values.
+        CheckpointError: the checksum does not match. The block then has damaged values.
     """
     digest = xxhash.xxh3_128()
     position = piece.bytes[0]
@@ -187,7 +187,7 @@ def fill_from_piece(
 
 
 def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) -> tuple[Extent, Extent] | None:
-    """Return offset and size of the elements that two blocks share; None if there are none."""
+    """Return offset and size of the intersection of two blocks; None if it is empty."""
     begins = tuple(max(a, b) for a, b in zip(offset_a, offset_b, strict=True))
     ends = (min(a + n, b + m) for a, n, b, m in zip(offset_a, size_a, offset_b, size_b, strict=True))
     size = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -195,7 +195,7 @@ def overlap(offset_a: Extent, size_a: Extent, offset_b: Extent, size_b: Extent) 
 
 
 def boxes(offset: Extent, size: Extent, most: int) -> Iterator[tuple[Extent, Extent]]:
-    """Yield offset and size of parts of a block, of at most `most` elements, that are contiguous in its memory."""
+    """Split a block into parts of at most `most` elements that are contiguous in its memory; yield offset and size."""
     if not size or prod(size) <= most:
         yield offset, size
         return

@@ -1,7 +1,7 @@
 """Save and load checkpoints: every rank writes and reads its own bytes.
 
-`save` writes from the memory of the tensors and returns when all is on disk; `jingu.checkpoint.async_save` writes a
-copy of them while training goes on. `jingu.checkpoint.save_folder` describes the files.
+`save` writes directly from the tensors' memory and returns when everything is on disk; `jingu.checkpoint.async_save`
+writes a copy of them during training. `jingu.checkpoint.save_folder` describes the files.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 # Returns every rank's JSON value, by rank, on every rank.
 Gather = Callable[[Any], list[Any]]
 StateTensors = Mapping[str, Tensor | TensorBlock]
-# Threads that read files from a disk, and requests to an object store that are in flight.
+# Number of threads that read from a disk, and from an object store.
 DISK_THREADS = 2
 URL_THREADS = 4
-# Names that an error message lists before it says how many more there are.
+# Maximum number of names in an error message, which then says how many more there are.
 _LISTED_NAMES = 8
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint that is intact, but of other tensors than those to fill."""
+    """An intact checkpoint does not have the tensors to fill."""
 
 
 # Saving
@@ -58,15 +58,15 @@ def save(
     """Write a checkpoint, and return when all of it is on disk; every rank calls this.
 
     Args:
-        folder: final path. A checkpoint that is already there is replaced at the end.
-        tensors: by name: a rank's blocks of sharded tensors, and plain tensors that are equal on all ranks. Ranks may
-            have blocks of different tensors, as the stages of a pipeline do.
+        folder: final path. An existing checkpoint there is replaced at the end.
+        tensors: by name, this rank's blocks of sharded tensors, and plain tensors that are equal on all ranks. Ranks
+            may have blocks of different tensors, such as those of pipeline stages.
         state: JSON values, equal on all ranks; those of rank 0 are written.
         gather: returns every rank's value on every rank; the only communication between ranks here.
 
     Raises:
-        CheckpointError: on every rank, if some rank could not write its part; says which one and why. Nothing is
-            left behind, and other checkpoints are untouched.
+        CheckpointError: on every rank, if a rank could not write its part; it names the ranks and the causes. Nothing
+            is left behind, and other checkpoints are unchanged.
     """
     partial = save_folder.partial_path(folder)
 
@@ -100,7 +100,7 @@ def write_blocks(partial: CheckpointPath, blocks: Mapping[str, TensorBlock], ran
 
 
 def local_blocks(tensors: StateTensors, rank: int = 0, ranks: int = 1) -> dict[str, TensorBlock]:
-    """Return this rank's blocks by name, in an order that all ranks share; of a plain tensor all of it."""
+    """Return this rank's blocks by name, in the same order on all ranks. A plain tensor is one block."""
     return {
         name: tensor if isinstance(tensor, TensorBlock) else whole_block(tensor, rank, ranks)
         for name, tensor in sorted(tensors.items())
@@ -118,17 +118,17 @@ def load(
     whole: bool = True,
     gather: Gather = _gather_alone,
 ) -> None:
-    """Fill tensors from a checkpoint of any layout, in place; each rank reads what it needs, and verifies it.
+    """Fill tensors in place from a checkpoint of any layout. Each rank reads and verifies only the bytes it needs.
 
     Args:
         tensors: as in `save`, on any device.
-        prefix: load only names that begin with this, or one of these, and ignore the rest of the checkpoint.
-        whole: whether the checkpoint must have no further tensors; False where other ranks fill those.
-        gather: as in `save`: no rank goes on if another one could not load.
+        prefix: load only names with this prefix (or one of these), and ignore the rest of the checkpoint.
+        whole: whether additional tensors in the checkpoint are an error; False if other ranks load those.
+        gather: as in `save`; no rank continues if another one could not load.
 
     Raises:
         MismatchError: names are missing on either side, or shapes or dtypes differ (nothing is converted).
-        CheckpointError: bytes do not match their checksum. The tensors may then hold some of the new values.
+        CheckpointError: bytes do not match their checksum. The tensors may then have some of the new values.
     """
 
     def compare() -> Manifest:
@@ -152,7 +152,7 @@ def run_on_all_ranks(work: Callable[[], T], where: CheckpointPath, gather: Gathe
 
 
 def _try_on_all_ranks(work: Callable[[], T], gather: Gather) -> tuple[T | None, Exception | None, dict[int, str]]:
-    """Call `work` on every rank; return its result or error here, and why it failed, by rank."""
+    """Call `work` on every rank; return this rank's result or error, and the causes of all failures by rank."""
     result: T | None = None
     error: Exception | None = None
     try:
@@ -164,7 +164,7 @@ def _try_on_all_ranks(work: Callable[[], T], gather: Gather) -> tuple[T | None, 
 
 
 class CheckpointReader:
-    """Reads tensors one at a time; the manifest, and the header of each file, are read and verified once."""
+    """Reads tensors one at a time. The manifest and the header of each file are read and verified only once."""
 
     def __init__(self, folder: CheckpointPath) -> None:
         self.folder = folder
@@ -172,7 +172,7 @@ class CheckpointReader:
         self._checked_files: set[str] = set()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor in main memory. Raises CheckpointError if there is none of that name."""
+        """Return a whole tensor in main memory. Raise CheckpointError if there is no tensor of that name."""
         if name not in self.manifest.tensors:
             raise CheckpointError(f"there is no tensor {name} in this checkpoint.", where=self.folder)
         record = self.manifest.tensors[name]
@@ -181,9 +181,9 @@ class CheckpointReader:
         return tensor
 
     def read_expert(self, name: str, expert: int) -> Tensor:
-        """Return matrix `expert` of a tensor [E, ...] without reading the others; memory-mapped where one piece has it.
+        """Return matrix `expert` of a tensor [E, ...] without reading the others; memory-mapped if it is in one piece.
 
-        It is not verified: the checksums are those of whole pieces.
+        The matrix is not verified, because checksums are those of whole pieces.
         """
         if not isinstance(self.folder, Path):
             return self.read(name)[expert]
@@ -200,7 +200,7 @@ class CheckpointReader:
             mapped = map_tensor(self.folder / piece.file, begin, row, whole.dtype)
             if row == size:
                 return mapped[0]
-            # The matrix lies in several pieces: it is put together in memory.
+            # The matrix is divided into several pieces: copy them together.
             subblock(whole, offset, *shared).copy_(mapped)
         return whole[0]
 
@@ -212,7 +212,7 @@ def _compare(
     prefix: str | tuple[str, ...],
     whole: bool,
 ) -> None:
-    """Raise MismatchError, with everything that differs, unless a checkpoint has the tensors to fill."""
+    """Raise MismatchError, with all differences, unless a checkpoint has the tensors to fill."""
     expected = {
         name: f"{DTYPE_NAMES.get(block.local.dtype, block.local.dtype)} {list(block.shape)}"
         for name, block in blocks.items()
@@ -260,10 +260,10 @@ def load_blocks(
     blocks: Mapping[str, TensorBlock],
     checked_files: MutableSet[str] | None = None,
 ) -> None:
-    """Read every stored piece that overlaps a block, with a few threads that each read a file from front to back.
+    """Read every stored piece that overlaps a block, with a few threads; each one reads sequentially.
 
     Args:
-        checked_files: files whose header need not be checked again; those that are checked here are added.
+        checked_files: files whose header need not be checked again; files that are checked here are added.
     """
     if checked_files is None:
         checked_files = set()
@@ -282,10 +282,10 @@ def load_blocks(
                 fill_from_piece(block, piece, file, folder, staging)
 
     threads = DISK_THREADS if isinstance(folder, Path) else URL_THREADS
-    # Few files are read by several threads each.
+    # If there are fewer files than threads, several threads read a file.
     jobs = [(name, run) for name in sorted(work) for run in _split_into_runs(work[name], -(-threads // len(work)))]
     with single_thread(), ThreadPoolExecutor(threads) as pool:
-        # A tensor that one thread reads is read by this one: starting threads takes longer than a small tensor.
+        # A single job runs on this thread, since starting one takes longer than reading a small tensor.
         run_all = pool.map if len(jobs) > 1 else map
         list(run_all(check, unchecked))
         checked_files |= unchecked
@@ -293,7 +293,7 @@ def load_blocks(
 
 
 def _split_into_runs(pairs: Iterable[PieceOfBlock], count: int) -> list[list[PieceOfBlock]]:
-    """Split the pieces of a file, in its order, into runs of about equal size in bytes."""
+    """Split the pieces of a file, in their order in the file, into runs of about the same number of bytes."""
     ordered = sorted(pairs, key=lambda pair: pair[0].bytes)
     total = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered)
     runs: list[list[PieceOfBlock]] = [[] for _ in range(count)]

@@ -1,10 +1,10 @@
-"""The process that writes checkpoints while training goes on: `python -m jingu.checkpoint.writer_process DESCRIPTOR`.
+"""The process that writes checkpoints during training: `python -m jingu.checkpoint.writer_process DESCRIPTOR`.
 
 It shares the memory of the descriptor with the training process, which copies its tensors there and then requests a
-checkpoint by a line of JSON on standard input. Each request is answered by a line of JSON on standard output. When the
-training process ends, for whatever reason, so does this one: two writers never work for one run.
+checkpoint by a line of JSON on standard input. The answer to each request is a line of JSON on standard output. When
+the training process ends, for whatever reason, this process ends too, so that a run never has two writers.
 
-It imports neither torch nor anything of the process group, and does all its work in one thread at a low priority.
+It imports neither torch nor the process group, and does all its work in one thread at a low priority.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jingu.checkpoint.remote import checkpoint_path
 from jingu.checkpoint.retention import Retention, after_save, before_save
 from jingu.checkpoint.save_folder import GetBytes
 
-# At this priority training gets about ten times as much of a core that both want.
+# At this priority, training gets about ten times as much time of a core that both use.
 NICENESS = 10
 
 
 def main() -> None:
     """Answer requests until training ends."""
-    # These signals are meant for training, which decides what is saved before it ends.
+    # These signals are for the training process, which decides what to save before it ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -47,17 +47,17 @@ def main() -> None:
 
 
 def _listen(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Queue requests; end the process, also in the middle of a save, when training closes the pipe."""
+    """Queue requests. When training closes the pipe, end the process, even in the middle of a save."""
     for line in sys.stdin:
         requests.put(json.loads(line))
     os._exit(0)
 
 
 def _save(request: dict[str, Any], plan: Manifest, get_bytes: GetBytes, rank: int) -> str | None:
-    """Write this rank's part; on rank 0 also wait for the others', complete the checkpoint and delete older ones.
+    """Write this rank's part; on rank 0 also wait for the other parts, complete the checkpoint and delete older ones.
 
     Returns:
-        Why it failed; None if it did not.
+        Why the save failed; None if it succeeded.
     """
     folder = checkpoint_path(request["folder"])
     partial = save_folder.partial_path(folder)
@@ -73,7 +73,7 @@ def _save(request: dict[str, Any], plan: Manifest, get_bytes: GetBytes, rank: in
         if rank:
             save_folder.write_failure_note(partial, rank, error)
         else:
-            # What other ranks write from now on is deleted before the next save.
+            # Files that other ranks still write are deleted before the next save.
             save_folder.delete_folder(partial)
         return save_folder.describe_cause(error)
     return after_save(folder, Retention(**request["retention"]), request["copy_to"]) if rank == 0 else None
