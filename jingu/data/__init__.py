@@ -1,1 +1,1 @@
-"""Data: a corpus as indexed shards of tokens, and the batch of step n as a pure function of them."""
+"""Data: indexed shards of token ids built from a corpus, and the batch of each step as a pure function of them."""

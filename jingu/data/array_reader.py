@@ -1,4 +1,4 @@
-"""Readers of files that hold numbers of one type: memory-mapped, by single reads, or through a block cache.
+"""Readers of files with numbers of one type: memory-mapped, with single reads, or through a block cache.
 
 A file is opened once, read-only. Every reader can be used from several threads.
 """
@@ -18,7 +18,7 @@ IdArray = npt.NDArray[Any]
 # "infer" chooses by the file system.
 ReaderType = Literal["mmap", "lazy", "cached", "infer"]
 CACHE_BLOCK_BYTES = 4 << 20
-# Blocks cached for each file, the most recently used ones.
+# Number of cached blocks for each file (LRU).
 MAX_CACHED_BLOCKS = 16
 # On network file systems a page fault is a round trip, and memory mapping is not always reliable.
 _FILE_SYSTEM_NAMES = "9p afs beegfs ceph cifs gfs2 glusterfs gpfs lustre nfs nfs4 pvfs2 smb3"
@@ -28,7 +28,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 class ArrayReader(Protocol):
-    """`len()` numbers of one type."""
+    """An array of `len()` numbers of one type."""
 
     def __len__(self) -> int: ...
 
@@ -56,7 +56,7 @@ class MmapReader:
 
 
 class PreadReader:
-    """Numbers of a file, read by a system call each time."""
+    """Numbers of a file; each read is a system call."""
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -73,7 +73,7 @@ class PreadReader:
         end = min(stop, self._count) * self._dtype.itemsize
         chunks = []
         while position < end:
-            # One call reads at most 2 GB.
+            # A system call reads at most 2 GB.
             chunk = os.pread(self._file, end - position, position)
             if not chunk:
                 raise OSError(f"{self._path} ends at byte {position:,}; it was truncated while it was read")
@@ -102,7 +102,7 @@ class CachedReader:
         first = start // self._block_size
         last = max(stop - 1, start) // self._block_size
         blocks = [self._read_block(number) for number in range(first, last + 1)]
-        # Do not copy if one block holds all of it.
+        # Avoid the copy if all numbers are in one block.
         array = np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
         return array[start - first * self._block_size : stop - first * self._block_size]
 
@@ -121,7 +121,7 @@ def open_array(path: Path, dtype: str, count: int, reader_type: ReaderType) -> A
 
 
 def infer_reader(path: Path) -> type[MmapReader | CachedReader]:
-    """Return the reader that fits the file system of `path`: a block cache over a network, else memory mapping."""
+    """Return the reader for the file system of `path`: a block cache on network file systems, else memory mapping."""
     file_system = _file_system(path)
     if file_system in NETWORK_FILE_SYSTEMS or file_system.startswith("fuse"):
         return CachedReader

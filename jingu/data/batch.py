@@ -1,4 +1,4 @@
-"""Batches: the token ids and labels that one training or evaluation step takes.
+"""Batches: the token ids and labels of a training or evaluation step.
 
 Shape legend: B rows (sequences), T tokens of a row, S tokens of an encoder's row.
 """
@@ -18,12 +18,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What the encoder of an encoder-decoder reads. All tensors are [B, S] int64."""
+    """Inputs of the encoder of an encoder-decoder. All tensors are [B, S] int64."""
 
     tokens: Tensor
-    # Document id of each token; the decoder's tokens attend to those of their own id. -1: padding. None: no padding.
+    # Document id of each token, -1 for padding; the decoder attends to tokens with its own id. None: no padding.
     documents: Tensor | None = None
-    # A seed for each token, from which adapters draw their dropout. None: no dropout.
+    # A seed for each token, for the dropout of adapters. None: no dropout.
     dropout_seeds: Tensor | None = None
 
 
@@ -38,18 +38,18 @@ class Batch:
     positions: Tensor | None = None
     # Document id of each token; attention stays within equal ids. None: each row is one document.
     documents: Tensor | None = None
-    # The document that each token's document continues: attention reaches that, too. None: none.
+    # The parent of each token's document, to which the token attends, too. None: no document has a parent.
     parents: Tensor | None = None
     # For prefix LM: how many tokens of the row, from its start, each token attends to in both directions.
     # 0: causal attention only. None: causal attention everywhere.
     prefix_lengths: Tensor | None = None
-    # Floating-point factor on the loss of each token. None: 1.
+    # Floating-point factor of the loss of each token. None: all factors are 1.
     weights: Tensor | None = None
     # [2, B, T] float: seed and scale of the NEFTune noise on each embedded token.
     noise: Tensor | None = None
-    # A seed for each token, from which adapters draw their dropout. None: no dropout.
+    # A seed for each token, for the dropout of adapters. None: no dropout.
     dropout_seeds: Tensor | None = None
-    # For encoder-decoders; the fields above then describe the decoder's side.
+    # Encoder inputs of an encoder-decoder; the fields above then belong to the decoder.
     source: EncoderInputs | None = None
 
 
@@ -57,7 +57,7 @@ def make_seq2seq_batch(source: EncoderInputs, labels_BT: Tensor, start_id: int) 
     """Return a batch whose decoder inputs are the labels shifted right, beginning with `start_id`."""
     starts_B1 = labels_BT.new_full((len(labels_BT), 1), start_id)
     shifted_BT = torch.cat([starts_B1, labels_BT[:, :-1]], dim=1)
-    # IGNORE_INDEX is no token id: after an ignored label the decoder reads the start token.
+    # IGNORE_INDEX is not a token id: after an ignored label, the decoder reads the start token.
     tokens_BT = shifted_BT.where(shifted_BT >= 0, start_id)
     return Batch(tokens_BT, labels_BT, source=source)
 
@@ -66,7 +66,7 @@ Part = TypeVar("Part", Batch, EncoderInputs)
 
 
 def map_tensors(batch: Part, function: Callable[[Tensor], Tensor]) -> Part:
-    """Return the batch with `function` applied to each of its tensors, those of its encoder inputs included."""
+    """Return the batch with `function` applied to each of its tensors, including the encoder inputs."""
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)

@@ -1,4 +1,4 @@
-"""Batches prepared ahead of time, off the training thread."""
+"""Prefetching of batches on a background thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jingu.runtime.device import make_worker_threads
 class BatchPrefetcher:
     """Prepares the micro-batches of the next step while the current one trains.
 
-    What it returns depends on the arguments only. One thread is enough, since reading and copying release the GIL. It
-    holds at most the rows of one step for this rank.
+    Batches depend only on the arguments of `batch`. One thread is enough, since reading and copying release the GIL. At
+    most the rows of one step of this rank are in memory.
     """
 
     def __init__(self, make_batch: Callable[[int, int, int], Batch], device_type: str = "cpu") -> None:
@@ -25,7 +25,7 @@ class BatchPrefetcher:
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Return rows [first, first + count) of a step, and start to prepare those of the next step."""
-        # Forget rows of other steps: after a rollback they are not requested any more.
+        # Drop rows of other steps: after a rollback they are not requested any more.
         self._futures = {key: future for key, future in self._futures.items() if key[0] in (step, step + 1)}
         future = self._futures.pop((step, first, count), None) or self._submit(step, first, count)
         batch = future.result()

@@ -1,7 +1,7 @@
-"""`jingu data build`: turn the corpus into shards of token ids.
+"""`jingu data build`: convert a corpus to shards of token ids.
 
-The corpus is divided into units of work, which depend on the corpus alone and are written in its order. So the number
-of workers changes nothing but the time, and neither do interruptions or the number of jobs that share the work.
+The corpus is divided into units of work, which depend on the corpus alone and are written in its order. The result
+therefore does not depend on the number of workers, on interruptions or on the number of jobs that share the work.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ MAX_BUFFERED_IDS = 1 << 22
 PROGRESS_NAME = "progress.json"
 UNITS_NAME = "units"
 SKIPPED_NAME = "skipped.txt"
-# Hashes that decide for validation and for training, whatever the fraction.
+# Hashes of documents that must be for validation and for training, for any validation fraction.
 MIN_HASH = 1
 MAX_HASH = 2**64 - 1
 # A build that fails after this time keeps its finished units, so that the next one can resume.
 RESUMABLE_AFTER_SECONDS = 10.0
 
 
-# Maps the settings of a corpus to those of the corpus to read in its place, and to the receipt of the mixture of tasks
-# that the latter renders; None: it is the same corpus.
+# Replaces a mixture of tasks in the settings of a corpus with its rendered texts. Returns the settings to use and the
+# mixture's provenance, or the same settings and None if there is no mixture.
 Render = Callable[[DataSettings], tuple[DataSettings, dict[str, Any] | None]]
 
 
@@ -66,15 +66,15 @@ class BuildJob:
 
     data: DataSettings
     tokenizer: Tokenizer
-    # What the manifest stores of the settings.
+    # The settings that the manifest stores.
     settings: dict[str, Any]
     encode: UnitEncoder
     units: Sequence[Any]
     # Bytes of each unit.
     sizes: Sequence[int]
-    # Processes of this machine.
+    # Number of processes on this machine.
     workers: int
-    # Names of the corpus files, if the sidecars refer to them by number.
+    # Names of the corpus files, if sidecars refer to them by index.
     files: tuple[str, ...] = ()
     executor: Executor = "processes"
 
@@ -93,10 +93,10 @@ def build(
     """Build the data set of each source of the run in its `path`, unless the same one is already there.
 
     Args:
-        part: (i, n) encodes the i-th of n parts (from 1), each a job of its own; the last job to finish joins them.
-        on_error: replaces `data.on_error`.
+        part: (i, n) encodes the i-th of n parts (from 1). Each part is a job; the last one to finish joins all parts.
+        on_error: overrides `data.on_error`.
         executor: processes of this machine, or tasks on a Ray cluster.
-        render: replaces the file of a mixture in `data.input` by texts; see `Render`.
+        render: replaces a mixture file in `data.input` with texts; see `Render`.
     """
     if isinstance(config.data.objective, RowSettings):
         raise JinguError(
@@ -107,7 +107,7 @@ def build(
     data = config.data if on_error is None else config.data.model_copy(update={"on_error": on_error})
     sources = validate_sources(data)
     for source in sources:
-        # One of several sources without `input` is a data set that exists already.
+        # Of several sources, one without `input` is a data set that exists already.
         if source.input or len(sources) == 1:
             corpus, mixture = render(data.for_source(source))
             build_source(corpus, Path(config.tokenizer.path), part, executor, mixture)
@@ -123,7 +123,7 @@ def build_source(
     """Build one data set, or a part of it.
 
     Args:
-        mixture: the receipt of the mixture of tasks that the texts come from; None: they come from no mixture.
+        mixture: provenance of the mixture of tasks that the texts come from; None if there is none.
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
@@ -136,7 +136,7 @@ def build_source(
     if is_already_built(Path(data.path), settings):
         return
     units = plan_units(files)
-    # Of a corpus of one text, the last lines are for validation.
+    # If the corpus is a single text, its last lines are for validation.
     is_single_text = len(files) == 1 and files[0].kind == "text" and data.documents == "file"
     max_workers = num_usable_cores() if data.num_workers == "auto" else data.num_workers
     job = BuildJob(
@@ -180,14 +180,14 @@ def is_already_built(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def run_build(job: BuildJob) -> tuple[DatasetManifest, ReadCounts]:
-    """Build a data set, and return its manifest and what became of the documents.
+    """Build a data set, and return its manifest and the counts of documents.
 
     Resumes from the units that an earlier process encoded with the same settings.
     """
     with create_folder_atomically(job.path, PROGRESS_NAME) as folder:
         progress = folder / PROGRESS_NAME
         units = folder / UNITS_NAME
-        # Units of other settings are useless.
+        # Units that were encoded with other settings cannot be used.
         if progress.is_file() and json.loads(progress.read_text(encoding="utf-8")) != job.settings:
             progress.unlink()
             shutil.rmtree(units, ignore_errors=True)
@@ -197,7 +197,7 @@ def run_build(job: BuildJob) -> tuple[DatasetManifest, ReadCounts]:
             # With a progress file, create_folder_atomically keeps the folder when the build fails.
             if time.monotonic() - start >= RESUMABLE_AFTER_SECONDS and not progress.is_file():
                 write_text_atomically(progress, json.dumps(job.settings))
-        # Shards that a killed process left unfinished.
+        # Delete unfinished shards of a killed process.
         for path in {*folder.iterdir()} - {progress, units}:
             path.unlink()
         result = _write_dataset(job, units, folder)
@@ -249,7 +249,7 @@ def _join_parts(job: BuildJob, units: Path, number: int, parts: int) -> tuple[Da
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other job holds the lock of the folder, and hold it."""
+    """Acquire the lock of the folder, waiting for other jobs."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -306,7 +306,7 @@ def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetMan
 
 @lru_cache(maxsize=1)
 def load_worker_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
-    """Return this process's tokenizer, which its first unit loads."""
+    """Return this process's tokenizer; it is loaded for the first unit and cached."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint() != fingerprint:
         raise JinguError("the tokenizer changed during the build.", where=path, fix="Run the build again.")
@@ -343,7 +343,7 @@ def _divide_text(document: CorpusDocument, validation_fraction: float) -> list[C
     """Return the beginning of a text for training, and its last lines for validation."""
     text = document.text
     target = int(len(text) * (1 - validation_fraction))
-    # Cut at a line, if one begins near; the training part then has at least half as much as it should.
+    # Cut at the beginning of a line near the target, so that the training part has at least half of its target size.
     cut = text.rfind("\n", max(target // 2, 2 * target - len(text)), target) + 1 or target
     if not 0 < cut < len(text):
         return [document]
@@ -366,5 +366,5 @@ def _pack_documents(batch: list[tuple[CorpusDocument, npt.NDArray[Any]]]) -> Enc
 
 def hash_document(content: bytes) -> int:
     """Return 64 bits that decide the split: they depend on the content alone, so that copies are in one split."""
-    # The key must never change: it determines which documents are for validation.
+    # This key must never change: it determines which documents are for validation.
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=b"jingu held out").digest(), "little")

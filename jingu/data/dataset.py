@@ -1,4 +1,4 @@
-"""A built data set, opened for reading: its shards as one long row of ids."""
+"""A built data set, opened for reading: the concatenated ids of its shards."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ UNKNOWN_TOKENIZER = "unknown"
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """One split of a data set: the ids of all its documents in a row, an EOS token after each.
+    """One split of a data set: the concatenated ids of all documents, with an EOS token after each.
 
-    An offset is the index of a token in this row. A document is a shard and its number in the shard.
+    An offset is the index of a token in the split. A document is identified by a shard and its index in the shard.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class TokenDataset:
         names = self.path / CORPUS_FILES_NAME
         if not sidecars or not names.is_file():
             return ""
-        # The sidecar holds two numbers a document.
+        # The sidecar has two numbers for each document.
         origins = IndexedReader(self.path / sidecars[shard].name).storage
         file_number, position = origins.read(2 * number, 2 * number + 2).tolist()
         return format_location(_read_file_names(names)[file_number], position)
@@ -196,7 +196,7 @@ def _describe_prefix(prefix: Path, eos_token_id: int) -> DatasetManifest:
 
 
 def check_tokenizer(dataset: TokenDataset, tokenizer: Tokenizer) -> None:
-    """Raise JinguError if the data set was built with another tokenizer: its ids would mean other text."""
+    """Raise JinguError if the data set was built with another tokenizer, in which its ids stand for other text."""
     manifest = dataset.manifest
     if manifest.tokenizer == UNKNOWN_TOKENIZER:
         _check_ids(dataset, tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""manifest.json: what a built data set contains, and what it was built from."""
+"""manifest.json: the contents of a built data set, and the settings and corpus that it was built from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jingu.text.build_record import read_record, write_record
 MANIFEST_NAME = "manifest.json"
 # The names of the corpus files, in their order.
 CORPUS_FILES_NAME = "files.json"
-# What `sample_checksum` reads of a file.
+# Number and size of the blocks that `sample_checksum` reads.
 SAMPLE_BLOCKS = 16
 SAMPLE_BLOCK_BYTES = 64 << 10
 SplitName = Literal["train", "validation"]
@@ -33,7 +33,7 @@ class ShardEntry(ManifestModel):
 
     name: str
     documents: int
-    tokens: int  # ids in the .bin, one EOS a document included
+    tokens: int  # ids in the .bin, including an EOS for each document
     text_bytes: int  # UTF-8 bytes of the documents' text
     bin_bytes: int
     idx_bytes: int
@@ -48,9 +48,9 @@ class SplitEntry(ManifestModel):
     """The shards of a split, in order."""
 
     shards: list[ShardEntry] = []
-    # One sidecar a shard. For supervised data: the loss weight of each id. Otherwise two numbers a document: the
-    # number of its file in files.json, and its position in that file. Data sets that other tools wrote have no
-    # sidecars.
+    # One sidecar for each shard. For supervised data it has the loss weight of each id. Otherwise it has two numbers
+    # for each document: the index of its file in files.json, and its position in that file. Data sets that other tools
+    # wrote have no sidecars.
     sidecars: list[ShardEntry] = []
 
     @property
@@ -72,7 +72,7 @@ class SplitEntry(ManifestModel):
 
 
 class DatasetManifest(ManifestModel):
-    """All that is needed to open a data set, and to know whether it is the one that the settings describe."""
+    """Everything needed to open a data set, and to check that it is the one that the settings describe."""
 
     format: Literal[1] = 1
     tokenizer: str  # fingerprint of the tokenizer
@@ -82,8 +82,8 @@ class DatasetManifest(ManifestModel):
     settings: dict[str, Any]  # the settings and the corpus that determine the content
     train: SplitEntry
     validation: SplitEntry
-    # Documents without text, documents that are not UTF-8, documents read with U+FFFD for what is not UTF-8, documents
-    # with errors (skipped.txt lists them), and copies of other documents. All but `replaced` are left out.
+    # Numbers of documents without text, documents that are not UTF-8, documents read with U+FFFD in place of invalid
+    # UTF-8, documents with errors (skipped.txt lists them), and duplicates. All but `replaced` are left out.
     empty: int = 0
     invalid: int = 0
     replaced: int = 0
@@ -119,7 +119,7 @@ class DatasetManifest(ManifestModel):
 
 
 def sample_checksum(path: Path) -> str:
-    """Return the checksum of evenly spaced blocks of a file: of all of a file up to 1 MiB."""
+    """Return the checksum of evenly spaced blocks of a file; a file of up to 1 MiB is read completely."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as stream:
         last_start = max(os.fstat(stream.fileno()).st_size - SAMPLE_BLOCK_BYTES, 0)
@@ -153,7 +153,7 @@ def damaged_dataset_error(path: Path, what: str) -> JinguError:
 
 
 def print_summary(manifest: DatasetManifest) -> None:
-    """Print what a data set contains, and what was left out of it."""
+    """Print the contents of a data set, and how many documents were left out."""
     for title, split in (("train", manifest.train), ("validation", manifest.validation)):
         print(
             f"  {title}: {pluralize(split.documents, 'document')}, {split.tokens:,} tokens,"

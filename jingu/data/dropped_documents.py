@@ -1,7 +1,7 @@
-"""Documents dropped from a step on, so that a run can go back to a checkpoint and continue without them.
+"""Documents that are dropped from a step on, so that a run can go back to a checkpoint and continue without them.
 
-The data set stays as it is, and so do the rows: a token of a dropped document is replaced by the EOS token, and its
-label is ignored. Earlier steps do not change, so the sample hash of an earlier checkpoint still matches.
+The data set does not change, and neither do the rows: the tokens of a dropped document are replaced with the EOS token,
+and their labels are ignored. Earlier steps do not change, so the sample hash of an earlier checkpoint still matches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jingu.runtime.files import read_text
 
 @dataclass(frozen=True)
 class DroppedDocuments:
-    """The dropped documents of each source, as ranges of token offsets. `step in dropped` says whether a step drops."""
+    """The dropped documents of each source, as ranges of token offsets. `step in dropped` tells whether a step drops
+    them."""
 
     start_step: int
     # For each source [documents, 2], sorted: offset of the first token, and of the token after the last.
@@ -46,7 +47,7 @@ class DroppedDocuments:
 
 
 def load_dropped_documents(settings: DropSettings, datasets: list[TokenDataset]) -> DroppedDocuments | None:
-    """Read a list of documents, one a line, such as `zh/train-00003:1207`: source, shard and number in the shard.
+    """Read a list of documents, one per line, such as `zh/train-00003:1207`: source, shard and index in the shard.
 
     `jingu data preview` prints documents like this. `#` starts a comment.
 

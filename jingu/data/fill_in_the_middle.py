@@ -44,7 +44,7 @@ class FillInTheMiddle:
             rows_BS[index] = self.transform_row(rows_BS[index], sample)
         tokens_BT = rows_BS[:, :-1].copy()
         labels_BT = rows_BS[:, 1:].copy()
-        # An EOS after an EOS is what remains of a dropped document: nothing to predict.
+        # An EOS after an EOS is the rest of a dropped document, which must not be predicted.
         labels_BT[(tokens_BT == self.eos_token_id) & (labels_BT == self.eos_token_id)] = IGNORE_INDEX
         return tokens_BT, labels_BT
 
@@ -57,7 +57,7 @@ class FillInTheMiddle:
     def _transform_document(self, ids: Int64Array, sample: int, number: int) -> Int64Array:
         """Return the new ids of the document that is the `number`-th of its row."""
         draw, first_cut, second_cut = random_uint64("fill", 3, self.seed, sample, number).tolist()
-        # Set the EOS and what the document begins with aside. The last document of a row may have no EOS.
+        # Exclude the EOS and the prompt prefix. The last document of a row may have no EOS.
         end = len(ids) - 1 if ids[-1] == self.eos_token_id else len(ids)
         start = len(self.prompt_prefix_ids)
         if tuple(ids[:end][:start].tolist()) != self.prompt_prefix_ids:

@@ -7,7 +7,7 @@ The `.idx`, little-endian, as NVIDIA/Megatron-LM writes it (megatron/core/datase
 - int32[S] tokens of each sequence; int64[S] byte offset of each sequence in the `.bin`
 - int64[D] the first sequence of each document, then S
 
-jingu writes one sequence a document.
+jingu writes one sequence for each document.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def best_dtype(vocab_size: int) -> str:
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx. Memory grows by 4 bytes a document."""
+    """Writes PREFIX.bin and PREFIX.idx. Memory grows by 4 bytes per document."""
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self._prefix = prefix
@@ -53,7 +53,7 @@ class IndexedWriter:
         self.tokens = 0
 
     def add(self, ids: IdArray, lengths: npt.NDArray[Any], text_bytes: int = 0) -> None:
-        """Append documents: their ids in a row, the length of each document, and their size as text in bytes."""
+        """Append documents: their concatenated ids, the length of each document, and the bytes of all texts."""
         if int(lengths.sum()) != len(ids):
             raise ValueError(f"lengths add up to {int(lengths.sum())}, but there are {len(ids)} ids")
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
@@ -93,7 +93,7 @@ class IndexedWriter:
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """What the header of an index says: the type of the ids, and where the index has its arrays."""
+    """The header of an index: the type of the ids, and the positions of the index's arrays."""
 
     dtype: str
     # Type, first byte and number of the entries.
@@ -117,7 +117,7 @@ class IndexedReader:
         bin_path = prefix.with_name(f"{prefix.name}.bin")
         self.path = prefix.with_name(f"{prefix.name}.idx")
         try:
-            # Only a few entries are read, at random: mapped pages would add up over many shards.
+            # Do not map the index: only a few random entries are read, and mapped pages of many shards would add up.
             self._index = open_array(self.path, "uint8", self.path.stat().st_size, "lazy")
             self._layout = _read_layout(self.path, self._index)
             self.dtype = self._layout.dtype

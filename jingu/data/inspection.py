@@ -1,4 +1,4 @@
-"""`jingu data inspect` and `jingu data preview`: what a data set contains, and what a step of a run trains on."""
+"""`jingu data inspect` and `jingu data preview`: show the contents of a data set, and the rows of a training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError, pluralize
 from jingu.text.tokenizer import Tokenizer
 
-# Characters of the longest bar of a histogram.
+# Width of the longest bar of a histogram, in characters.
 MAX_BAR_WIDTH = 40
 
 

@@ -1,4 +1,4 @@
-"""Verified copies of shards on a fast local disk, made while training runs."""
+"""Verified copies of shards on a fast local disk, which are made during training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The rows of a run: which source each comes from, and the batch of any step as a pure function of data, seed and step.
 
-The batch depends on no rank, no worker and no earlier step. So every rank reads its own rows without communication, and
-the step number is all that a resumed run needs.
+The batch does not depend on ranks, workers or earlier steps. Every rank can therefore read its own rows without
+communication, and a resumed run needs only the step number.
 
 Within a stage the sources alternate in a pattern of at most `MAX_PERIOD` samples that repeats. The pattern is that of
 R. Tijdeman ("The chairman assignment problem", 1980): after any number of samples, each source has contributed its
@@ -28,7 +28,7 @@ from jingu.data.fill_in_the_middle import FillInTheMiddle
 from jingu.data.permutation import Int64Array, masks_by_value
 from jingu.data.row_sources import PackedDataset, RowArrays, WindowDataset, document_ids
 
-# Shares are exact if integers up to this sum have their ratio, and otherwise rounded to the nearest such integers.
+# Maximum sum of the integers that represent shares. Shares that need a larger sum are rounded.
 MAX_PERIOD = 1 << 16
 
 
@@ -36,11 +36,11 @@ MAX_PERIOD = 1 << 16
 class Segment:
     """A part of the run with fixed shares."""
 
-    # The number of its first sample in the run.
+    # The index of its first sample in the run.
     start: int
-    # Samples of each source before the segment.
+    # Number of samples of each source before the segment.
     before: tuple[int, ...]
-    # Turns of each source in a period; their sum is the period.
+    # Number of samples of each source in a period; their sum is the period.
     shares: tuple[int, ...]
 
 
@@ -49,11 +49,11 @@ class Mixture:
     """The sources of the samples [0, end)."""
 
     segments: tuple[Segment, ...]
-    # Samples until every source with a weight has reached its maximum. None: the mixture has no end.
+    # Number of samples until every source with a weight has reached its maximum; None if the mixture has no end.
     end: int | None
 
     def locate(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the source of each sample, and the sample's number among those of its source.
+        """Return the source of each sample, and the sample's index among those of its source.
 
         Raises:
             ValueError: a sample is past the end.
@@ -69,7 +69,7 @@ class Mixture:
             periods, positions = np.divmod(samples[mask] - segment.start, len(turns))
             ids = turns[positions].astype(np.int64)
             source_ids[mask] = ids
-            # Samples of the source before the segment, in the full periods, and in the current period.
+            # Add the samples of the source before the segment, in full periods, and in the current period.
             numbers[mask] = np.array(segment.before)[ids] + periods * np.array(segment.shares)[ids] + ranks[positions]
         return source_ids, numbers
 
@@ -84,15 +84,15 @@ def plan_mixture(stages: Sequence[tuple[int, Sequence[float]]], max_samples: Seq
 
     Args:
         stages: the first sample of each stage, and a weight for each source.
-        max_samples: the most samples of each source; None for no limit. If all sources of a stage have reached
-            theirs, the mixture ends.
+        max_samples: maximum number of samples of each source; None for no limit. If all sources of a stage have
+            reached their maximum, the mixture ends.
     """
     segments: list[Segment] = []
     before = tuple(0 for _ in max_samples)
     for number, (start, stage_weights) in enumerate(stages):
         stage_end = stages[number + 1][0] if number + 1 < len(stages) else None
         while start != stage_end:
-            # Sources that have reached their maximum take no further part.
+            # Sources that have reached their maximum have the weight 0 from now on.
             weights = [
                 0.0 if limit is not None and count >= limit else weight
                 for weight, limit, count in zip(stage_weights, max_samples, before, strict=True)
@@ -129,7 +129,7 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
     total = sum(exact)
     ideal = [weight * MAX_PERIOD / total for weight in exact]
     rounded = [max(math.floor(share), 1 if share else 0) for share in ideal]
-    # Rounding down leaves turns to hand out; raising tiny shares to 1 can take too many.
+    # Rounding down makes the sum too small; raising tiny shares to 1 can make it too large. Correct it step by step.
     while sum(rounded) != MAX_PERIOD:
         change = 1 if sum(rounded) < MAX_PERIOD else -1
         errors = [(share - count) * change for share, count in zip(ideal, rounded, strict=True)]
@@ -140,7 +140,8 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def interleaving_pattern(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]]:
-    """Return [period] the source of each turn, and [period] how many earlier turns of the period that source had."""
+    """Return the source of each sample of a period, and how many earlier samples of the period that source has; both
+    [period]."""
     period = sum(shares)
     source_ids = [source_id for source_id, share in enumerate(shares) if share]
     slack = max(2 * len(source_ids) - 2, 1)
@@ -148,7 +149,7 @@ def interleaving_pattern(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int16]
     ranks = np.empty(period, dtype=np.int32)
     counts = [0] * len(shares)
     for position in range(period):
-        # Of the sources that are far enough behind their share, take the one that would soonest be too far behind.
+        # Among the sources that may have the next sample, take the one with the earliest deadline (Tijdeman).
         behind = [s for s in source_ids if ((position + 1) * shares[s] - counts[s] * period) * slack >= period]
         source_id = min(behind or source_ids, key=lambda s: ((counts[s] + 1) * slack - 1) / shares[s])
         turns[position] = source_id
@@ -199,10 +200,10 @@ class MixtureDataset:
         return self.locate_samples(np.arange(start, start + self.global_batch_size, dtype=np.int64))
 
     def locate_samples(self, samples: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return for each sample its source, its number among that source's samples, and what the source reads it by.
+        """Return for each sample its source, its index among that source's samples, and its location in the source.
 
-        Samples are numbered over the run. A source reads windows by the offset of their first token, packed rows by
-        their number.
+        Sample indices count over the run. The location of a window is the offset of its first token, and that of a
+        packed row is its index.
         """
         source_ids, numbers = self.mixture.locate(samples)
         locations = np.empty_like(numbers)
@@ -262,7 +263,7 @@ class MixtureDataset:
 
 def _interleave(parts: list[RowArrays], source_ids: Int64Array) -> RowArrays:
     """Put rows, listed source by source, where their source occurs in `source_ids`."""
-    # argsort lists the rows source by source; its inverse says where the list has each row.
+    # argsort lists the rows source by source; the inverse permutation is the place of each row in that list.
     order = np.argsort(np.argsort(source_ids, kind="stable"))
 
     def merge(name: str) -> Any:

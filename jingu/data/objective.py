@@ -1,6 +1,6 @@
-"""Objectives: what a model is trained to predict of a row of text.
+"""Training objectives: prefix LM, span corruption and other transformations of batches of text.
 
-An objective turns a batch of text into another batch, as a pure function of the samples' numbers.
+An objective transforms a batch as a pure function of the samples' indices.
 
 Shape legend: B rows, T tokens of the decoder, S tokens of the encoder, L tokens of a text.
 """
@@ -31,15 +31,15 @@ from jingu.text.tokenizer import Tokenizer, sentinel_tokens
 
 
 class Objective(Protocol):
-    """How rows of text become training samples."""
+    """Transforms rows of text to training samples."""
 
     @property
     def source_length(self) -> int:
-        """Tokens of a row that the encoder reads; 0 without an encoder."""
+        """Number of tokens of a row in the encoder; 0 without an encoder."""
 
     @property
     def target_length(self) -> int:
-        """Tokens of a row that the decoder reads and predicts."""
+        """Number of tokens of a row in the decoder."""
 
     def apply(self, batch: Batch, first: int) -> Batch:
         """Transform rows that are the samples `first`, `first` + 1 and so on. Ignored labels stay ignored."""
@@ -135,7 +135,7 @@ class Continuation:
             prefix = self.split_point.draw(self.length, first + row)
             source_BS[row, :prefix] = text_L[:prefix]
             documents_BS[row, : prefix + 1] = 0
-            # If a part of the row is dropped, the row is not trained on.
+            # A row with a dropped document keeps only ignored labels.
             if not (batch.labels[row] < 0).any():
                 labels_BT[row, : self.length - prefix] = text_L[prefix:]
         low, high = self.split_point.bounds(self.length)
@@ -146,17 +146,17 @@ class Continuation:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Spans of a text are replaced, each by its own sentinel; the decoder predicts them (Raffel et al., 2020, 3.1.4).
+    """Spans of a text are replaced with sentinels, and the decoder predicts them (T5; Raffel et al., 2020, 3.1.4).
 
-    The number of removed tokens and of spans is the same for every text. So all sources have one length, all targets
-    too, and nothing is padded or lost.
+    All texts have the same number of removed tokens and of spans. All sources therefore have the same length, and so
+    have all targets, without padding or truncation.
     """
 
     # Tokens of a text (L).
     length: int
     # Tokens of a text that are in spans.
     num_removed: int
-    # One sentinel a span, in the order of the text.
+    # One sentinel for each span, in the order of the text.
     sentinel_ids: tuple[int, ...]
     # The first token that the decoder reads.
     start_id: int
@@ -185,7 +185,7 @@ class SpanCorruption:
         """Return the source [S] and the target [T] of one text."""
         spans = self._draw_lengths(self.num_removed, sample, 0)
         gaps = self._draw_lengths(self.length - self.num_removed, sample, 1)
-        # A gap, a span, a gap, a span: a text begins with what stays and ends with what is removed.
+        # Gaps and spans alternate: a text begins with tokens that stay and ends with a removed span.
         is_span = np.tile([False, True], len(spans))
         is_removed_L = np.repeat(is_span, np.stack([gaps, spans], axis=1).ravel())
         sentinels = np.array(self.sentinel_ids)
@@ -199,7 +199,7 @@ class SpanCorruption:
         pieces = len(self.sentinel_ids)
         if pieces == 1:
             return np.array([tokens])
-        # Epochs are numbered from 0. Negative numbers keep these keys apart from those of an epoch's order.
+        # Negative numbers in place of an epoch keep these keys apart from those of the order of epochs 0, 1 and so on.
         permutation = Permutation(tokens - 1, self.seed, -1 - 2 * sample - purpose)
         cuts = np.sort(permutation(np.arange(pieces - 1, dtype=np.int64))) + 1
         return np.diff(cuts, prepend=0, append=tokens)
@@ -207,8 +207,8 @@ class SpanCorruption:
 
 @dataclass(frozen=True)
 class PromptsToAnswers:
-    """The encoder reads the prompt of each row of instruction data and the EOS token; the decoder predicts the rest,
-    from the first token that is trained on. Packed rows see only themselves.
+    """The encoder reads the prompt of each row of instruction data and the EOS token. The decoder predicts the rest,
+    from the first trained token on. Packed rows attend only to themselves.
     """
 
     length: int

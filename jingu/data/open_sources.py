@@ -1,4 +1,4 @@
-"""Open the data of a run: its sources, checked and mixed as the `data` section says."""
+"""Open the data of a run: check its sources, and mix them by the settings of the `data` section."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> MixtureDataset:
             sources reach their maximum of epochs before the run ends.
     """
     if isinstance(config.task, RolloutSettings):
-        # It learns from answers that the model generates. The prompts are no data set.
+        # The run trains on answers that the model generates; its prompts are not a data set.
         return MixtureDataset((), Mixture((), None), config.batch.global_batch_size)
     data = config.data
     _check_packing(data)
-    # Each source has a seed of its own, so that two sources of one size have different orders.
+    # Each source has its own seed, so that two sources of the same size have different orders.
     sources = [
         _open_source(config, Path(source.path), config.seed + number, tokenizer)
         for number, source in enumerate(validate_sources(data))
@@ -58,7 +58,7 @@ def open_sources(config: RunConfig, tokenizer: Tokenizer) -> MixtureDataset:
         data.separates_documents,
         load_dropped_documents(data.drop, [source.dataset for source in sources]),
         fill_in_the_middle,
-        # Pipeline schedules need micro-batches of one shape.
+        # Pipeline schedules need micro-batches of equal shapes.
         trim_padding=data.has_single_row_sequences and config.parallel.pipeline == 1,
     )
     end = dataset.mixture.end
@@ -101,7 +101,7 @@ def build_mixture(config: RunConfig, sources: Sequence[WindowDataset | PackedDat
     if not stages or stages[0][0] > 0:
         stages = [(0, [source.weight for source in data.all_sources]), *stages]
     _check_stages(stages, len(sources))
-    # A temperature scales each weight by size ^ (1 / T), relative to the largest source.
+    # With a temperature T, each weight is scaled by size^(1 / T), relative to the largest source.
     factors = [1.0] * len(sources)
     if data.temperature is not None:
         largest = max(len(source) for source in sources)

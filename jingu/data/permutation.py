@@ -2,7 +2,7 @@
 
 A permutation of [0, n) is a keyed Feistel network over the smallest even number of bits that holds n, with cycle
 walking: an image outside [0, n) is permuted again until it falls inside (Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", 2002). So any part of the order costs the same at any n, and nothing is shuffled or kept in memory.
+Finite Domains", 2002). The cost of any part of the order does not depend on n, and no order is stored in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 ROUNDS = 8
 MAX_SIZE = 1 << 48
-# Up to this size positions are sorted by a keyed hash instead: a network of so few bits would mix badly.
+# Up to this size, positions are sorted by a keyed hash instead, as a network of so few bits would mix poorly.
 SORTED_SIZE = 256
 
 Int64Array = npt.NDArray[np.int64]

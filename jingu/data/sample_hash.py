@@ -1,7 +1,7 @@
 """A running hash of the samples that a run has trained on, stored in every checkpoint.
 
-It depends on the tokens that each step reads and on nothing else: no rank, worker or restart changes it. So a resumed
-run notices when it would repeat samples or skip some.
+It depends only on the samples of each step, and not on ranks, workers or restarts. A resumed run therefore detects when
+it would repeat or skip samples.
 """
 
 from __future__ import annotations

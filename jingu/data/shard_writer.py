@@ -28,7 +28,7 @@ from jingu.text.document_reader import ReadCounts
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Documents as ids in a row; and for each document its length, bytes of text, hash and sidecar."""
+    """The concatenated ids of documents, and for each document its length, bytes of text, hash and sidecar."""
 
     ids: npt.NDArray[Any]
     lengths: Int64Array
@@ -133,7 +133,7 @@ class SplitWriter:
             part = documents.select(is_first_part)
             documents = documents.select(~is_first_part)
             ids_writer.add(part.ids, part.lengths, int(part.text_bytes.sum()))
-            # Origins are stored as one sequence for all documents, weights as one a document.
+            # Origins are stored as one sequence for all documents, weights as one sequence for each document.
             sidecar_lengths = part.lengths if part.is_supervised else np.array([part.sidecar.size])
             sidecar_writer.add(part.sidecar.ravel(), sidecar_lengths)
             if ids_writer.tokens >= self._shard_tokens:

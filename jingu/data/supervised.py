@@ -1,4 +1,4 @@
-"""Supervised data: rows of token ids with loss weights, packed into sequences or one row a sequence."""
+"""Supervised data: rows of token ids with loss weights, packed into sequences or as one sequence for each row."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jingu.text.build_record import refuse_changes
 
 # Settings of the objective that do not change the content of a data set.
 BATCHING_SETTINGS = {"packing"}
-# How a weight of 1 is stored: weights are integers.
+# The integer that represents a weight of 1.
 WEIGHT_SCALE = 100
-# How a margin of 1 is stored.
+# The integer that represents a margin of 1.
 MARGIN_SCALE = 1000
 
 
@@ -190,8 +190,8 @@ def open_supervised(
     fix = f"Delete the folder and run `jingu {objective.BUILD_COMMAND}`, or set data.path to another folder."
     refuse_changes(old, new, "the data set here was made", path, fix)
     weights = [IndexedReader(path / entry.name).storage for entry in dataset.manifest.split(split).sidecars]
-    # Validation counts every row once, in any order: packing is the quickest. Some preference tasks read one answer a
-    # row.
+    # Validation reads every row once, in any order, for which packing is fastest. But some preference tasks read one
+    # answer per row.
     is_preference = isinstance(objective, PreferenceSettings)
     is_packed = objective.packing == "packed" or (split == "validation" and not is_preference)
     group_size = None

@@ -1,13 +1,13 @@
 """CPM-2's data sets for encoder-decoders, whose spans were removed when they were built (Zhang et al., 2021).
 
-They are three of Megatron's indexed data sets with one sequence a document, as TsinghuaAI/CPM-2-Pretrain writes and
+They are three of Megatron's indexed data sets with one sequence per document, as TsinghuaAI/CPM-2-Pretrain writes and
 reads them (src/tools/preprocess_data_enc_dec.py, src/data/enc_dec_dataset.py). V is the size of the tokenizer:
 
 - PREFIX_context: the text, with the n-th removed span of the document replaced by the id V + n
 - PREFIX_target: the removed spans, each after its V + n
 - PREFIX_target_offset: two numbers a span, its start in the document's targets and its length there, V + n included
 
-A sample is a window of contexts. Its sentinels are numbered anew, and one more sentinel ends the target.
+A sample is a window of contexts. Its sentinels are renumbered from 0, and an additional sentinel ends the target.
 
 Shape legend: B rows, S tokens of a source, T tokens of a target.
 """
@@ -96,13 +96,13 @@ class TargetFilesObjective:
             dataset = self.source.sources[source_id]
             assert isinstance(dataset, TargetFilesDataset)
             ids_S = batch.tokens[row].numpy()
-            # Number the sentinels of the window anew, from 0.
+            # Renumber the sentinels of the window from 0.
             is_sentinel_S = ids_S >= dataset.first_sentinel
             count = int(is_sentinel_S.sum())
             if count >= len(self.sentinel_ids):
                 raise _missing_sentinels_error(count + 1, len(self.sentinel_ids))
             source_BS[row, is_sentinel_S] = self.sentinel_ids[:count]
-            # If a document of the row is dropped, the row is not trained on.
+            # A row with a dropped document keeps only ignored labels.
             if not (batch.labels[row] < 0).any():
                 target: list[int] = []
                 for sentinel, span in zip(self.sentinel_ids, dataset.removed_spans(ids_S, start), strict=False):

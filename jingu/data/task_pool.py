@@ -1,4 +1,4 @@
-"""Tasks run by several processes: of this machine, or of a Ray cluster."""
+"""Parallel execution of tasks by processes of this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def map_tasks(
     """Yield the result of each task, in the order of the tasks. Results should be small.
 
     Args:
-        workers: processes of this machine; 1 is this process.
+        workers: number of processes on this machine; with 1, tasks run in this process.
         executor: Ray uses as many workers as its cluster has.
 
     Raises:
         JinguError: a worker process was killed, or Ray is missing.
-        Exception: what a task raised.
+        Exception: the exception of a task.
     """
     if executor == "ray":
         yield from _map_on_ray(function, tasks)
@@ -55,7 +55,7 @@ def _map_in_processes(
 
 
 def _follow_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and exit when the parent exits, even if it was killed."""
+    """Initialize a worker: ignore Ctrl-C, which the parent handles, and exit when the parent does, even if killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
@@ -79,7 +79,7 @@ def _map_on_ray(function: Callable[[Task], Result], tasks: Sequence[Task]) -> Ge
     pending: list[Any] = []
     try:
         remote = ray.remote(_call)
-        # All tasks share one copy of the function.
+        # Put the function into the object store once, for all tasks.
         shared_function = ray.put(function)
         pending += [remote.remote(shared_function, task) for task in tasks]
         while pending:
