@@ -18,7 +18,7 @@ from types import FrameType
 EXIT_INTERRUPTED = 130
 # Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again.
 EXIT_PREEMPTED = 75
-# Exit code of ranks that the watchdog ends, because the run has stood still.
+# Exit code of ranks that the watchdog ends, because the run hangs.
 EXIT_STALLED = 70
 REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -84,7 +84,7 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     else:
         suspects, reason = _follow(waits, by_rank), ""
     step = max((report.step for report in reports), default=0)
-    duration = f"stood still for {seconds:.0f} s" if seconds else "ended"
+    duration = f"made no progress for {seconds:.0f} s" if seconds else "ended"
     lines = [f"Training has {duration} in step {step + 1:,}."]
     slow_link = None
     if not (reason or broken or missing):

@@ -41,5 +41,5 @@ def test_torchrun_restarts_a_run_that_has_stood_still(run_file, tiny_run, done):
     second.send_signal(signal.SIGSTOP)
     code, stderr = wait(process)
     assert code == 0, stderr
-    assert stderr.count("Training has stood still") == 1 and "Resuming from step" in stderr
+    assert stderr.count("Training has made no progress") == 1 and "Resuming from step" in stderr
     assert len(done(tiny_run(settings, name="restarted")).column("loss")) == 120

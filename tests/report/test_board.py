@@ -48,8 +48,8 @@ def test_board_shows_progress_and_samples(run):
 def test_board_shows_the_verdict_of_the_watchdog(run):
     folder = run / "log" / "jingu-watch-1"
     folder.mkdir(parents=True)
-    (folder / "verdict.txt").write_text("Training has stood still for 60 s in step 21.\n")
-    assert "Training has stood still" in render_board(run)
+    (folder / "verdict.txt").write_text("Training has made no progress for 60 s in step 21.\n")
+    assert "Training has made no progress" in render_board(run)
 
 
 def test_board_shows_the_plan_and_what_the_ranks_do(run):
@@ -92,14 +92,14 @@ def test_a_folder_without_runs_is_one_sentence(tmp_path, capsys):
 def test_page_and_metrics_are_served_on_the_loopback_address_only(run):
     folder = run / "log" / "jingu-watch-1"
     folder.mkdir(parents=True)
-    (folder / "verdict.txt").write_text("Training has stood still for 60 s in step 21.\n")
+    (folder / "verdict.txt").write_text("Training has made no progress for 60 s in step 21.\n")
     with make_server(run, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         with urllib.request.urlopen(address) as page:
             text = page.read().decode()
             assert "mine: stopped, step 20 of 100, 2 min 57 s left\n[████████" in text
-            assert page.headers["Refresh"] == "10" and "Training has stood still" in text
+            assert page.headers["Refresh"] == "10" and "Training has made no progress" in text
         with urllib.request.urlopen(f"{address}/metrics") as metrics:
             lines = metrics.read().decode().splitlines()
         assert 'jingu_loss{run="mine"} 3.0' in lines and 'jingu_validation_loss{run="mine"} 3.25' in lines

@@ -27,7 +27,7 @@ TIMEOUT = max(1.5, SECONDS / 60)
 
 
 def train_healthily(rank: int, store: str, folder: str, seconds: float) -> None:
-    """Train with all that a healthy run does now and then, and that looks as if it stood still."""
+    """Train with all that a healthy run does now and then, and that looks like a hang."""
     torch.set_num_threads(1)
     os.dup2(os.open(f"{folder}/output", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     dist.init_process_group(
@@ -67,6 +67,6 @@ def test_no_false_alarm_in_healthy_training(tmp_path):
             process.join(SECONDS + PATIENCE)
         assert [process.exitcode for process in processes] == [0] * WORLD, (tmp_path / "output").read_text()
     output = (tmp_path / "output").read_text()
-    assert "stood still" not in output and "Straggler" not in output
+    assert "no progress" not in output and "Straggler" not in output
     assert not list(tmp_path.glob("jingu-watch-*/verdict.txt"))
     assert int((tmp_path / "steps").read_text()) > 10

@@ -30,7 +30,7 @@ def test_the_slow_link_is_named_by_its_ends():
     assert describe_slow_link(slow) == sentence == describe_slow_link(slow, "node2")
     assert describe_slow_link(slow, "node1") is None
     verdict = judge([RankReport(0, "node1", "running", links=slow)], 1, 60.0)
-    assert verdict == f"Training has stood still for 60 s in step 1.\n  Data is still under way: {sentence}"
+    assert verdict == f"Training has made no progress for 60 s in step 1.\n  Data is still under way: {sentence}"
 
 
 def test_what_is_usual_is_no_slow_link():

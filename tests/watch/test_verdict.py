@@ -35,7 +35,7 @@ def test_the_rank_that_is_behind_is_named(size, last):
     world, culprit = size
     reports = [report(rank, last if rank == culprit else last + 1, world=world) for rank in range(world)]
     text = judge(reports, world, 61.0)
-    assert text.startswith("Training has stood still for 61 s in step 8.\n")
+    assert text.startswith("Training has made no progress for 61 s in step 8.\n")
     assert f"rank {culprit} (node{culprit}) has not joined all-reduce {last + 1} of all ranks;" in text
     assert text.count("has not joined") == 1
 
@@ -130,7 +130,7 @@ def test_training_stands_still_after_ten_median_steps_or_the_timeout(tmp_path, m
         clock += deadline
         assert watchdog.look() is None
         clock += 1
-        assert "Training has stood still for" in (watchdog.look() or "")
+        assert "Training has made no progress for" in (watchdog.look() or "")
         # It goes on while the watchdog asks: no verdict.
         monkeypatch.setattr(watchdog, "_wait", lambda *_: activity.enter("gradients", len(step_seconds) + 1))
         assert watchdog.look() is None

@@ -244,8 +244,8 @@ class TrainSettings(Settings):
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
         trackers: Services that also receive the numbers of metrics.jsonl: wandb, mlflow (their packages are needed, and
             their own settings say where they send them).
-        hang_timeout: Seconds (or 10 steps, if they take longer) after which a run of several ranks that stands still
-            is ended, and the rank at fault named; null: never.
+        hang_timeout: Seconds (or 10 steps, if they take longer) without progress after which a run of several ranks is
+            ended, and the rank at fault named; null: never.
     """
 
     steps: Positive = 1000
