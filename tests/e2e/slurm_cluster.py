@@ -79,11 +79,14 @@ class SlurmCluster:
         return dict(word.partition("=")[::2] for word in output.split() if "=" in word)
 
     def wait_for(self, number: str, *states: str) -> dict[str, str]:
-        """Wait until a job is in one of these states. One in the queue then starts without Slurm's two minutes."""
+        """Wait until a job is in one of these states. One in the queue then starts without Slurm's two minutes.
+
+        It starts two seconds later, since nodes refuse a requeued job in the second in which its last run ended.
+        """
         wait_until(lambda: self.job(number)["JobState"] in states, lambda: f"{self.job(number)}")
         job = self.job(number)
         if job["JobState"] == "PENDING":
-            self.run("scontrol", "update", f"jobid={number}", "StartTime=now")
+            self.run("scontrol", "update", f"jobid={number}", "StartTime=now+2")
         return job
 
 
