@@ -205,5 +205,7 @@ def test_dropout_is_refused_before_a_model_is_built(
     ppo = make_ppo({"tune": {"type": "lora", "dropout": 0.1}})
     grpo = make({"initialize.from": ppo.initialize.from_, "tune": {"type": "lora", "dropout": 0.1}})
     monkeypatch.setattr(policy_learning.PolicyLearning, "__init__", lambda *_: pytest.fail("a task was made"))
-    with pytest.raises(JinguError, match=r"^tune\.dropout: with dropout, training would compute other probabilities than generation"):
+    with pytest.raises(
+        JinguError, match=r"^tune\.dropout: with dropout, training would compute other probabilities than generation"
+    ):
         train(ppo if method == "ppo" else grpo)
