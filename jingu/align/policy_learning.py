@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,9 +39,9 @@ from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_po
 from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
-from jingu.align.reference import check_vocabulary, fingerprint_model
+from jingu.align.reference import load_reference_model
 from jingu.align.reward_list import Rewards
-from jingu.align.rollout_rewards import add_rewards, is_dead, rewards_of, split_groups
+from jingu.align.rollout_rewards import add_rewards, describe_answers, is_dead, rewards_of, split_groups
 from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
@@ -56,11 +55,9 @@ from jingu.config.sections.policies import (
 )
 from jingu.data.batch import Batch
 from jingu.errors import JinguError, join_words
-from jingu.formats.models import open_model
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.row_attention import RowAttention, compute_as_in_generation
 from jingu.model.inputs import Inputs
-from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import data_rank
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
@@ -71,7 +68,6 @@ from jingu.training.batch_transforms import model_inputs, to_device
 from jingu.training.evaluate import generate_samples
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
-from jingu.training.session import training_layout
 from jingu.training.task import Evaluation, TaskFactory
 from jingu.watch.activity import Activity
 
@@ -116,7 +112,7 @@ class PolicyLearning:
         self._fingerprint: str | None = None  # of the reference
         self._divergence: TeacherDivergence | None = None
         if isinstance(settings, DistillationSettings):
-            self._reference, self._fingerprint = _load_reference(run, mesh, settings.teacher, "task.teacher")
+            self._reference, self._fingerprint = load_reference_model(run, mesh, settings.teacher, "task.teacher")
             if settings.beta is not None:
                 if mesh["pipeline"].size() > 1:
                     what = "pipeline parallelism does not support distillation from the teacher's full distribution."
@@ -126,7 +122,7 @@ class PolicyLearning:
                 )
         elif settings.penalty is not None:
             path = settings.penalty.reference
-            self._reference, self._fingerprint = _load_reference(run, mesh, path, "task.kl.reference")
+            self._reference, self._fingerprint = load_reference_model(run, mesh, path, "task.kl.reference")
         self._critic: SeparateCritic | None = None
         self._value_head: RewardHead | None = None
         if isinstance(settings, PpoSettings):
@@ -549,27 +545,11 @@ class PolicyLearning:
     def _describe(self, num_resampled: int) -> dict[str, float]:
         """Return the metrics of the rollout."""
         samples = self._samples
-        groups = split_groups(samples, self.settings.answers_per_prompt)
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
-        mean = fmean(rewards) if rewards else 0.0
-        better = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward > mean]
-        worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
-        metrics = {
-            "reward": mean,
-            "truncated": fmean(sample.finish_reason == "length" for sample in samples),
-            "length": fmean(len(sample.ids) for sample in samples),
-            "length_better": fmean(better) if better else math.nan,
-            "length_worse": fmean(worse) if worse else math.nan,
-        }
+        metrics = describe_answers(samples, self.settings.answers_per_prompt)
         if self._asynchronous is not None:
             metrics["staleness"] = self._staleness
-        if self.settings.answers_per_prompt > 1:
-            metrics["dead_groups"] = fmean(is_dead(group) for group in groups)
         if self._values:
             metrics["explained_variance"] = self._explained
-        for name in samples[0].rewards:
-            values = [value for sample in samples if (value := sample.rewards[name]) is not None]
-            metrics[f"rewards/{name}"] = fmean(values) if values else math.nan
         if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
             metrics["resampled_groups"] = num_resampled
         if self._reference_logprobs:
@@ -584,26 +564,6 @@ class PolicyLearning:
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Generate answers to the sample prompts; there is no validation loss."""
         return Evaluation({}, generate_samples(self._run, model))
-
-
-def _load_reference(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> tuple[ParallelModel, str]:
-    """Return the reference model or the teacher, sharded like the policy, and its fingerprint.
-
-    Args:
-        path: the model; None takes the model that the run starts from.
-        where: the setting that names it, for errors.
-    """
-    path = path or run.config.initialize.from_
-    if path is None:
-        what = "a run that starts from random weights has no reference model."
-        raise JinguError(what, where=where, fix="Set it, or initialize.from.")
-    stored = open_model(Path(path))
-    check_vocabulary(stored, run, where)
-    precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
-    layout = training_layout(run.config, compile=False)
-    reference = materialize(stored.spec, mesh, layout, precision, stored.read)
-    reference.requires_grad_(False)
-    return reference, fingerprint_model(stored, run)
 
 
 POLICY_LEARNING = TaskFactory(PolicyLearning, check=check_policy_run)

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the reference model: computed once, and stored with the data."""
+"""The reference model, and its log-probabilities of answers: computed once, and stored with the data."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from jingu.formats.stored_model import StoredModel
 from jingu.parallel.layout import Layout
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import data_rank, num_data_ranks
+from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
@@ -34,6 +35,7 @@ from jingu.runtime.log import log_info
 from jingu.training.batch_transforms import to_device
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
+from jingu.training.session import training_layout
 from jingu.training.step import sum_over_ranks
 
 RECORD = "reference.json"
@@ -122,6 +124,26 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
         write_text_atomically(record, json.dumps({"model": source, "fingerprint": fingerprint}))
     tables = {split: load_file(folder / _FILE)["log_probs"] for split, folder in folders.items()}
     return References(tables, has_labels=isinstance(run.config.task, KtoSettings))
+
+
+def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> tuple[ParallelModel, str]:
+    """Return the reference model or the teacher, sharded like the policy, and its fingerprint.
+
+    Args:
+        path: the model; None takes the model that the run starts from.
+        where: the setting that names it, for errors.
+    """
+    path = path or run.config.initialize.from_
+    if path is None:
+        what = "a run that starts from random weights has no reference model."
+        raise JinguError(what, where=where, fix="Set it, or initialize.from.")
+    stored = open_model(Path(path))
+    check_vocabulary(stored, run, where)
+    precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
+    layout = training_layout(run.config, compile=False)
+    reference = materialize(stored.spec, mesh, layout, precision, stored.read)
+    reference.requires_grad_(False)
+    return reference, fingerprint_model(stored, run)
 
 
 def fingerprint_model(stored: StoredModel, run: Run) -> str:

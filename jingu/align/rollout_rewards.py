@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,3 +74,28 @@ def rewards_of(samples: list[Sample]) -> Tensor:
     return torch.tensor(
         [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
     )
+
+
+def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str, float]:
+    """Return the means of a rollout by name: rewards, lengths, truncated answers, and groups without a difference.
+
+    Args:
+        samples: the answers, those to one prompt after another.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    mean = fmean(rewards) if rewards else 0.0
+    better = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward > mean]
+    worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
+    metrics = {
+        "reward": mean,
+        "truncated": fmean(sample.finish_reason == "length" for sample in samples),
+        "length": fmean(len(sample.ids) for sample in samples),
+        "length_better": fmean(better) if better else math.nan,
+        "length_worse": fmean(worse) if worse else math.nan,
+    }
+    if answers_per_prompt > 1:
+        metrics["dead_groups"] = fmean(is_dead(group) for group in split_groups(samples, answers_per_prompt))
+    for name in samples[0].rewards:
+        values = [value for sample in samples if (value := sample.rewards[name]) is not None]
+        metrics[f"rewards/{name}"] = fmean(values) if values else math.nan
+    return metrics
