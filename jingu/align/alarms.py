@@ -72,8 +72,8 @@ class Alarms:
         mean = fmean(values)
         if mean > _MAX_KL:
             self._warn(
-                f"The KL divergence from the reference exceeds {_MAX_KL:g} nats a token: answers may no longer be the "
-                "text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
+                f"The KL divergence from the reference exceeds {_MAX_KL:g} nats per token: answers may no longer be "
+                "the text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
             )
         elif mean < -0.01 and mean < -4 * stdev(values) / math.sqrt(len(values)):
             self._warn(

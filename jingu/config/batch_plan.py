@@ -32,7 +32,7 @@ class BatchPlan:
 def plan_batch(
     batch: BatchSettings, ranks: int, pipeline: int = 1, rows_per_group: int = 1, updates: int = 1
 ) -> BatchPlan:
-    """Divide the global batch over data-parallel ranks, and each share into micro batches.
+    """Divide the global batch over data-parallel ranks, and each share into micro-batches.
 
     Args:
         pipeline: ranks that micro-batches pass one after another; an automatic size then leaves four of them for each

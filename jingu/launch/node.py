@@ -150,9 +150,9 @@ def run_node(start: Start, node_rank: int) -> int:
         os.environ.setdefault(name, devices)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(slots))))
-    place = f"meeting at {address}:{port}" + (f" over {interface}" if interface else "")
+    place = f"rendezvous at {address}:{port}" + (f" over {interface}" if interface else "")
     few = f" They share {pluralize(cores, 'core')}: give the job more." if cores < len(slots) else ""
-    print(f"{len(slots)} ranks, {place}.{few}", file=sys.stderr, flush=True)
+    print(f"{pluralize(len(slots), 'rank')}, {place}.{few}", file=sys.stderr, flush=True)
     # 2. Put the run's configuration into a memory file, which is freed when this process ends.
     words = start.words
     if start.config is not None:

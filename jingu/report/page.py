@@ -68,7 +68,7 @@ def _points(rows: dict[int, Row], key: str) -> list[Point]:
 
 
 def run_figures(record: RunRecord) -> tuple[float, float, float]:
-    """Return the median tokens a second and share of peak, and the peak memory in bytes; NaN where unknown."""
+    """Return the median tokens per second and share of peak, and the peak memory in bytes; NaN where unknown."""
     rate, share, memory = (
         _finite(record.train.values(), key) or [math.nan] for key in ("tokens_per_second", "peak_share", "memory_bytes")
     )
@@ -138,7 +138,7 @@ def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
     return [
         Chart(
             "Loss",
-            "nats a token" if _predicts_text(record) else "of the task",
+            "nats per token" if _predicts_text(record) else "of the task",
             [*one("training", "loss"), *_validation_series(record, "loss")],
             logarithmic_beyond=3,
         ),
@@ -149,7 +149,7 @@ def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
         *_rollout_charts(train),
         Chart("Learning rate", "", one("rate", "lr"), from_zero=True),
         Chart("Gradient norm", "before clipping", one("norm", "grad_norm"), from_zero=True, logarithmic_beyond=10),
-        Chart("Throughput", "tokens a second", one("rate", "tokens_per_second"), from_zero=True),
+        Chart("Throughput", "tokens per second", one("rate", "tokens_per_second"), from_zero=True),
         Chart("Memory", f"{unit}, peak of one rank", [Series("memory", memory)], from_zero=True),
     ]
 
@@ -175,7 +175,7 @@ def _name_series(rows: dict[int, Row], keys: dict[str, str], kind: Literal["line
 def _source_charts(record: RunRecord) -> list[Chart]:
     """Return a chart of the validation loss of each source, if there are several."""
     series = _name_series(record.evaluations, {name: f"loss/{name}" for name in record.sources}, "dots")
-    return [Chart("Validation loss by source", "nats a token", series)] if len(series) > 1 else []
+    return [Chart("Validation loss by source", "nats per token", series)] if len(series) > 1 else []
 
 
 def _task_charts(record: RunRecord) -> list[Chart]:
@@ -200,8 +200,8 @@ def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
         chart("Rewards", "means over the answers of a step", rewards),
         chart("Length", "tokens of an answer", ("length", "length_better", "length_worse")),
         chart("Answers and groups", "shares", ("truncated", "dead_groups", "clipped")),
-        chart("Entropy and KL", "nats a token", ("entropy", "kl")),
-        chart("Mismatch of generation and training", "nats a token", ("mismatch_mean", "mismatch_max")),
+        chart("Entropy and KL", "nats per token", ("entropy", "kl")),
+        chart("Mismatch of generation and training", "nats per token", ("mismatch_mean", "mismatch_max")),
     ]
 
 

@@ -61,9 +61,9 @@ def _values(run: RunRecord, size: float, unit: str) -> dict[str, tuple[float, An
         "final loss": (get_number(last, "loss"), format_number),
         "validation loss": (get_number(evaluation, "loss"), format_number),
         "bits per byte": (get_number(evaluation, "bits_per_byte"), format_number),
-        "tokens a second, median": (rate, format_rounded),
+        "tokens per second, median": (rate, format_rounded),
         "share of peak, %": (100 * share, format_number),
-        f"peak memory of a rank, {unit}": (memory / size, format_number),
+        f"peak memory per rank, {unit}": (memory / size, format_number),
     }
 
 

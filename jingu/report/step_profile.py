@@ -16,7 +16,7 @@ from jingu.report.template import spread
 _KINDS = {
     "optimizer": (5, r"adam|optimizer|_foreach|muon|lion"),
     "attention": (1, r"attention|sdpa|flash|fmha"),
-    "products": (0, r"(^|::|_)(add|b|baddb|grouped_)?mm$|gemm|matmul|linear|cutlass|mkldnn|onednn"),
+    "matmuls": (0, r"(^|::|_)(add|b|baddb|grouped_)?mm$|gemm|matmul|linear|cutlass|mkldnn|onednn"),
     "communication": (
         3,
         r"gloo|nccl|c10d|fsdp|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv",
@@ -68,7 +68,7 @@ def read_profile(folder: Path) -> StepProfile | None:
     return StepProfile(
         step,
         int(get_number(by_rank[slowest], "steps")),
-        draw_bars("Time of operators by rank", "ms a step", _COLOURS, rows),
+        draw_bars("Time of operators by rank", "ms per step", _COLOURS, rows),
         slowest,
         [(name, time, time / total, calls) for name, time, calls in times[slowest][:_NUM_OPERATORS]],
     )

@@ -30,7 +30,7 @@ def render_sweep(name: str, results: Sequence[Mapping[str, Any]], records: Seque
         if (rows := record.evaluations)
     ]
     if curves:
-        charts.append(Chart("Validation loss of the best runs", "nats a token", curves, logarithmic_beyond=3))
+        charts.append(Chart("Validation loss of the best runs", "nats per token", curves, logarithmic_beyond=3))
     return render_document(
         "sweep.html", title=name, keys=keys, results=results, charts=Markup("".join(map(draw_chart, charts)))
     )

@@ -38,7 +38,7 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
     before = prediction_errors(measurements, base.efficiency)
     after = prediction_errors(measurements, efficiency)
     for run, measurement, old, new in zip(runs, measurements, before, after, strict=True):
-        print(f"{run}: {measurement.seconds:.3f} s a step; planned {old:+.1%} before, {new:+.1%} now")
+        print(f"{run}: {measurement.seconds:.3f} s per step; planned {old:+.1%} before, {new:+.1%} now")
     print(
         f"Median error of {pluralize(len(runs), 'run')}: {median(map(abs, before)):.1%} → {median(map(abs, after)):.1%}"
     )

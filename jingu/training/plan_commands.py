@@ -74,14 +74,14 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
     rows = [
         ("model", model),
         ("layout", f"{world:,} = {sizes} (ZeRO {config.parallel.zero_stage}{experts})"),
-        ("tokens a step", f"{plan.tokens_per_step:,} = {batch.global_batch_size:,} × {batch.sequence_length:,}"),
+        ("tokens per step", f"{plan.tokens_per_step:,} = {batch.global_batch_size:,} × {batch.sequence_length:,}"),
         ("tokens of the run", f"{plan.tokens_per_step * steps:,} = {steps:,} steps × {plan.tokens_per_step:,}"),
-        ("sequences a rank", f"{plan.rows_per_rank:,} = {batch.global_batch_size:,} / {sizes.data:,}"),
+        ("sequences per rank", f"{plan.rows_per_rank:,} = {batch.global_batch_size:,} / {sizes.data:,}"),
         (
-            "micro batches a step",
+            "micro-batches per step",
             f"{plan.accumulation:,} = {plan.rows_per_rank:,} / {plan.micro_batch_size:,} (batch.micro_batch_size)",
         ),
-        ("tokens a forward pass", f"{plan.micro_batch_size * batch.sequence_length:,}"),
+        ("tokens per forward pass", f"{plan.micro_batch_size * batch.sequence_length:,}"),
         ("warm-up", _format_steps(config.schedule.warmup, steps)),
     ]
     if sizes.pipeline > 1:
@@ -91,7 +91,7 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
     if config.schedule.type == "wsd":
         rows.append(("decay", _format_steps(config.schedule.decay, steps)))
     memory = f"unknown until {missing} exists" if missing else _format_memory(config, spec, sizes, plan)
-    return [*rows, ("memory of a rank", memory)]
+    return [*rows, ("memory per rank", memory)]
 
 
 def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
@@ -406,5 +406,5 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     spec = spec.model_copy(update={"max_position_embeddings": longest})
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
-    assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens a step"]
+    assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]
     return PlanRequest(config, spec, has_layout, assumptions)

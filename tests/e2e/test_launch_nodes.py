@@ -28,7 +28,7 @@ def test_nodes_train_to_the_same_bits_and_all_their_logs_come_back(
     assert code == 0, output
     master = "10.77.0.1" if where == "ssh" else "node1"
     for number in range(1, count + 1):
-        assert f"node{number}: 1 ranks, meeting at {master}:" in output and " over e0." in output
+        assert f"node{number}: 1 rank, rendezvous at {master}:" in output and " over e0." in output
     remote = done(tiny_run(settings, name="remote"))
     assert remote.column("loss") == done(tiny_run(settings, name="local")).column("loss")
     assert [file.name for file in sorted((remote.folder / "log").glob("rank-*"))] == [

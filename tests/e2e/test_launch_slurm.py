@@ -53,7 +53,7 @@ def test_four_nodes_train_to_the_same_bits(cluster, run_file, tmp_path, losses_m
     settings = {"train.steps": 4}
     job = cluster.submit("--nodes", "4", "train", run_file(settings, name="job"), folder=tmp_path)
     assert cluster.wait_for(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", read_log(tmp_path)
-    assert "meeting at n0:" in (log := read_log(tmp_path)) and " over v0" in log
+    assert "rendezvous at n0:" in (log := read_log(tmp_path)) and " over v0" in log
     assert losses_match("job", settings, ranks=4)
 
 
@@ -129,7 +129,7 @@ def test_an_allocation_runs_a_step_and_saves_after_ctrl_c(cluster, run_file, tmp
     launcher[0].send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130 and "Stopped and saved at step" in text + output, text + output
-    assert "meeting at n2:" in text
+    assert "rendezvous at n2:" in text
     assert "the allocation has 4 nodes, and --nodes is 5." in text and "code 2" in text
     assert losses_match("job", ENDLESS)
 

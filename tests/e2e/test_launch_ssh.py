@@ -79,7 +79,7 @@ def test_two_nodes_train_to_the_same_bits(run_file, tiny_run, done, train_on, ho
     assert process.returncode == 0, output
     local, remote = (done(tiny_run(settings, name=name)) for name in ("local", "remote"))
     assert remote.column("loss") == local.column("loss")
-    assert "127.0.0.1: 1 ranks, meeting at 127.0.0.1:" in output and "Complete: 4 steps" in output
+    assert "127.0.0.1: 1 rank, rendezvous at 127.0.0.1:" in output and "Complete: 4 steps" in output
 
 
 @needs_sshd

@@ -100,7 +100,7 @@ def test_other_systems_configurations_are_read(plan_folder: Path, capsys: pytest
     }
     (plan_folder / "config.json").write_text(json.dumps(config))
     assert main(["plan", "config.json", "--on", "a100-80", "--gpus", "2", "batch.global_batch_size=8"]) == 0
-    assert "8 sequences of 128 tokens a step" in capsys.readouterr().out
+    assert "8 sequences of 128 tokens per step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_realistic_run_shows_its_own_values(
     assert dict(tiles) == {
         "Final loss": f"{train[-1]['loss']:.4g}",
         "Bits per byte": bits,
-        "Tokens a second": f"{median(row['tokens_per_second'] for row in train) / 1000:.3g}k",
+        "Tokens per second": f"{median(row['tokens_per_second'] for row in train) / 1000:.3g}k",
         "Share of peak": f"{median(row['peak_share'] for row in train):.0%}",
         "Peak memory": f"{max(row['memory_bytes'] for row in train) / 2**30:.4g} GiB",
         "Training time": "3 min 59 s",

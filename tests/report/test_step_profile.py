@@ -39,8 +39,8 @@ def test_the_last_profile_is_shown_by_rank(tmp_path: Path) -> None:
     assert "means of 4 steps after step 5" in text
     section = source[source.index('id="profile"') :]
     assert re.findall(r">(rank \d)</text>", section) == ["rank 0", "rank 1"]
-    bars = re.findall(r"<title>(\w+): ([\d.]+) ms a step</title>", section)
-    expected = {"products": 100, "attention": 25, "communication": 15, "copies": 5, "optimizer": 10, "other": 2.5}
+    bars = re.findall(r"<title>(\w+): ([\d.]+) ms per step</title>", section)
+    expected = {"matmuls": 100, "attention": 25, "communication": 15, "copies": 5, "optimizer": 10, "other": 2.5}
     assert {name: float(value) for name, value in bars[:6]} == expected
     assert [float(value) for _, value in bars[6:]] == [2 * float(value) for _, value in bars[:6]]
     # The slowest rank's operators, by the step.

@@ -25,26 +25,26 @@ def test_config_show_prints_a_valid_file_and_the_plan(tmp_path: Path, capsys: py
     text = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(text)
     assert load_config(tmp_path / "shown.yaml") == config
-    followed, _, memory = text.split("\n\n")[-1].rpartition("#   memory of a rank       ")
+    followed, _, memory = text.split("\n\n")[-1].rpartition("#   memory per rank          ")
     assert memory.endswith(
         "+ 26.3 optimizer state + 26.3 compute weights + 10.1 reduction + 36.5 activations + 13.5 loss\n"
     )
     assert followed == (
         "# What follows, on 4 ranks:\n"
-        "#   model                  llama, 13.8M parameters\n"
-        "#   layout                 4 = 4 shard (ZeRO 1)\n"
-        "#   tokens a step          2,400 = 24 × 100\n"
-        "#   tokens of the run      480,000 = 200 steps × 2,400\n"
-        "#   sequences a rank       6 = 24 / 4\n"
-        "#   micro batches a step   2 = 6 / 3 (batch.micro_batch_size)\n"
-        "#   tokens a forward pass  300\n"
-        "#   warm-up                7 steps\n"
-        "#   decay                  50 steps = 0.25 × 200\n"
+        "#   model                    llama, 13.8M parameters\n"
+        "#   layout                   4 = 4 shard (ZeRO 1)\n"
+        "#   tokens per step          2,400 = 24 × 100\n"
+        "#   tokens of the run        480,000 = 200 steps × 2,400\n"
+        "#   sequences per rank       6 = 24 / 4\n"
+        "#   micro-batches per step   2 = 6 / 3 (batch.micro_batch_size)\n"
+        "#   tokens per forward pass  300\n"
+        "#   warm-up                  7 steps\n"
+        "#   decay                    50 steps = 0.25 × 200\n"
     )
     show_config(config)
     assert "# What follows, on 1 rank:\n" in capsys.readouterr().out
     show_config(config.model_copy(update={"parallel": ParallelSettings(pipeline=2)}), 4)
-    assert "#   stages                 2 of 3, 3 blocks (1f1b)\n" in capsys.readouterr().out
+    assert "#   stages                   2 of 3, 3 blocks (1f1b)\n" in capsys.readouterr().out
 
 
 def test_config_show_refuses_a_batch_that_cannot_be_divided(capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,7 @@ class RewardedSettings(PolicySettings):
 
 class PpoSettings(RewardedSettings):
     """Proximal policy optimization (PPO, Schulman et al., 2017) with a critic, which predicts the reward that an answer
-    will get from each of its tokens on. Defaults are those of TRL's PPOTrainer, but for one update a step.
+    will get from each of its tokens on. Defaults are those of TRL's PPOTrainer, but for one update per step.
 
     Attributes:
         loss: Normalization: dapo: mean over all tokens.
