@@ -56,7 +56,9 @@ class Command:
         try:
             function: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
         finally:
-            gc.freeze()
+            # Once only: a program that runs several commands may have garbage of earlier ones by then.
+            if not gc.get_freeze_count():
+                gc.freeze()
             gc.enable()
         return function
 
