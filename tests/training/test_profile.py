@@ -36,7 +36,7 @@ def test_the_steps_after_the_first_one_are_profiled(tiny_run, tmp_path, capfd):
     summary = json.loads((runs / "profiled" / "profile" / "step-1-rank-0.summary.json").read_text())
     assert summary["steps"] == 2
     page = render_page(read_run(runs / "profiled"))
-    assert "means of 2 steps after step 1" in page and "<title>products: " in page
+    assert "means of 2 steps after step 1" in page and "<title>matmuls: " in page
     # The report has the same operators as the log, by the step.
     product = next(row for row in summary["operators"] if row["name"] == "aten::mm")
     milliseconds = product["seconds"] * 1000
