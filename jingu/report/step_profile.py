@@ -75,7 +75,7 @@ def read_profile(folder: Path) -> StepProfile | None:
 
 
 def _operators(summary: Row) -> list[tuple[str, float, float]]:
-    """Return name, milliseconds and calls a step of each operator of a summary."""
+    """Return name, milliseconds and calls per step of each operator of a summary."""
     steps = get_number(summary, "steps")
     rows = [row for row in summary.get("operators", []) if isinstance(row, dict)]
     return [
