@@ -91,6 +91,7 @@ def sweep(
             )
         runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
+    results: list[dict[str, Any]] = []
     for number, run in enumerate(own, start=1):
         # 1. Print which run is next, and train it unless it is complete.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())

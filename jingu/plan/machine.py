@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Part(BaseModel):

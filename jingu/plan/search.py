@@ -147,34 +147,34 @@ class _LayoutGroup:
     """Layouts that differ only in schedule and offload; `bound` is a lower bound of their step time in seconds."""
 
     bound: float
-    mesh: Grid
+    grid: Grid
     micro_batch: int
     accumulation: int
     checkpointing: ActivationCheckpointingSettings
 
 
 def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_LayoutGroup]:
-    """Yield all combinations of a mesh, a micro-batch and a kind of activation checkpointing."""
+    """Yield all combinations of a grid, a micro-batch and a kind of activation checkpointing."""
     seconds: dict[tuple[object, ...], float] = {}
-    for mesh in _meshes(base, ranks, result):
-        sizes = mesh.sizes
+    for grid in _grids(base, ranks, result):
+        sizes = grid.sizes
         if rows % sizes.data:
             result.reject("the batch does not divide", f"{rows:,} sequences over {sizes.data:,} data-parallel ranks")
             continue
         share = rows // sizes.data
         for micro, checkpointing in product(_divisors(share, MAX_MICRO_BATCH), _CHECKPOINTING):
             # The computation of a micro-batch does not depend on the ZeRO stage or the pipeline stages.
-            key = (sizes.tensor, sizes.context, sizes.expert, mesh.settings.context_method, micro, checkpointing.type)
+            key = (sizes.tensor, sizes.context, sizes.expert, grid.settings.context_method, micro, checkpointing.type)
             if key not in seconds:
                 work = replace(
-                    base, sizes=sizes, parallel=mesh.settings, micro_batch=micro, checkpointing=checkpointing
+                    base, sizes=sizes, parallel=grid.settings, micro_batch=micro, checkpointing=checkpointing
                 )
                 seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
             bound = seconds[key] * (share // micro) / sizes.pipeline
-            yield _LayoutGroup(bound, mesh, micro, share // micro, checkpointing)
+            yield _LayoutGroup(bound, grid, micro, share // micro, checkpointing)
 
 
-def _meshes(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
+def _grids(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
     """Yield all divisions of the ranks over the axes that the model allows."""
     spec, nodes = base.spec, base.parallel
     layers = (spec.num_encoder_layers or 0) + spec.num_layers
@@ -226,14 +226,14 @@ def _expert_sizes(base: Workload, ranks: int) -> list[int]:
 
 def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Iterator[Workload]:
     """Yield the layouts of a group, one for each valid schedule."""
-    sizes, kind = group.mesh.sizes, group.checkpointing.type
+    sizes, kind = group.grid.sizes, group.checkpointing.type
     for schedule, stages in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
         update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
         # Many layouts share these parts, so check once whether they are compatible.
-        zero = group.mesh.settings.zero_stage
+        zero = group.grid.settings.zero_stage
         key = (schedule, stages, sizes.pipeline, zero, kind, sizes.expert > 1, group.accumulation)
         if key not in result.checked:
-            result.checked[key] = _conflict(group.mesh.settings.model_copy(update=update), kind, base, group)
+            result.checked[key] = _conflict(group.grid.settings.model_copy(update=update), kind, base, group)
         error = result.checked[key]
         if error is not None:
             result.reject(_reason(error), error.what)
@@ -241,7 +241,7 @@ def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Itera
         yield replace(
             base,
             sizes=sizes,
-            parallel=group.mesh.settings.model_copy(update=update),
+            parallel=group.grid.settings.model_copy(update=update),
             micro_batch=group.micro_batch,
             accumulation=group.accumulation,
             checkpointing=group.checkpointing,
@@ -251,7 +251,7 @@ def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Itera
 def _conflict(settings: ParallelSettings, kind: str, base: Workload, group: _LayoutGroup) -> JinguError | None:
     """Return the error of an invalid layout; None if it is valid."""
     try:
-        check_layout(settings, kind, base.spec, group.mesh.sizes, group.accumulation)
+        check_layout(settings, kind, base.spec, group.grid.sizes, group.accumulation)
     except JinguError as error:
         return error
     return None

@@ -26,13 +26,13 @@ from jingu.infer.engine import Engine
 from jingu.infer.inference_model import load
 from jingu.model.decoder import Decoder
 from jingu.text.tokenizer import Tokenizer
-from tests.align.test_policy_learning import make, prompts, rollout, train_here, train_with_kills
+from tests.align.policies import rollout, train_here, train_with_kills
 from tests.conftest import Done, MakeRun
 from tests.rank_pool import RankPool
 from tests.serve.conftest import Serve, serve, tiny_model, tokenizer
 
 pytestmark = pytest.mark.usefixtures("peak")
-__all__ = ["make", "prompts", "serve", "tiny_model", "tokenizer"]
+__all__ = ["serve", "tiny_model", "tokenizer"]
 
 
 def assert_equal_runs(first: Done, second: Done) -> None:

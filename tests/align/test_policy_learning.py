@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,70 +16,21 @@ import torch
 
 import jingu
 from jingu.align import policy_learning
-from jingu.align.alarms import Alarms
 from jingu.align.commands import train
-from jingu.align.environment import Environments
-from jingu.align.policy_learning import POLICY_LEARNING
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
-from jingu.chat.tool_calls import ToolCall, ToolCallParser
-from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
-from jingu.runtime.signals import StopRequest
-from jingu.text.tokenizer import Tokenizer
 from jingu.training import loop
-from jingu.training.commands import train_on_rank
 from jingu.tune.row_formats import parse_row
-from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
-from tests.limits import PATIENCE
+from tests.align.policies import CRITICS, LAYOUTS, rollout, train_here, train_with_kills
+from tests.conftest import Done, MakeRun
 from tests.rank_pool import RankPool
-from tests.report.test_report import checked
 
 pytestmark = pytest.mark.usefixtures("peak")
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    rows = ({"prompt": f"def f{number}", "answer": "("} for number in range(5))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def make(tiny_run: MakeRun, prompts: Path) -> MakeRun:
-    """Makes a run of 3 steps with 4 answers to each of 4 prompts; changes go by dotted keys."""
-
-    def make(changes: dict[str, Any] | None = None, **more: Any) -> RunConfig:
-        # On a busy machine an answer may wait for longer than the default, and would score 0.
-        vowels = {"type": "regex", "pattern": ".*[aeiou].*", "timeout": PATIENCE}
-        rewards = [vowels, {"type": "length", "max_tokens": 3, "audit": True}]
-        settings = {
-            "task": {
-                "type": "grpo",
-                "prompts": str(prompts),
-                "prompts_per_step": 4,
-                "answers_per_prompt": 4,
-                "max_new_tokens": 6,
-                "rewards": rewards,
-            },
-            "batch": {"sequence_length": 17, "micro_batch_size": 4},
-            "train.steps": 3,
-        }
-        settings |= changes or {}
-        settings.setdefault("batch.global_batch_size", 16 // settings.get("task.updates_per_step", 1))
-        return tiny_run(settings, **more)
-
-    return make
-
-
-def rollout(run: Done, step: int) -> list[dict[str, Any]]:
-    lines = (run.folder / "rollouts" / f"step_{step}.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def test_a_step_leaves_a_record(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
@@ -152,21 +98,6 @@ def test_rollouts_compute_what_training_computes(
     assert done(config).column("mismatch_max")[0] < tolerance
 
 
-def train_here(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
-    with peak_unmeasured():
-        options: dict[str, Any] = {"task_factory": POLICY_LEARNING}
-        return [train_on_rank(config, this_rank(rank, world), StopRequest(), **options) for config in configs]
-
-
-LAYOUTS = {
-    "zero3": (2, {"parallel.zero_stage": 3}),
-    "tensor": (2, {"parallel.tensor": 2}),
-    "pipeline": (2, {"parallel.pipeline": 2}),
-    "context": (2, {"parallel.context": 2}),
-    "expert": (2, {"parallel.shard": 2, "parallel.expert": 2, "parallel.zero_stage": 2}),
-    "4 of zero3": (4, {"parallel.zero_stage": 3, "batch.micro_batch_size": 1}),
-    "tensor and pipeline": (4, {"parallel.tensor": 2, "parallel.pipeline": 2}),
-}
 FOUR_RANKS = ("4 of zero3", "tensor and pipeline")
 # The model that a run starts from, and what is trained of it.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -214,27 +145,6 @@ def test_layouts_agree(
     tensors = done(config).tensors()
     for name, tensor in done(single).tensors().items():
         assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
-
-
-CRITICS = {"separate": {"type": "separate", "lr_multiplier": 0.3}, "shared": {"type": "shared", "weight": 0.5}}
-
-
-@pytest.fixture
-def make_ppo(make: MakeRun, done: Callable[[RunConfig], Done]) -> MakeRun:
-    """Makes a run of 2 steps of PPO with two updates each."""
-    start = make({"train.steps": 1}, name="start")
-    assert train(start) == 0
-
-    def make_ppo(changes: dict[str, Any] | None = None, *, critic: str = "separate", **more: Any) -> RunConfig:
-        settings = make().model_dump()["task"]
-        kept = ("prompts", "prompts_per_step", "max_new_tokens", "rewards")
-        task = {"type": "ppo", "critic": CRITICS[critic], **{key: settings[key] for key in kept}}
-        task |= {"answers_per_prompt": 2, "updates_per_step": 2}
-        base = {"task": task, "train.steps": 2, "batch.global_batch_size": 4, "batch.micro_batch_size": 2}
-        base["initialize"] = {"from": str(done(start).folder)}
-        return make({**base, **(changes or {})}, **more)
-
-    return make_ppo
 
 
 @pytest.mark.parametrize("critic", ["none", *CRITICS])
@@ -591,205 +501,6 @@ def test_exact_training_of_long_rows_with_adapters(
     assert done(config).column("mismatch_max") == [0.0] * 3
 
 
-ENVIRONMENT = """
-class Game:
-    def begin(self, row):
-        self.row, self.answers = row, []
-
-    def step(self, answer):
-        self.answers.append(answer)
-        return None if len(self.answers) == 3 else "def g"
-
-    def score(self):
-        return float(sum(map(len, self.answers))) + len(self.answers)
-"""
-
-
-def test_an_environment_replies_and_only_own_tokens_are_trained(
-    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "game.py").write_text(ENVIRONMENT)
-    # Turns are short if many tokens end them.
-    shorten_turns(monkeypatch)
-    environment = {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}
-    changes = {"task.environment": environment, "task.rewards": [], "task.max_new_tokens": 20}
-    config = make({**changes, "batch.sequence_length": 33, "task.updates_per_step": 2, "batch.global_batch_size": 8})
-    assert train(config) == 0
-    for sample in rollouts_with_replies(done(config), config, "def g"):
-        assert sample["reward"] == sample["rewards"]["environment"] > 0
-    (tmp_path / "bad.py").write_text("class Game:\n    def begin(self, row): ...\n")
-    with pytest.raises(JinguError, match="ReMax compares with a greedy one"):
-        train(make({**changes, "task.advantage": "remax", "batch.sequence_length": 33}, name="greedy"))
-    for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
-        with pytest.raises(JinguError, match=words):
-            train(make({**changes, "task.environment.path": path, "batch.sequence_length": 33}, name="bad"))
-
-
-def rollouts_with_replies(run: Done, config: RunConfig, reply: str) -> list[dict[str, Any]]:
-    """Return the samples of the first step, after checks: replies match an expression, and no token of them is trained.
-
-    What training computes of the appended ids is what generation computed.
-    """
-    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    samples = rollout(run, 1)
-    assert max(len(sample["replies"]) for sample in samples) == 2
-    for sample in samples:
-        for start, end in sample["replies"]:
-            assert re.fullmatch(reply, tokenizer.decode(sample["ids"][start:end]))
-        own = len(sample["ids"]) - sum(end - start for start, end in sample["replies"])
-        assert len(sample["logprobs"]) == len(sample["advantages"]) == own
-    assert max(run.column("mismatch_max")) < 1e-13
-    return samples
-
-
-def shorten_turns(patch: pytest.MonkeyPatch) -> None:
-    """Let many tokens end a turn."""
-    load = policy_learning.load_run_prompts
-    ends = tuple(range(0, 389, 3))
-    patch.setattr(policy_learning, "load_run_prompts", lambda *values: replace(load(*values), eos_token_ids=ends))
-
-
-def train_with_short_turns(rank: int, world: int, configs: list[RunConfig]) -> list[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        shorten_turns(patch)
-        return train_here(rank, world, configs)
-
-
-def make_game(make: MakeRun, tmp_path: Path, name: str, **changes: Any) -> RunConfig:
-    (tmp_path / "game.py").write_text(ENVIRONMENT)
-    task = {"task.environment": {"path": f"{tmp_path}/game.py:Game", "max_turns": 3}, "task.rewards": []}
-    return make({**task, "task.max_new_tokens": 20, "batch.sequence_length": 33, **changes}, name=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3", "tensor"])
-def test_layouts_agree_on_games(
-    layout: str, make: MakeRun, ranks: RankPool, done: Callable[[RunConfig], Done], tmp_path: Path
-) -> None:
-    single = make_game(make, tmp_path, "single")
-    world, changes = LAYOUTS[layout]
-    divided = make_game(make, tmp_path, "divided", **changes, **{"batch.micro_batch_size": 2})
-    assert ranks.run(train_with_short_turns, 1, [single]) == [[0]]
-    assert ranks.run(train_with_short_turns, world, [divided]) == [[0]] * world
-    runs = done(single), done(divided)
-    assert max(len(sample["replies"]) for sample in rollout(runs[0], 3)) == 2
-    for one, other in zip(*(rollout(run, 3) for run in runs), strict=True):
-        assert (one["ids"], one["replies"], one["rewards"]) == (other["ids"], other["replies"], other["rewards"])
-    for name in ("loss", "grad_norm", "reward"):
-        assert runs[1].column(name) == pytest.approx(runs[0].column(name), rel=1e-9, abs=1e-12), name
-    tensors = runs[1].tensors()
-    for name, tensor in runs[0].tensors().items():
-        assert torch.allclose(tensor.double(), tensors[name].double(), rtol=1e-9, atol=1e-9), name
-
-
-def test_a_run_that_stops_within_a_game_ends_with_the_same_weights(
-    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_turns(monkeypatch)
-    whole = make_game(make, tmp_path, "whole")
-    parts = make_game(make, tmp_path, "parts", **{"checkpoint.every": 1, "checkpoint.async_save": False})
-    assert train(whole) == 0
-    reply = Environments.reply
-    calls: list[int] = []
-
-    def stop_once(self: Environments, *arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 5:  # the second turn of the second step
-            raise KeyboardInterrupt
-        return reply(self, *arguments)
-
-    monkeypatch.setattr(Environments, "reply", stop_once)
-    with pytest.raises(KeyboardInterrupt):
-        train(parts)
-    assert train(parts) == 0
-    tensors = done(parts).tensors()
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in done(whole).tensors().items())
-    assert rollout(done(whole), 3) == rollout(done(parts), 3)
-
-
-def test_an_environment_that_fails_on_one_rank_ends_all(make: MakeRun, ranks: RankPool, tmp_path: Path) -> None:
-    # The prompt that fails is that of one rank.
-    start = "def step(self, answer):\n"
-    text = ENVIRONMENT.replace(start, f"{start}        assert self.row['prompt'] != 'def f1'\n")
-    config = make_game(make, tmp_path, "failing", **{"parallel.zero_stage": 3})
-    (tmp_path / "game.py").write_text(text)
-    assert sorted(ranks.run(fail_here, 2, config)) == ["AssertionError: .", "exit 2"]
-
-
-def fail_here(rank: int, world: int, config: RunConfig) -> str:
-    """Return how a rank ends: the first one that fails reports the error, the others exit."""
-    try:
-        with peak_unmeasured():
-            train_on_rank(config, this_rank(rank, world), StopRequest(), task_factory=POLICY_LEARNING)
-    except JinguError as error:
-        return error.what
-    except SystemExit as end:
-        return f"exit {end.code}"
-    return "trained"
-
-
-TOOLS_TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
-    "{% if message.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-def test_results_of_tools_are_read_and_not_trained(
-    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tools.py").write_text('def size(text: str) -> int:\n    """Count."""\n    return len(text)\n')
-    (tmp_path / "template.jinja").write_text(TOOLS_TEMPLATE)
-    rows = ({"prompt": [{"role": "user", "content": f"def f{number}"}], "answer": "("} for number in range(5))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # Turns are short if many tokens end them; a model that learned nothing calls nothing.
-    shorten_turns(monkeypatch)
-    monkeypatch.setattr(
-        ToolCallParser, "finish", lambda self: ("", [ToolCall("size", json.dumps({"text": self._buffer}))])
-    )
-    task = {
-        "task.environment": {"tools": [f"{tmp_path}/tools.py:size"], "max_turns": 3},
-        "task.template": str(tmp_path / "template.jinja"),
-        "task.max_new_tokens": 60,
-        "batch.sequence_length": 112,
-    }
-    config = make(task)
-    assert train(config) == 0
-    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    for sample in rollouts_with_replies(done(config), config, r"tool:\d+assistant:"):
-        assert tokenizer.decode(sample["prompt_ids"]).startswith("size user:def f")
-
-
-FATAL_REWARD = """
-import os, signal
-from pathlib import Path
-
-def reward(completions):
-    calls = Path(__file__).with_suffix(".calls")
-    number = int(calls.read_text()) + 1 if calls.exists() else 1
-    calls.write_text(str(number))
-    if number in KILLS:
-        os.kill(os.getppid(), signal.SIGKILL)
-    return [float(len(set(text))) for text in completions]
-"""
-
-
-def train_with_kills(make: Callable[..., RunConfig], name: str, folder: Path, kills: tuple[int, ...]) -> RunConfig:
-    """Train a run to its end by starting it again after each kill: its reward kills it in these calls."""
-    (folder / f"{name}.py").write_text(f"KILLS = {kills}\n{FATAL_REWARD}")
-    rewards = [{"type": "python", "function": f"{folder}/{name}.py:reward"}]
-    config = make(**{"task.rewards": rewards, "name": name})
-    (folder / f"{name}.yaml").write_bytes(dump_yaml(config).encode())
-    command = [sys.executable, "-m", "jingu", "train", str(folder / f"{name}.yaml")]
-    codes = []
-    while 0 not in codes and len(codes) <= len(kills) + 1:
-        codes.append(subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode)
-    assert codes == [-signal.SIGKILL] * len(kills) + [0]
-    return config
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
     make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path
@@ -801,80 +512,3 @@ def test_a_run_that_is_killed_within_rollouts_ends_with_the_same_weights(
     undisturbed, killed = (run.tensors() for run in finished)
     assert all(torch.equal(tensor, killed[name]) for name, tensor in undisturbed.items())
     assert rollout(finished[0], 3) == rollout(finished[1], 3)
-
-
-NORMAL = {"reward": 0.5, "truncated": 0.1, "dead_groups": 0.1, "entropy": 2.0, "kl": 0.05}
-
-
-def test_alarms_name_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    alarms = Alarms()
-    for step in range(30):
-        # The reward rises, and what it should measure falls.
-        alarms.check({**NORMAL, "reward": step / 30, "rewards/truth": 1 - step / 30}, ["truth"])
-    assert [record.message for record in caplog.records if "the audit truth falls" in record.message]
-    assert len(caplog.records) == 1  # once
-    alarms.check({**NORMAL, "reward": 0.0, "rewards/truth": 0.0, "truncated": 0.6, "dead_groups": 0.9}, ["truth"])
-    assert "raise task.max_new_tokens" in caplog.text and "set task.max_resampling" in caplog.text
-
-
-HACKED_REWARDS = """
-def fluent(completions):
-    return [float(text.count("e")) for text in completions]
-
-def varied(completions):
-    return [len(set(text)) / max(len(text), 1) for text in completions]
-"""
-
-
-def test_a_reward_that_is_exploited_raises_the_alarm(
-    make: MakeRun, done: Callable[[RunConfig], Done], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The letter e is all that counts, and answers come to consist of it."""
-    (tmp_path / "hack.py").write_text(HACKED_REWARDS)
-    rewards: list[dict[str, Any]] = [
-        {"type": "python", "function": f"{tmp_path}/hack.py:{name}", "audit": name == "varied"}
-        for name in ("fluent", "varied")
-    ]
-    changes = {"task.rewards": rewards, "task.updates_per_step": 1, "optimizer.lr": 0.03, "schedule.warmup": 0}
-    config = make({**changes, "train.steps": 24})
-    assert train(config) == 0
-    run = done(config)
-    reward, audit = run.column("reward"), run.column("rewards/varied")
-    assert fmean(reward[-5:]) > 2 * fmean(reward[:5]) and fmean(audit[-5:]) < 0.8 * fmean(audit[:5])
-    words = "The reward rises while the audit varied falls"
-    assert words in capfd.readouterr().err
-    assert words in "".join(checked(render_page(read_run(run.folder))).text)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "remedy"),
-    [
-        ("entropy", 0.15, "End the run, or raise task.clip_high"),
-        ("entropy", 6.5, "answers turn into noise. Lower optimizer.lr"),
-        ("kl", 0.6, "Raise task.kl.beta"),
-        ("kl", -0.02, "set precision.type=fp32"),
-    ],
-)
-def test_entropy_and_kl_have_a_range(key: str, value: float, remedy: str, caplog: pytest.LogCaptureFixture) -> None:
-    alarms = Alarms()
-    for step in range(30):
-        # A single step out of range is noise.
-        alarms.check({**NORMAL, "kl": -0.3 if step == 15 else 0.05}, [])
-    assert not caplog.records
-    for _ in range(12):
-        alarms.check({**NORMAL, key: value}, [])
-    assert len(caplog.records) == 1 and remedy in caplog.text
-
-
-@pytest.mark.parametrize(("lr", "is_raised"), [(0.05, True), (1e-4, False)])
-def test_a_run_that_leaves_its_reference_warns(
-    make: MakeRun, done: Callable[[RunConfig], Done], capfd: pytest.CaptureFixture[str], lr: float, is_raised: bool
-) -> None:
-    start = make({"train.steps": 1}, name="start")
-    assert train(start) == 0
-    changes = {"task.kl": {"type": "kl", "beta": 1e-6}, "initialize": {"from": str(done(start).folder)}}
-    changes |= {"task.prompts_per_step": 2, "batch.global_batch_size": 8, "schedule.warmup": 0}
-    assert train(make({**changes, "optimizer.lr": lr, "train.steps": 20})) == 0
-    log = capfd.readouterr().err
-    assert ("The KL divergence from the reference exceeds" in log) == is_raised
-    assert "The entropy" not in log

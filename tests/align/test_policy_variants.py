@@ -19,13 +19,12 @@ from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
 from jingu.infer.kv_cache import PagedKVCache
+from tests.align.policies import LAYOUTS, rollout, train_here
 from tests.align.test_asynchronous import own_logprobs
-from tests.align.test_policy_learning import LAYOUTS, make, make_ppo, prompts, rollout, train_here
 from tests.conftest import Done, MakeRun
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peak")
-__all__ = ["make", "make_ppo", "prompts"]
 
 LORA = {"tune": {"type": "lora", "rank": 4}}
 FAMILIES = ("baichuan2", "bloom", "chatglm3", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

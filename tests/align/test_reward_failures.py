@@ -15,11 +15,10 @@ from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.training.run import ResumeOptions
-from tests.align.test_policy_learning import make, make_ppo, prompts, rollout
+from tests.align.policies import rollout
 from tests.conftest import Done, MakeRun
 
 pytestmark = pytest.mark.usefixtures("peak")
-__all__ = ["make", "make_ppo", "prompts"]
 
 FAILING = """
 from pathlib import Path
