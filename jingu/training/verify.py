@@ -1,8 +1,8 @@
 """`jingu verify`: check that two layouts compute the same outputs, losses, gradients and updated weights.
 
-Each layout is a short run of its own, from the same initial weights over the same batches. What is compared is what the
-runs leave behind: whole tensors by name in their checkpoints, metrics, and traces of the first step. So it works for
-every layout that can train and save.
+Each layout is a separate short run, from the same initial weights over the same batches. Verification compares the
+files of the runs: whole tensors by name in their checkpoints, metrics, and traces of the first step. It therefore works
+for every layout that can train and save.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from jingu.runtime.launcher import launch_local_ranks
 from jingu.training.run import open_run
 from jingu.training.trace import max_difference, read_traces
 
-# Largest difference of a tensor as a share of its size: rounding in another order stays well below.
+# Maximum difference of equal results, as a share of their size, by precision. Differences from rounding in another
+# order stay well below.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
-# A tensor counts as at least this share of the largest of its kind, since one that is zero but for rounding has no
-# size.
+# The size of a tensor counts as at least this share of the largest size among tensors of its kind. Without that, a
+# tensor that is zero except for rounding would have huge relative differences.
 SIZE_FLOOR = 1e-3
-# Keys of a line of metrics.jsonl that are no results of the computation.
+# Keys of a line of metrics.jsonl that are not results of the computation.
 _NO_RESULTS = frozenset({"type", "step", "lr", "tokens", "tokens_per_second", "seconds", "peak_share", "memory_bytes"})
 _DESCRIPTIONS = {
     "output": "the output of {} in the forward pass",
@@ -55,8 +56,8 @@ class Comparison:
     Attributes:
         kind: output, loss, gradient or weight.
         step: the step, counted from 1.
-        name: of the module, the loss or the parameter.
-        difference: the largest difference as a share of the size; infinite if one side lacks the result.
+        name: name of the module, the loss or the parameter.
+        difference: the largest difference, as a share of the result's size; infinite if one layout lacks the result.
     """
 
     kind: str
@@ -71,7 +72,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparedLayout:
-    """A configuration and the number of ranks that it runs on."""
+    """A configuration with the number of ranks on which it runs.
+
+    Attributes:
+        sizes: sizes of the mesh axes.
+    """
 
     config: RunConfig
     ranks: int
@@ -99,20 +104,21 @@ def verify(
     steps: int = 3,
     precision: str = "fp64",
 ) -> int:
-    """Compare the layout of `config` with the one that the overrides `against` make of it.
+    """Compare two layouts of a run, and print the result.
 
     Args:
-        against: without it, the layout of `config` is compared with one process.
-        all_of: compare every valid layout of so many ranks with one process instead.
-        processes: ranks of the second layout; by default, as few as possible.
-        steps: optimizer steps to compare.
+        against: overrides of `config` for the second layout; the first is that of `config`. None: compare one process
+            with the layout of `config`.
+        all_of: compare every valid layout of this number of ranks with one process instead.
+        processes: number of ranks of the second layout; None: as few as possible.
+        steps: number of optimizer steps to compare.
         precision: fp64, fp32, bf16 or fp16.
 
     Returns:
-        0 if the layouts are equal, else 1.
+        The exit code: 0 if all results are equal, else 1.
 
     Raises:
-        JinguError: the model, the data or the machine do not allow a layout.
+        JinguError: a layout does not fit the model, the data or the machine, or its run failed.
     """
     Path(config.runs_dir).mkdir(parents=True, exist_ok=True)
     with temporary_folder(".verify-", Path(config.runs_dir)) as folder:
@@ -128,6 +134,7 @@ def verify(
 
 
 def _verify_all(runner: LayoutRunner, single: ComparedLayout, ranks: int, precision: str) -> int:
+    """Compare every valid layout with one process, print the results, and return the exit code."""
     layouts = list(valid_layouts(runner, ranks))
     print(f"{pluralize(len(layouts), 'layout')} of {ranks} ranks vs. 1 process:", flush=True)
     num_equal = 0
@@ -140,8 +147,11 @@ def _verify_all(runner: LayoutRunner, single: ComparedLayout, ranks: int, precis
 
 
 def valid_layouts(runner: LayoutRunner, ranks: int) -> Iterator[ComparedLayout]:
-    """Yield every mix of axes that model and batch allow, with every ZeRO stage that shards something in it, every
-    schedule of a pipeline, and both methods of context parallelism."""
+    """Yield every layout on a number of ranks that model and batch allow.
+
+    These are all combinations of axis sizes, ZeRO stages, pipeline schedules and methods of context parallelism; and
+    for mixtures of experts, with and without expert parallelism. An option varies only where it has an effect.
+    """
     has_experts = isinstance(runner.spec.feed_forward, Experts)
     fields = ParallelSettings.model_fields
     schedules = get_args(fields["pipeline_schedule"].annotation)
@@ -163,15 +173,21 @@ def valid_layouts(runner: LayoutRunner, ranks: int) -> Iterator[ComparedLayout]:
             try:
                 yield runner.fit(runner.config.model_copy(update={"parallel": parallel}), ranks)
             except JinguError:
-                continue  # model or batch do not allow this mix
+                continue  # model or batch do not allow this combination
 
 
 class LayoutRunner:
-    """Runs layouts in a folder, each one once."""
+    """Runs layouts in a folder, each layout only once per precision.
+
+    Args:
+        folder: folder of the short runs.
+        config: configuration of the run, in any layout.
+        steps: number of optimizer steps of each short run.
+    """
 
     def __init__(self, folder: Path, config: RunConfig, steps: int) -> None:
         self.folder = folder
-        # The run may exist already, in another layout: verification has a folder of its own.
+        # The run may already exist in another layout, so the short runs are in a separate folder.
         overrides = [f"runs_dir={folder}", "evaluation.every=0", "checkpoint.resume=auto"]
         if resolve_steps(config.schedule.warmup, steps) > steps:
             overrides.append("schedule.warmup=1.0")
@@ -181,7 +197,10 @@ class LayoutRunner:
         self._runs: dict[tuple[str, int, str], Path] = {}
 
     def layout(self, overrides: Sequence[str], ranks: int | None) -> ComparedLayout:
-        """Return the configuration with overrides, on so many ranks; None: on as few as possible.
+        """Return the layout of the configuration with overrides.
+
+        Args:
+            ranks: number of ranks; None: the product of the axis sizes that are set.
 
         Raises:
             JinguError: the overrides are wrong, or do not fit the model, the batch or the ranks.
@@ -193,7 +212,13 @@ class LayoutRunner:
         return self.fit(config, ranks)
 
     def fit(self, config: RunConfig, ranks: int) -> ComparedLayout:
-        """Return a configuration on so many ranks, with another micro-batch size if its own is too large there."""
+        """Return the layout of a configuration on a number of ranks.
+
+        If that is not possible with the micro-batch size of the configuration, `auto` replaces it.
+
+        Raises:
+            JinguError: model, batch and ranks do not fit each other.
+        """
         try:
             sizes, _ = plan_layout(config, ranks, self.spec)
         except JinguError:
@@ -203,7 +228,7 @@ class LayoutRunner:
         return ComparedLayout(config, ranks, sizes)
 
     def run(self, layout: ComparedLayout, precision: str) -> Path:
-        """Train a few steps, and return the folder of that run.
+        """Train the steps in a layout, unless that is done already, and return the folder of the run.
 
         Raises:
             JinguError: the run failed.
@@ -224,11 +249,12 @@ class LayoutRunner:
 
 
 def _override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return a configuration with overrides in the form of the command line."""
     return config_from_tree(config.model_dump(), overrides)
 
 
 def short_run_overrides(folder: Path, name: str, steps: int, precision: str) -> list[str]:
-    """Return overrides for a run that saves what is compared, at every step."""
+    """Return overrides for a short run that logs and saves every step, without compilation and clipping."""
     return [
         *(f"runs_dir={folder}", f"name={name}", f"precision={{type: {precision}}}"),
         *(
@@ -238,7 +264,7 @@ def short_run_overrides(folder: Path, name: str, steps: int, precision: str) -> 
             "train.tensorboard=false",
             "train.trackers=[]",
         ),
-        # Clipping would spread one wrong gradient over all; the norm is compared by itself.
+        # With clipping, one wrong gradient would change all others. The norm is compared separately.
         "train.max_grad_norm=null",
         *("checkpoint.every=1", f"checkpoint.keep_last={steps}"),
     ]
@@ -247,7 +273,7 @@ def short_run_overrides(folder: Path, name: str, steps: int, precision: str) -> 
 def _compare_layouts(
     runner: LayoutRunner, first: ComparedLayout, second: ComparedLayout, precision: str
 ) -> tuple[str, bool]:
-    """Return the result as text, and whether the layouts are equal."""
+    """Run two layouts, and return the result as text, and whether they are equal."""
 
     def compare(precision: str) -> list[Comparison]:
         return list(compare_runs(runner.run(first, precision), runner.run(second, precision), runner.steps))
@@ -257,8 +283,11 @@ def _compare_layouts(
     if divergence is None:
         largest = max(comparisons, key=lambda comparison: comparison.difference)
         difference = f"{largest.difference:.1e} in {largest.description}"
-        return f"equal in {precision}. The largest difference is {difference}.", True
-    # Run both again in another precision, to tell rounding from a bug.
+        note = ""
+        if all(comparison.kind != "gradient" for comparison in comparisons):
+            note = " Gradients were not compared, because the optimizer stores no first moment."
+        return f"equal in {precision}. The largest difference is {difference}.{note}", True
+    # Run both again in another precision, to distinguish rounding from a bug.
     other = "fp32" if precision == "fp64" else "fp64"
     return explain_divergence(divergence, precision, compare(other), other), False
 
@@ -266,16 +295,19 @@ def _compare_layouts(
 def first_divergence(comparisons: Sequence[Comparison], tolerance: float) -> Comparison | None:
     """Return the first comparison, in the order of the computation, that exceeds the tolerance."""
     for comparison in comparisons:
-        if not comparison.difference <= tolerance:  # NaN exceeds it, too
+        if not comparison.difference <= tolerance:  # written so that NaN also counts
             return comparison
     return None
 
 
 def explain_divergence(divergence: Comparison, precision: str, others: Sequence[Comparison], other: str) -> str:
-    """Return what diverges first, and whether it is rounding, which shrinks in fp64, or a bug, which does not.
+    """Return a text that describes the first difference, and whether it is rounding or a bug.
+
+    Rounding shrinks in fp64; a bug does not.
 
     Args:
-        others: the comparisons in the precision `other`.
+        divergence: the first difference, in `precision`.
+        others: all comparisons in the precision `other`. One of the two precisions must be fp64.
     """
     key = (divergence.kind, divergence.name)
     same = [comparison.difference for comparison in others if (comparison.kind, comparison.name) == key]
@@ -294,7 +326,7 @@ def explain_divergence(divergence: Comparison, precision: str, others: Sequence[
 
 
 def compare_runs(first: Path, second: Path, steps: int) -> Iterator[Comparison]:
-    """Compare everything that two runs have left, in the order of the computation."""
+    """Compare the results of two runs from `LayoutRunner.run`, and yield them in the order of the computation."""
     # 1. The outputs of all modules in the first step.
     first_traces = read_traces(first / "trace")
     second_traces = read_traces(second / "trace")
@@ -310,11 +342,12 @@ def compare_runs(first: Path, second: Path, steps: int) -> Iterator[Comparison]:
         a = first_metrics[step - 1]
         b = second_metrics[step - 1]
         for name in a.keys() - {"grad_norm"}:
-            # What is 0 but for rounding has no size, such as a reward before the first update.
+            # A metric that is 0 except for rounding, such as a reward before the first update, has no size of its own.
             floor = SIZE_FLOOR * abs(a["loss"])
             yield Comparison("loss", step, name, _relative_difference(a[name], b[name], floor))
-        # 3. The gradients: after the first step the optimizer's first moment is the gradient, up to a factor. Backward
-        # begins at the module that ran last, or at what belongs to no module, such as the weight of the head.
+        # 3. The gradients, as the first moment of the optimizer: after the first step this is the gradient times a
+        # factor. They are sorted in the order of the backward pass, which starts with parameters that belong to no
+        # traced module, such as the head, and continues with the module that ran last.
         folders = [step_folder(run / "checkpoints", step) for run in (first, second)]
         gradients = _compare_tensors("gradient", step, folders, "optimizer/exp_avg/")
         yield from sorted(gradients, key=lambda gradient: -order.get(gradient.name.rpartition(".")[0], len(order)))
@@ -324,7 +357,7 @@ def compare_runs(first: Path, second: Path, steps: int) -> Iterator[Comparison]:
 
 
 def _read_metrics(run: Path) -> list[dict[str, float]]:
-    """Return the results of each step: losses by name, and the norm of the gradient."""
+    """Return the results of each step: losses and other metrics, and the gradient norm, by name."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         {name: float(value) for name, value in record.items() if name not in _NO_RESULTS}
@@ -334,6 +367,7 @@ def _read_metrics(run: Path) -> list[dict[str, float]]:
 
 
 def _relative_difference(a: float, b: float, floor: float = 0.0) -> float:
+    """Return the difference as a share of `a`, or of `floor` if that is larger; infinite if it is not finite."""
     if a == b:
         return 0.0
     difference = abs(a - b) / max(abs(a), floor, 1e-300)
@@ -341,7 +375,7 @@ def _relative_difference(a: float, b: float, floor: float = 0.0) -> float:
 
 
 def _compare_tensors(kind: str, step: int, folders: Sequence[Path], prefix: str) -> list[Comparison]:
-    """Compare the tensors of two checkpoints by name."""
+    """Compare the tensors of two checkpoints whose names start with `prefix`. Reads one pair at a time."""
     first_names, second_names = (set(tensor_names(folder, prefix)) for folder in folders)
     first, second = (CheckpointReader(folder) for folder in folders)
     differences: dict[str, float] = {}

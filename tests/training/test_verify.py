@@ -387,6 +387,10 @@ def test_the_verb(tmp_path, tiny_run, monkeypatch, capsys, ranks):
     assert main(["verify", "run.yaml", "--steps", "2", "--against", "parallel.zero_stage=3", "parallel.shard=2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("1 process vs. 2 shard, zero 3, 2 steps: equal in fp64. The largest difference is ")
+    assert "Gradients were not compared" not in out
+    Path("adafactor.yaml").write_text(dump_yaml(tiny_run({"optimizer": {"type": "adafactor"}})))
+    assert main(["verify", "adafactor.yaml", "--steps", "1", "--against", "parallel.shard=2"]) == 0
+    assert "Gradients were not compared, because the optimizer stores no first moment." in capsys.readouterr().out
     assert list(Path(tiny_run().runs_dir).iterdir()) == []
     assert main(["verify", "run.yaml", "--against", "parallel.shard=3"]) == 2
     assert "batch.global_batch_size 8 cannot be divided over 3 ranks" in capsys.readouterr().err
