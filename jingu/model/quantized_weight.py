@@ -1,9 +1,11 @@
 """Quantized weights: matrices of 8 or 4 bits per element, for inference and as the frozen base of adapters.
 
-int8 and fp8 (E4M3): each row has a scale. int4: each group of 32 elements of a row has a scale and a midpoint (as Q4_1
-of GGUF). nf4: each group of 64 has a scale, and its elements are among 16 levels (Dettmers et al., 2023), by
-bitsandbytes. The dequantized matrix depends on the stored bits only, neither on the device nor on the dtype of the
-activations.
+- int8 and fp8 (E4M3) have one scale per row.
+- int4 has a scale and a midpoint per group of 32 elements of a row, like Q4_1 of GGUF.
+- nf4 has a scale per group of 64 elements, and each element is one of 16 levels (Dettmers et al., 2023). bitsandbytes
+  computes it.
+
+The dequantized matrix depends only on the stored bits, not on the device or the dtype of the activations.
 
 Shapes: O outputs, I inputs, E experts, G groups of a row, N rows.
 """
@@ -41,34 +43,40 @@ from jingu.model import scaled_matmul
 from jingu.model.spec import QuantizationFormat
 
 TensorReader = Callable[[str], Tensor]
-# Elements of a row that share a scale; for int8 and fp8 the number that kernels process at once.
+# Elements of a row that share a scale (int4, nf4). int8 and fp8 have a scale per row; for these it is the number of
+# elements that the kernels process at once.
 GROUP_SIZES: dict[QuantizationFormat, int] = {"int8": 16, "int4": 32, "nf4": 64, "fp8": scaled_matmul.SIZE_MULTIPLE}
-# Shares of a group's range to try: values beyond it are clipped, and the others are rounded more finely.
+# Factors by which int4 tries to shrink a group's range. A smaller range clips the outermost values, and rounds the
+# others more finely.
 _SHRINKS = (0.95, 0.9, 0.85, 0.8)
 
-# On CPUs, the kernels for few rows sum in another order than those for more. In multiples of these numbers, a row's
-# result does not depend on how many rows there are. Plain matrices: MKL has special kernels for up to 15 rows with
-# AVX-512, and on AMD's CPUs for up to 3. (On Intel's, `jingu.runtime` asks MKL for one order for any number.)
+# On CPUs, matmul kernels for few rows sum in a different order than kernels for many rows. If the number of rows is
+# padded to a multiple of the constants below, a row's result does not depend on the number of rows.
+# Unpacked matrices: MKL has special kernels for up to 15 rows with AVX-512, and for up to 3 rows on AMD's CPUs. (On
+# Intel's CPUs, `jingu.runtime` asks MKL for the same order for any number of rows.)
 BATCH_INVARIANT_ROWS = 16
-# Below this number of outputs, the kernels for AMD's CPUs sum a row in an order that depends on its address.
+# With fewer outputs than this, the kernels for AMD's CPUs sum a row in an order that depends on its address.
 BATCH_INVARIANT_OUTPUTS = 16
-# Matrices in oneDNN's order: only a single row is summed differently.
+# Matrices in oneDNN's layout: only a single row is summed in a different order.
 PREPACKED_ROWS = 2
 
 
 class QuantizedWeight(nn.Module):
-    """A quantized matrix [O, I], or one for each expert [E, O, I], in place of a module's weight. It is not trained.
+    """A quantized matrix [O, I], or one per expert [E, O, I], which replaces a module's `weight`. It is not trained.
 
     Attributes:
-        values: int8 and fp8 [O, I]; 4 bits [O, I / 2], with the even elements in the low halves of bytes.
-        scales: int8 [O, 1] and int4 [O, 2 G] (scale and midpoint alternate) in bf16; nf4 [O, G] and fp8 [O, 1] in fp32.
+        values: int8 and fp8: [O, I]. int4 and nf4: [O, I / 2] bytes with two elements each; int4 has the even elements
+            in the low halves.
+        scales: int8: [O, 1] in bf16. int4: [O, 2 G] in bf16, with scale and midpoint alternating. nf4: [O, G] in fp32.
+            fp8: [O, 1] in fp32.
 
-    Both are stored as integers of the same bits, so that casting the model to another dtype leaves them alone.
+    Both are stored as integers with the same bits. Otherwise casting the model to another dtype would convert them.
     """
 
     def __init__(self, kind: QuantizationFormat, shape: Sequence[int], *, unit_rows: bool = False) -> None:
         """
         Args:
+            shape: shape of the unquantized matrix.
             unit_rows: whether the rows are normalized to length 1 before they are quantized.
         """
         super().__init__()
@@ -88,26 +96,27 @@ class QuantizedWeight(nn.Module):
         )
 
     def whole(self, number: int | None = None) -> Tensor:
-        """Return the dequantized matrix in fp32, or that of one expert."""
+        """Return the dequantized matrix in fp32; with a `number`, the matrix of that expert only."""
         if number is None:
             return dequantize(self.values, self.scales, self.kind)
         return dequantize(self.values[number], self.scales[number], self.kind)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows of an int8 matrix, dequantized to fp32."""
+        """Return the rows `ids`, dequantized to fp32."""
         return dequantize(self.values[ids], self.scales[ids], self.kind)
 
 
 class PromptRows:
-    """Which rows of a forward pass are tokens of long prompts.
+    """The rows of a forward pass that are tokens of long prompts.
 
-    The kernels for quantized matrices take time for each row, so for many rows it is faster to dequantize the matrix.
-    That rounds differently. So it depends on the row alone, not on how many there are, which of both is done.
+    The time of the kernels for quantized matrices grows with the number of rows. For many rows it is faster to
+    dequantize the matrix first, but this rounds differently. To keep results batch-invariant, the choice between the
+    two depends on the prompt that a row belongs to, not on the number of rows in the batch.
 
     Attributes:
-        min_tokens: of a long prompt. For a shorter one it would take longer to dequantize the matrices.
+        min_tokens: the fewest tokens of a long prompt. For a shorter prompt, dequantizing takes longer than it saves.
         dequantized: indices of the rows that are multiplied by dequantized matrices; None: there are none.
-        others: indices of the others.
+        others: indices of all other rows; None if `dequantized` is.
     """
 
     def __init__(self, kind: QuantizationFormat) -> None:
@@ -117,7 +126,12 @@ class PromptRows:
 
     @contextmanager
     def select(self, ranges: Iterable[range], rows: int) -> Iterator[None]:
-        """Select ranges of the rows of the forward passes inside of this context."""
+        """Select the rows to multiply by dequantized matrices in the forward passes inside this context.
+
+        Args:
+            ranges: the selected rows, one range per long prompt.
+            rows: number of all rows of a forward pass.
+        """
         mask_N = torch.zeros(rows, dtype=torch.bool)
         for selected in ranges:
             mask_N[selected.start : selected.stop] = True
@@ -134,13 +148,14 @@ class PromptRows:
 class PrepackedQuantizedWeight:
     """A quantized matrix [O, I] for inference only.
 
-    CPUs have kernels for it: each row of the result depends on its own row of `x` only, to the last bit. On other
-    devices it is dequantized for each product.
+    On CPUs it uses kernels for quantized matrices. Each row of their result depends only on its own row of `x`, to the
+    last bit. On other devices it is dequantized for each matmul; `CardQuantizedWeight` avoids that.
 
     Attributes:
-        values: on CPU in the layout of the kernel.
-        scales: on CPU in the dtype of the activations; for 4 bits [G, O, 2], with the midpoints.
-        prompt_rows: which rows are multiplied by the dequantized matrix; None: none ever.
+        values: on CPU, in the layout of the kernel; elsewhere as `QuantizedWeight` stores them.
+        scales: on CPU, in the dtype of the activations: int8 [O], int4 [G, O, 2] with scale and midpoint. Elsewhere as
+            `QuantizedWeight` stores them.
+        prompt_rows: selects the rows that are multiplied by the dequantized matrix; None: the kernel takes all rows.
     """
 
     kind: QuantizationFormat
@@ -150,7 +165,7 @@ class PrepackedQuantizedWeight:
 
     @staticmethod
     def quantize(weight_OI: Tensor, kind: QuantizationFormat, dtype: torch.dtype) -> PrepackedQuantizedWeight:
-        """Quantize and prepack a matrix; `dtype` is that of the activations."""
+        """Quantize and prepack a matrix for activations of `dtype`."""
         return PrepackedQuantizedWeight.pack(kind, *quantize(weight_OI, kind), dtype)
 
     @staticmethod
@@ -161,7 +176,10 @@ class PrepackedQuantizedWeight:
         dtype: torch.dtype,
         prompt_rows: PromptRows | None = None,
     ) -> PrepackedQuantizedWeight:
-        """Prepack the values and scales of a quantized matrix; `dtype` is that of the activations."""
+        """Prepack the values and scales of a quantized matrix for activations of `dtype`.
+
+        Returns a `ScaledWeight` for fp8, on any device.
+        """
         if kind == "fp8":
             return ScaledWeight(kind, values.detach().view(torch.float8_e4m3fn), scales.detach().view(torch.float32))
         if values.device.type != "cpu":
@@ -184,7 +202,7 @@ class PrepackedQuantizedWeight:
         return self.values.data_ptr(), self.values.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [O, I], on CPU."""
+        """Return the matrix [O, I] in `dtype`. It must be on CPU, in the layout of the kernel."""
         if self.kind == "int8":
             return self.values.to(dtype) * self.scales.to(dtype)[:, None]
         scale_OG1, midpoint_OG1 = self.scales.to(dtype).transpose(0, 1).unsqueeze(-2).unbind(-1)
@@ -205,17 +223,19 @@ class PrepackedQuantizedWeight:
 
 
 class CardQuantizedWeight(PrepackedQuantizedWeight):
-    """A quantized matrix [O, I] for inference on an accelerator, which reads the integers themselves.
+    """A quantized matrix [O, I] for inference on a GPU, with matmuls that read the integers.
+
+    Without a kernel for the format, it is dequantized for each matmul.
 
     Attributes:
-        values: int8; for 4 bits in the layout of the kernel (int32), or, where the device has none, as they are stored.
-        scales: int8 [O] in the dtype of the activations; with the kernel for 4 bits [G, O, 2] in bf16.
+        values: int8: as stored. int4: in the layout of the kernel (int32). nf4, and int4 without a kernel: as stored.
+        scales: int8: [O] in the dtype of the activations. int4 with a kernel: [G, O, 2] in bf16. Otherwise: as stored.
     """
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ self.T + bias`."""
         if self.kind == "int8":
-            # Whole numbers up to 127 are exact in every dtype.
+            # Every floating dtype represents integers up to 127 exactly, so this cast rounds nothing.
             y = F.linear(x, self.values.to(x.dtype)) * self.scales
         elif self.values.dtype == torch.int32:
             x_NI = x.reshape(-1, x.shape[-1]).contiguous()
@@ -227,7 +247,7 @@ class CardQuantizedWeight(PrepackedQuantizedWeight):
 
 
 def pack_for_card(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> CardQuantizedWeight:
-    """Prepack a quantized matrix on an accelerator, as `PrepackedQuantizedWeight.pack` does on CPU."""
+    """Prepack an int8, int4 or nf4 matrix on a GPU, as `PrepackedQuantizedWeight.pack` does on CPU."""
     values = values.detach()
     scales = scales.detach()
     if kind == "int8":
@@ -238,18 +258,18 @@ def pack_for_card(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtyp
 
 
 def _pack_for_int4_kernel(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    # The kernel wants the first of two numbers in the high half of a byte.
+    # The kernel expects the even elements in the high halves of bytes, and they are stored in the low ones.
     packed = pack_int4_on_card((values & 15) << 4 | values >> 4)
     return packed, scales.view(torch.bfloat16).unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
 
 
 class ScaledWeight(PrepackedQuantizedWeight):
-    """A matrix [O, I] in FP8 for inference, whose inputs are rounded to FP8, too, with a scale for each row.
+    """A matrix [O, I] in FP8 for inference. Its inputs are rounded to FP8, too, with one scale per row.
 
-    Cards with units for FP8 multiply it as it is. CPUs multiply the same numbers in fp32.
+    GPUs with FP8 hardware multiply these numbers directly. CPUs multiply the same numbers in fp32.
 
     Attributes:
-        values: FP8.
+        values: FP8 (E4M3).
         scales: [O, 1] in fp32.
     """
 
@@ -257,6 +277,7 @@ class ScaledWeight(PrepackedQuantizedWeight):
         """Return `x @ self.T + bias`."""
         x_NI = x.reshape(-1, x.shape[-1])
         rows = len(x_NI)
+        # Pad the rows, for the FP8 kernel of GPUs and for batch invariance on CPUs.
         x_NI = F.pad(x_NI, (0, 0, 0, -rows % max(scaled_matmul.SIZE_MULTIPLE, BATCH_INVARIANT_ROWS)))
         x8_NI, scale_N1 = scaled_matmul.quantize(x_NI, torch.float8_e4m3fn, "row")
         if x.device.type == "cpu":
@@ -269,7 +290,10 @@ class ScaledWeight(PrepackedQuantizedWeight):
 
 @cache
 def has_int4_kernel(device: torch.device) -> bool:
-    """Return whether a device multiplies matrices of 4 bits, and as `dequantize` says: it is asked once."""
+    """Return whether a device has an int4 matmul kernel whose result agrees with `dequantize`.
+
+    The first call for a device multiplies a small matrix; later calls return the cached answer.
+    """
     if device.type != "cuda":
         return False
     weight_OI = torch.arange(16 * 64, device=device, dtype=torch.float32).sin().view(16, 64)
@@ -280,19 +304,19 @@ def has_int4_kernel(device: torch.device) -> bool:
         packed, packed_scales = _pack_for_int4_kernel(values, scales)
         product_IO = int4_matmul_on_card(one_II, packed, GROUP_SIZES["int4"], packed_scales)
     except RuntimeError:
-        # The card is too old, or PyTorch was built without the kernel.
+        # The GPU is too old, or PyTorch was built without the kernel.
         return False
     return torch.allclose(product_IO.t().float(), expected_OI.float(), rtol=2e-2, atol=2e-2)
 
 
 @dataclass(frozen=True, eq=False)
 class PrepackedWeight:
-    """An unquantized matrix [O, I] in the layout of oneDNN's kernels for CPUs: nearly twice as fast for few rows.
+    """An unquantized matrix [O, I] in the layout of oneDNN's CPU kernels: nearly twice as fast for few rows.
 
-    Each row of the result depends on its own row of `x` only, to the last bit.
+    Each row of the result depends only on its own row of `x`, to the last bit.
 
     Attributes:
-        values: a tensor of oneDNN.
+        values: an opaque oneDNN tensor.
     """
 
     values: Tensor
@@ -317,7 +341,13 @@ class PrepackedWeight:
 
 
 def require_bitsandbytes(what: str, where: str, other: str) -> None:
-    """Raise JinguError if bitsandbytes is not installed, which the feature `what` (setting `where`) needs."""
+    """Raise JinguError if bitsandbytes is not installed.
+
+    Args:
+        what: start of the message: what bitsandbytes does, such as "moments are kept in 8 bits".
+        where: the setting that needs it.
+        other: a value of that setting that does not need it.
+    """
     if find_spec("bitsandbytes") is None:
         raise JinguError(
             f"{what} by the bitsandbytes package, which is not installed.",
@@ -329,13 +359,16 @@ def require_bitsandbytes(what: str, where: str, other: str) -> None:
 def import_bitsandbytes() -> None:
     """Import bitsandbytes, and keep it from downloading code.
 
-    On some CPUs it uses the package `kernels`, if that is installed, to download and run code. It is hidden meanwhile.
+    On some CPUs, bitsandbytes downloads and runs code through the package `kernels`, if that is installed. The import
+    of `kernels` is therefore blocked while bitsandbytes is imported.
     """
     if "bitsandbytes" in sys.modules:
         return
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # which says that it is missing
+    # Suppress bitsandbytes' warning that `kernels` is missing.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     modules: dict[str, Any] = sys.modules
     before = modules.get("kernels")
+    # None makes Python raise ImportError for the module.
     modules["kernels"] = None
     try:
         import_module("bitsandbytes")
@@ -346,12 +379,12 @@ def import_bitsandbytes() -> None:
 
 
 def can_quantize(outputs: int, inputs: int, kind: QuantizationFormat) -> bool:
-    """Return whether the kernels support quantized matrices of a shape."""
+    """Return whether the kernels support a quantized matrix [outputs, inputs]."""
     return not (outputs % 16 or inputs % GROUP_SIZES[kind])
 
 
 def quantize(weight: Tensor, kind: QuantizationFormat) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix, or one for each expert: return values and scales."""
+    """Quantize a matrix [O, I], or one per expert [E, O, I]. Return values and scales as in `QuantizedWeight`."""
     if weight.dim() == 3:
         pairs = [quantize(matrix, kind) for matrix in weight]
         return torch.stack([values for values, _ in pairs]), torch.stack([scales for _, scales in pairs])
@@ -372,7 +405,7 @@ def quantize(weight: Tensor, kind: QuantizationFormat) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tensor:
-    """Return the matrix, or matrices, of quantized values and scales, in fp32."""
+    """Return the matrix [O, I], or matrices [E, O, I], in fp32: the inverse of `quantize` up to rounding."""
     if kind == "int8":
         return values.float() * scales.view(torch.bfloat16).float()
     if kind == "fp8":
@@ -398,46 +431,49 @@ def _quantize_int4(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
     groups_OGI = wide_OI.unflatten(1, (-1, GROUP_SIZES["int4"]))
     # Start with the full range.
     best = _round_groups(groups_OGI)
-    if (_count_levels(groups_OGI[:4]) <= 16).all():
-        # The matrix was dequantized from blocks of 4 bits (Q4_0, Q4_K of GGUF), whose levels may reach beyond their
-        # values: take the same levels, which loses nothing.
+    # Check about four rows, spread over the matrix: its first rows can be zeros.
+    sample_OGI = groups_OGI[:: max(1, len(groups_OGI) // 4)]
+    if (_count_levels(sample_OGI) <= 16).all():
+        # These rows have at most 16 levels per group, so the matrix was dequantized from a 4-bit format (Q4_0, Q4_K
+        # of GGUF). A group there need not use all of its 16 levels. Take the original levels: this loses nothing.
         candidates = [_round_groups(groups_OGI, steps_OG1=(_count_levels(groups_OGI) - 1).clamp(1, 15))]
     else:
-        # A smaller range may have a smaller error.
+        # A smaller range may have a smaller error, although it clips the outermost values.
         candidates = [_round_groups(groups_OGI, shrink) for shrink in _SHRINKS]
     for candidate in candidates:
         better_OG1 = candidate[0] < best[0]
         best = [torch.where(better_OG1, new, old) for new, old in zip(candidate, best, strict=True)]
     _, scale_OG1, midpoint_OG1, values_OGI = best
-    # Two values of 4 bits a byte: even elements in the low half.
+    # Two 4-bit values per byte, even elements in the low half.
     values_OI = values_OGI.flatten(1).to(torch.uint8)
     scales = torch.cat([scale_OG1, midpoint_OG1], -1).flatten(1).to(torch.bfloat16)
     return values_OI[:, ::2] | values_OI[:, 1::2] << 4, scales.view(torch.int16)
 
 
 def _count_levels(groups_OGI: Tensor) -> Tensor:
-    """Return how many equidistant levels [O, G, 1] reach from a group's lowest value to its highest.
+    """Return the number of equidistant levels [O, G, 1] from a group's lowest value to its highest.
 
-    Their distance is the smallest between two different values. Values on no such levels give a large number.
+    The distance of two levels is the smallest difference between two values. If the values are not equidistant, the
+    result is a large number.
     """
     sorted_OGI = groups_OGI.sort(-1).values
     range_OG1 = sorted_OGI[..., -1:] - sorted_OGI[..., :1]
     gaps_OGI = sorted_OGI.diff(dim=-1)
-    # Equal values, up to the rounding of fp32, are on one level.
+    # Values that differ only by the rounding of fp32 are on the same level.
     step_OG1 = gaps_OGI.masked_fill(gaps_OGI <= range_OG1 * 1e-4, torch.inf).amin(-1, keepdim=True)
     return (range_OG1 / step_OG1).round() + 1
 
 
 def _round_groups(groups_OGI: Tensor, shrink: float = 1.0, steps_OG1: Tensor | float = 15.0) -> list[Tensor]:
-    """Return the squared error of groups, their scales, midpoints and values.
+    """Return the squared errors, scales and midpoints [O, G, 1] of groups, and their values [O, G, I] from 0 to 15.
 
     Args:
-        shrink: factor of the range.
-        steps_OG1: how many steps divide the range; at most 15.
+        shrink: factor of each group's range, up to 1.
+        steps_OG1: number of steps that divide the range; at most 15.
     """
     low_OG1, high_OG1 = groups_OGI.aminmax(dim=-1, keepdim=True)
     scale_OG1 = ((high_OG1 - low_OG1) * shrink / steps_OG1).clamp_min(1e-12).bfloat16().float()
-    # The middle of the range is a level if the number of steps is even, else it is between two.
+    # The middle of the range is a level if the number of steps is even; otherwise it is halfway between two levels.
     midpoint_OG1 = ((high_OG1 + low_OG1 + scale_OG1 * (steps_OG1 % 2)) / 2).bfloat16().float()
     values_OGI = ((groups_OGI - midpoint_OG1) / scale_OG1 + 8).round().clamp(0, 15)
     error_OG1 = ((values_OGI - 8) * scale_OG1 + midpoint_OG1 - groups_OGI).square().sum(-1, keepdim=True)
@@ -445,14 +481,15 @@ def _round_groups(groups_OGI: Tensor, shrink: float = 1.0, steps_OG1: Tensor | f
 
 
 def quantizing_reader(parts: Iterable[nn.Module], read: TensorReader) -> TensorReader:
-    """Return a reader that also knows the values and scales of quantized matrices.
+    """Return a reader of parameters that also returns the values and scales of the quantized matrices in `parts`.
 
-    A matrix is read and quantized when the first of the two is requested.
+    `read` must return the unquantized matrix. The first request for values or scales reads and quantizes the matrix,
+    and the request for the other one follows.
     """
     quantized = {
         name: module for part in parts for name, module in part.named_modules() if isinstance(module, QuantizedWeight)
     }
-    # The other one of the two, until it is requested.
+    # Values and scales of the last matrix that are not yet requested. Only one matrix is kept, to save memory.
     pending: dict[str, Tensor] = {}
 
     def read_part(name: str) -> Tensor:

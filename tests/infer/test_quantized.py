@@ -220,6 +220,13 @@ def test_quantized_matrices_are_not_rounded_again() -> None:
     assert torch.allclose(plain(matrix, "int4"), matrix, rtol=1e-5, atol=1e-7)
 
 
+def test_rows_of_zeros_change_no_other_row() -> None:
+    """Zeros have few levels, but the matrix below them was never in a format of 4 bits."""
+    matrix = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    padded = torch.cat([torch.zeros(8, 64), matrix])
+    assert torch.equal(plain(padded, "int4")[8:], plain(matrix, "int4"))
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_blocks_of_gguf_files_keep_their_levels(kind: str) -> None:
     """A group of a Q4_0 or Q4_K block seldom has all 16 levels, so that its range alone does not give them."""
