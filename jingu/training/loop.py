@@ -1,4 +1,4 @@
-"""The training loop: one for every task. Read it from top to bottom."""
+"""The training loop, which all tasks share."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from jingu.training.step import StepResult, train_step
 from jingu.training.task import StepNotStartedError, Task
 from jingu.training.throughput import ThroughputMeter
 
-# `MetricsFile.write`; on ranks other than the first it does nothing.
+# Writes a line of metrics, as `MetricsFile.write`; does nothing on ranks other than the first.
 WriteMetrics = Callable[..., None]
 
 
-# The loop reads at least every so many steps whether the loss is finite: reading waits for the device.
+# Steps after which the loop at the latest checks that the loss is finite. It is not checked every step, because reading
+# the loss makes the host wait for the device.
 CHECK_EVERY = 10
-# Steps in a row without a finite loss and gradient after which a run has diverged.
+# A run has diverged after this number of consecutive steps without a finite loss and gradient.
 DIVERGENCE_STEPS = 3
 
 
@@ -49,11 +50,13 @@ class DivergenceError(JinguError):
 
 @dataclass(frozen=True)
 class Trainer:
-    """What the loop works with: it stays the same from the first step to the last.
+    """The objects that the loop uses, which are the same from the first step to the last.
 
     Attributes:
         plan: how the global batch is divided over ranks and micro-batches.
-        plan_check: compares the run with what was planned.
+        meter: measures training time and tokens per second.
+        is_compiled: whether blocks and loss are compiled.
+        plan_check: compares time and memory of the run with its plan.
     """
 
     run: Run
@@ -74,15 +77,19 @@ def train_loop(
 
     Args:
         progress: where to start; updated in place.
+        stop: lets all ranks stop at the same step.
+        write: writes lines of metrics.jsonl.
 
     Returns:
-        Whether the run is complete; False if a signal stopped it (and the state is saved).
+        Whether the run is complete; False if a signal stopped it. The state is saved then, unless the last steps were
+        not finite.
 
     Raises:
         DivergenceError: the loss is not finite, and `train.on_divergence` is not `continue`.
+        StepNotStartedError: a step could not start. The state is saved, unless the last steps were not finite.
     """
     config = trainer.run.config
-    # Losses are summed on the device, so that most steps never wait for it.
+    # Losses are summed on the device, so that the host does not wait for it in most steps.
     loss_sum = torch.tensor(progress.loss_sum, dtype=torch.float64, device=trainer.ranks.device)
     nonfinite_steps = torch.tensor(progress.nonfinite_steps, device=trainer.ranks.device)
     if progress.evaluation_due:  # the run was stopped right before this evaluation
@@ -98,7 +105,7 @@ def train_loop(
             nonfinite_steps = (nonfinite_steps + 1) * ~result.is_finite
             bar.update()
 
-            # 2. Decide, equally on all ranks, what follows the step.
+            # 2. Decide what follows the step. All ranks must decide the same.
             shared = stop.ask(*checkpointer.status())
             is_last = progress.step == config.train.steps
             is_stopped = bool(shared.stop) and not is_last
@@ -112,7 +119,7 @@ def train_loop(
             if not (logs or saves or copies or evaluates or _is_due(progress.step, CHECK_EVERY)):
                 continue
 
-            # 3. Read the losses, which waits for the device; only then does the clock show the time of the steps.
+            # 3. Read the losses, which waits for the device. The meter is updated after that, so it counts whole steps.
             progress.loss_sum = float(loss_sum.item())
             trainer.meter.update(progress)
 
@@ -148,10 +155,12 @@ def _save(
     saves: bool,
     copies: bool,
 ) -> None:
-    """Save the state, and copy it to main memory.
+    """Save the state of the run.
 
     Args:
-        exit_code: of a run that a signal stops; None: no signal does.
+        exit_code: exit code of a run that a signal stops; None: it continues.
+        saves: whether a checkpoint is due; a run that is complete always saves one.
+        copies: whether a copy to main memory is due.
     """
     config = trainer.run.config
     is_complete = progress.is_complete(config)
@@ -171,7 +180,10 @@ def _save(
 def _save_on_failure(
     trainer: Trainer, progress: Progress, checkpointer: Checkpointer, loss_sum: Tensor, nonfinite_steps: Tensor
 ) -> Iterator[None]:
-    """Save the state if the next step cannot start."""
+    """Save the state if the step within the block cannot start, and raise its error.
+
+    Nothing is saved before the first step, or after steps that were not finite.
+    """
     try:
         yield
     except StepNotStartedError:
@@ -184,16 +196,18 @@ def _save_on_failure(
 
 
 def _profiler(trainer: Trainer, progress: Progress) -> AbstractContextManager[Callable[[], None]]:
+    """Return the context of `profile_steps` for this run."""
     folder = trainer.run.folder / "profile"
     steps = trainer.run.config.train.profile.steps
     return profile_steps(folder, steps, trainer.ranks.rank, progress.step, trainer.model.activity)
 
 
 def _progress_bar(trainer: Trainer, progress: Progress) -> tqdm:
-    # tqdm disables a bar by itself (None) where there is no terminal.
+    """Return a progress bar over the steps of the run, which is shown only by the first rank and in a terminal."""
+    # None lets tqdm disable the bar if there is no terminal.
     disable = None if trainer.ranks.is_first else True
     steps = trainer.run.config.train.steps
-    # The time left follows from about the last 50 steps.
+    # The bar estimates the time left from about the last 50 steps.
     return tqdm(total=steps, initial=progress.step, unit="step", disable=disable, dynamic_ncols=True, smoothing=0.02)
 
 
@@ -203,6 +217,7 @@ def _log_stop(progress: Progress, steps: int, is_saved: bool) -> None:
 
 
 def _log_completion(trainer: Trainer, progress: Progress) -> None:
+    """Log the results of a complete run: steps, validation metrics, and where its checkpoint is."""
     warning = "the loss is not finite" if progress.nonfinite_steps else ""
     validation = _format_validation(progress.evaluation or {})
     patience = ""
@@ -215,6 +230,9 @@ def _log_completion(trainer: Trainer, progress: Progress) -> None:
 
 def _check_divergence(run: Run, progress: Progress, nonfinite_steps: int) -> bool:
     """Log when the loss becomes non-finite, and when it recovers.
+
+    Args:
+        nonfinite_steps: number of consecutive steps, up to the last one, without a finite loss and gradient.
 
     Returns:
         Whether the weights may be saved.
@@ -229,7 +247,7 @@ def _check_divergence(run: Run, progress: Progress, nonfinite_steps: int) -> boo
     elif progress.nonfinite_steps and not nonfinite_steps:
         log_info(f"The loss is finite again at step {progress.step}.")
     progress.nonfinite_steps = nonfinite_steps
-    # fp16 skips these steps, and its weights stay as they were.
+    # With fp16, a step whose gradient is not finite is skipped: the weights do not change.
     keeps_weights = run.config.precision.type == "fp16"
     limit = DIVERGENCE_STEPS
     if progress.step == train.steps and not keeps_weights:
@@ -239,9 +257,9 @@ def _check_divergence(run: Run, progress: Progress, nonfinite_steps: int) -> boo
     raise DivergenceError(
         f"the run has diverged: its loss or gradient is not finite since step {first}.",
         where=run.folder,
-        fix="Its checkpoints are from before. Resume with a lower rate (optimizer.lr=... --allow optimizer), or let "
-        "train.on_divergence=rollback halve it; a longer schedule.warmup or a lower train.max_grad_norm may help a new "
-        "run.",
+        fix="Its checkpoints are from before the divergence. Resume with a lower learning rate (optimizer.lr=... "
+        "--allow optimizer), or let train.on_divergence=rollback halve it. In a new run, a longer schedule.warmup or a "
+        "lower train.max_grad_norm may help.",
     )
 
 
@@ -250,7 +268,13 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
-    """Take one optimizer step with the learning rate and the loss scale of the moment, and count it."""
+    """Take one step with its learning rate and the current loss scale, and update `progress`.
+
+    Learning from rewards may take several updates (`BatchPlan.updates`) per step.
+
+    Returns:
+        The result of the last update.
+    """
     config = trainer.run.config
     # The schedule is a pure function of the step, so a resumed run needs no other state.
     lr = learning_rate(config.schedule, config.optimizer.lr, progress.step, config.train.steps)
@@ -284,7 +308,11 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
 
 
 def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteMetrics, bar: tqdm) -> None:
-    """Write a line of metrics, and warn when the loss rises far above its past."""
+    """Log and write the metrics since the last logged step, and warn if the loss has risen far above its past.
+
+    Args:
+        result: result of the step that is logged.
+    """
     loss = progress.loss_sum / progress.loss_steps
     progress.loss_sum = 0.0
     progress.loss_steps = 0
@@ -326,31 +354,41 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
 
 
 def _evaluate(trainer: Trainer, progress: Progress, write: WriteMetrics) -> None:
-    """Let the task evaluate the model, and write what it returns."""
+    """Evaluate the model with its task and on the evaluation tasks, and write the results as lines of metrics."""
     progress.evaluation_due = False
     config = trainer.run.config
     if not config.evaluation.every:
         return
     trainer.model.activity.enter("evaluate")
     start_time = time.perf_counter()
-    final = progress.step == config.train.steps
-    evaluation = trainer.task.evaluate(trainer.model, trainer.plan.micro_batch_size, final=final)
+    is_last = progress.step == config.train.steps
+    evaluation = trainer.task.evaluate(trainer.model, trainer.plan.micro_batch_size, final=is_last)
     metrics = dict(evaluation.metrics)
-    if metrics:
-        log_info(f"step {progress.step}: {_format_validation(metrics)}")
-    for name, measures in measure_tasks(trainer.run, trainer.model).items():
-        log_info(f"step {progress.step}: {name} {describe(measures)}")
+    tasks = measure_tasks(trainer.run, trainer.model)
+    for name, measures in tasks.items():
         metrics |= {f"{TASKS_PREFIX}{name}/{measure}": value for measure, value in measures.items()}
     if metrics:
         progress.add_evaluation(metrics, config.checkpoint.best_metric)
+        # If this evaluation ends the run before its last step, evaluate as at the end of a run.
+        settings = config.evaluation
+        if not is_last and progress.is_complete(config) and settings.limit(final=True) != settings.limit(final=False):
+            evaluation = trainer.task.evaluate(trainer.model, trainer.plan.micro_batch_size, final=True)
+            metrics = {**metrics, **evaluation.metrics}
+            progress.evaluation = metrics
+        if evaluation.metrics:
+            log_info(f"step {progress.step}: {_format_validation(metrics)}")
+        for name, measures in tasks.items():
+            log_info(f"step {progress.step}: {name} {describe(measures)}")
         write("evaluation", progress.step, **metrics, seconds=time.perf_counter() - start_time)
     for prompt, text in evaluation.samples:
         write("sample", progress.step, prompt=prompt, text=text)
 
 
 def _format_validation(metrics: Mapping[str, float | None]) -> str:
-    """Return metrics of the validation split, such as `validation loss 2.1234, bits per byte 0.9876`; counts and tasks
-    are left out."""
+    """Return losses on the validation split as text, such as `validation loss 2.1234, bits per byte 0.9876`.
+
+    Counts and the results of evaluation tasks are left out. Without any loss the text is empty.
+    """
     values = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in metrics.items()

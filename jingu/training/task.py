@@ -1,4 +1,4 @@
-"""Task: what the training loop optimizes. Pretraining, fine-tuning and alignment are tasks; the loop knows none."""
+"""The interface between the training loop and its tasks, such as pretraining, fine-tuning and alignment."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Evaluation:
     """Results of one evaluation of a model by its task.
 
     Attributes:
-        metrics: values by name, `loss` among them; empty without a validation split.
-        samples: pairs (prompt, continuation).
+        metrics: values by name, including `loss`; empty without a validation split.
+        samples: pairs (prompt, continuation), as text.
     """
 
     metrics: dict[str, float | None]
@@ -32,17 +32,21 @@ class Evaluation:
 
 
 class StepNotStartedError(JinguError):
-    """`Task.begin_step` failed on all ranks alike, before anything has changed: the state of the run can be saved."""
+    """`Task.begin_step` failed on all ranks, before it changed anything, so that the state of the run can be saved."""
 
 
 class Task(Protocol):
-    """Batches, their loss, and an evaluation. Every rank has one and calls its methods in the same order."""
+    """Batches, their loss, and an evaluation.
+
+    Every rank has a task, and all ranks must call its methods in the same order.
+    """
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
-        """Do what a step needs the model for before its batches are read: generate answers, or check a reference.
+        """Prepare a step before its batches are read, such as by generating answers or checking the reference model.
 
         Args:
             plan: how the global batch is divided.
+            step: number of the optimizer step, counted from 0.
 
         Raises:
             StepNotStartedError: the step cannot start.
@@ -51,49 +55,53 @@ class Task(Protocol):
     def batch(self, step: int, first: int, count: int) -> Batch:
         """Return rows [first, first + count) of the global batch of a step, on the CPU.
 
-        A task whose rows depend on nothing but these numbers may prefetch them in a thread.
+        If the rows depend only on these arguments, the task may prefetch them in a thread.
         """
 
     def denominator(self, batch: Batch) -> float:
-        """Return the number of units in a batch that the loss is averaged over: tokens, sequences or pairs."""
+        """Return the number of units in a batch over which the loss is averaged: tokens, sequences or pairs."""
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        """Return the coefficient of each value of `loss`, by name and in its order; 0 for what is only a metric. The
-        first is named `loss`."""
+        """Return the coefficient of each value that the method `loss` returns, by name and in the same order.
+
+        The first name is `loss`. A coefficient of 0 makes the value a metric that is not trained on.
+        """
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Return the loss summed over the units of a batch; or [n], where other sums follow it.
+        """Return the loss of a batch, summed over its units; or with further terms [n], such as auxiliary losses.
 
         Args:
             model: the whole model, or one stage of a pipeline, which is called in the same way.
         """
 
     def end_step(self) -> Mapping[str, Tensor | float]:
-        """Return what the step has measured, by name, equal on all ranks: scalars that may be on the device. Called
-        after the weights have changed."""
+        """Return further metrics of the step, by name and equal on all ranks: numbers, or scalars on the device.
+
+        It is called after the weights are updated.
+        """
 
     def tensors(self) -> dict[str, TensorBlock]:
-        """Return what belongs to a checkpoint beside model and optimizer, by name: a second model that is trained."""
+        """Return the tensors of the task for a checkpoint, by name, such as those of a second model that is trained."""
 
     def state(self) -> Any:
-        """Return what else belongs to a checkpoint, as JSON, on the first rank. All ranks call it together."""
+        """Return other state of the task for a checkpoint, as a JSON value on the first rank. All ranks call it."""
 
     def load_state(self, state: Any) -> None:
-        """Continue from what `state` returned; None: from the beginning. All ranks call it."""
+        """Restore the state that `state` returned; None: start from the beginning. All ranks call it."""
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
-        """Evaluate the model.
+        """Evaluate the model. All ranks call it.
 
         Args:
-            micro_batch_size: rows of a forward pass on one rank.
-            final: whether the run ends with this evaluation.
+            micro_batch_size: rows per forward pass on one rank.
+            final: whether this is the evaluation at the end of the run.
         """
 
 
 class StatelessTask:
-    """Base of tasks whose checkpoints hold nothing beside model and optimizer.
+    """Base of tasks that add nothing to a checkpoint of model and optimizer.
 
-    By default they average over trained tokens, prepare nothing before a step, and measure nothing but the loss terms.
+    By default they average the loss over trained tokens, prepare nothing before a step, and have no further metrics.
     """
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
@@ -120,11 +128,13 @@ class StatelessTask:
 
 @dataclass(frozen=True)
 class TaskFactory:
-    """How the task of a run is made. `jingu train` uses that of pretraining; other rooms inject their own.
+    """Creates the task of a run. This package has the factory of pretraining; other packages pass their own to `train`.
 
     Attributes:
-        create: from the run, the mesh that its model is laid out over, and whether to compile the loss.
-        rows_per_group: neighboring rows that must be in one micro-batch, such as the two answers of a preference pair.
+        create: creates the task, given the run, the mesh over which its model is laid out, and whether to compile the
+            loss.
+        rows_per_group: returns the number of neighboring rows that must be in one micro-batch, such as the two answers
+            of a preference pair.
         check: raises JinguError, before a model is built, if the task cannot start.
     """
 

@@ -96,9 +96,13 @@ def test_training_ends_when_a_task_stops_improving(
     # At this rate accuracy does not change.
     changes = {"optimizer.lr": 1e-12, "train.steps": 9, "evaluation.every": 1, "evaluation.patience": 2}
     changes |= {"checkpoint.best_metric": "tasks/sums/acc", "evaluation.tasks": [str(write_task())]}
+    changes |= {"evaluation.num_sequences": 1, "evaluation.num_sequences_at_end": 2}
     config = tiny_run(changes)
     assert train(config) == 0
     run = Path(config.runs_dir) / config.name
+    # The evaluation that ends the run is the last one, and has as many sequences as that.
+    tokens = [row["tokens"] for row in read_run(run).evaluations.values()]
+    assert tokens == [tokens[0], tokens[0], 2 * tokens[0]]
     assert max(read_run(run).train) == 3 and [path.name for path in (run / "checkpoints").iterdir()] == [
         "step-00000003"
     ]
