@@ -1,4 +1,4 @@
-"""`jingu config show` and `jingu plan`: what follows from the settings of a run, before it starts."""
+"""`jingu config show` and `jingu plan`: layout, memory, time and cost of a run, computed before it starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 
 
 def show_config(config: RunConfig, processes: int | None = None) -> None:
-    """Print every setting of a run, and what follows from them, as a YAML file that can replace the first."""
+    """Print all settings of a run as YAML, followed by comments with the values that are computed from them.
+
+    Args:
+        processes: number of ranks; None: one.
+    """
     world = processes or 1
     rows = derive_plan(config, world)
     width = max(len(name) for name, _ in rows)
@@ -58,7 +62,10 @@ def show_config(config: RunConfig, processes: int | None = None) -> None:
 
 
 def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
-    """Return the arithmetic of a run as pairs of name and text.
+    """Return the values that follow from the settings of a run, such as tokens per step, as pairs of name and text.
+
+    Args:
+        world: number of ranks.
 
     Raises:
         JinguError: ranks, model or batch cannot be divided.
@@ -95,8 +102,10 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
 
 
 def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
-    """Return the spec of the run and None; or the spec of its settings, and the initial model that must exist before
-    the run's spec is known."""
+    """Return the spec of a run; and None, or the path of the initial model or tokenizer that does not exist yet.
+
+    Without them, and without a preset, the spec is the one that the settings alone describe.
+    """
     initial_model = config.initialize.from_
     tokenizer = Path(config.tokenizer.path)
     vocabulary, length = config.tokenizer.vocab_size, config.batch.sequence_length
@@ -113,21 +122,21 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     spec = spec_from_settings(config.model, vocabulary, length)
     if initial_model is None or config.model.preset is not None:
         return _add_tuning(spec, config), None
-    return spec, initial_model
+    return spec, str(tokenizer) if Path(initial_model).exists() else initial_model
 
 
 def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """Return the spec with what `task` and `tune` train."""
+    """Return the spec with the heads of `task` and the adapters or frozen parameters of `tune`."""
     if isinstance(config.task, PretrainingSettings) and config.tune == FullSettings() and not spec.score_head:
         return spec
-    # It imports the whole of training, which takes longer than a plan.
+    # Imported late, because it imports all of training, which takes longer than a plan.
     from jingu.training.run import apply_tuning
 
     return apply_tuning(spec, config)
 
 
 def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan) -> str:
-    """Return what the fullest rank of the pipeline holds, as text."""
+    """Return the memory of the fullest rank, in total and by part, as text."""
     from jingu.runtime.ranks import choose_device
     from jingu.training.precision import choose_precision
 
@@ -143,7 +152,7 @@ def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: B
 
 
 def _format_steps(length: int | float, steps: int) -> str:
-    """Return a number of steps, and how it follows if it is a share of the run."""
+    """Return a number of steps as text; for a share of the run (a float), with its computation."""
     text = pluralize(resolve_steps(length, steps), "step")
     return text if isinstance(length, int) else f"{text} = {length} × {steps:,}"
 
@@ -157,10 +166,11 @@ NODES = [2**power for power in range(8)]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `jingu plan` was asked for.
+    """The run that `jingu plan` plans.
 
     Attributes:
-        has_layout: whether the settings name a layout, or the best one is searched for.
+        has_layout: whether the settings name a layout; if not, the best one is searched for.
+        assumptions: sentences about what the plan assumes of the run.
     """
 
     config: RunConfig
@@ -171,16 +181,19 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """What to plan.
+    """The arguments of `jingu plan`.
 
     Attributes:
-        target: a run's file, a preset, a Hugging Face config (or its folder), or a DeepSpeed configuration.
-        on: a machine: of the library, a YAML file, or `here`.
-        gpus: cards of a node; None: as many as the machine has.
+        target: the configuration file of a run, a preset, a Hugging Face config (or its folder), or a DeepSpeed
+            configuration.
+        overrides: settings that override those of the target, as on the command line.
+        on: the machine: a name of the library, a YAML file, or `here`.
+        gpus: GPUs per node; None: as many as the machine has.
         mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
-            first rank; `serve` plans generation instead of training. None plans the layout of the settings, or of a
-            model alone the best one. A number is `clusters`, and days within which the run must end.
-        price: of a card's hour.
+            first rank; `serve` plans generation instead of training. A number is the same as `clusters`, and also the
+            days within which the run must end. None plans the layout of the settings; for a model without settings, the
+            best layout.
+        price: price per GPU-hour; None: unknown.
     """
 
     target: str
@@ -192,24 +205,29 @@ class PlanQuery:
     price: float | None = None
 
     def machine(self) -> Machine:
-        """Return the machine, with the cards of a node that were asked for."""
+        """Return the machine, with `gpus` GPUs per node."""
         machine = find_machine(self.on)
         return machine.with_nodes(self.gpus or machine.gpus_per_node)
 
 
 def plan(query: PlanQuery, as_json: bool = False) -> int:
-    """Say what a run will take: memory of the fullest rank, time of a step, cost.
+    """Print the plan of a run: memory of the fullest rank, time of a step, cost.
+
+    Args:
+        as_json: print JSON instead of tables.
 
     Returns:
-        The exit code: 0; 1 if no layout fits into memory.
+        The exit code: 0; 1 if no layout fits into memory, or none ends within the days of `mode`.
 
     Raises:
         JinguError: the target or the machine is unknown, or the layout is impossible.
     """
+    # 1. Read the machine and the run.
     machine, mode, price = query.machine(), query.mode, query.price
     ranks = query.nodes * machine.gpus_per_node
     request = _read_target(query.target, query.overrides, ranks)
     config, spec = request.config, request.spec
+    # 2. Modes that print something other than a forecast of one layout.
     if mode == "serve":
         serving = plan_serving(spec, machine, query.gpus or 1, config.batch.sequence_length)
         if as_json:
@@ -221,6 +239,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         return _plan_clusters(request, machine, price, mode if isinstance(mode, float) else None, as_json=as_json)
     if mode == "exact":
         return _replay(request, machine, ranks, as_json=as_json)
+    # 3. Forecast the layout of the settings, or search for the best one.
     if mode is None and request.has_layout:
         work = run_workload(config, spec, *plan_layout(config, ranks, spec), _software(config, machine))
         outcome = forecast_fitting(request, [work], machine, price)
@@ -231,6 +250,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         if not result.best:
             return 1
         outcome = forecast_fitting(request, [layout.work for layout in result.best], machine, price)
+    # 4. Print the forecast. After a search, its table is printed already.
     if as_json:
         print(json.dumps(outcome.to_json()))
     elif mode is None:
@@ -241,7 +261,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
 
 
 def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool) -> int:
-    """Replay a step of the first rank, and print its peak and its collectives."""
+    """Replay a step of the first rank, and print its peak memory and its collectives; return the exit code 0."""
     import torch
 
     from jingu.runtime.device import total_memory
@@ -249,9 +269,9 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     precision = _precision(request.config, machine)
     config, spec = request.config, request.spec
     memory = estimate_memory(config, spec, *plan_layout(config, ranks, spec), precision)
-    # The replay allocates what one rank holds.
+    # The replay allocates as much memory as one rank of the run.
     require_memory(memory, total_memory(torch.device("cpu")) / 2, "the replay, which takes half of this machine,")
-    # It imports the whole of training.
+    # Imported late, because it imports all of training.
     from jingu.training.replay_run import replay_run
 
     record = replay_run(config, spec, precision, ranks, 0)
@@ -272,7 +292,7 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
 
 
 def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int) -> SearchResult:
-    """Return the best layouts of a run on so many ranks, whatever layout its settings have."""
+    """Return the best layouts of a run on a number of ranks; the layout of its settings is ignored."""
     config = config.model_copy(update={"parallel": ParallelSettings()})
     rows = config.batch.global_batch_size
     one = BatchPlan(rows, 1, rows, rows * config.batch.sequence_length)
@@ -284,21 +304,32 @@ def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int)
 def _plan_clusters(
     request: PlanRequest, machine: Machine, price: float | None, days: float | None, *, as_json: bool
 ) -> int:
-    """Print the best layout on 1, 2, 4, ... nodes, as long as the batch suffices."""
+    """Print the best layout on 1, 2, 4, ... nodes, as long as the global batch has a row for each rank.
+
+    Args:
+        days: days within which the run must end; None: no limit.
+
+    Returns:
+        The exit code: 0; 1 if no layout fits into memory and ends within the days.
+    """
     forecasts = _forecast_clusters(request, machine, price, NODES)
     if as_json:
         print(json.dumps([result.to_json() for result in forecasts]))
     elif forecasts:
         print_clusters(forecasts, days)
     else:
-        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name} with a row of the batch for each card.")
+        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name} with a row of the batch for each GPU.")
     return int(not any(days is None or result.days <= days for result in forecasts))
 
 
 def _forecast_clusters(
     request: PlanRequest, machine: Machine, price: float | None, sizes: Iterable[int]
 ) -> list[Forecast]:
-    """Return the forecasts of the best layouts on those numbers of nodes on which the run fits."""
+    """Return the forecast of the best layout for each number of nodes on which the run fits.
+
+    Args:
+        sizes: numbers of nodes.
+    """
     config, forecasts = request.config, []
     for ranks in (nodes * machine.gpus_per_node for nodes in sizes):
         # Each rank needs a row.
@@ -314,10 +345,12 @@ def _forecast_clusters(
 def forecast_fitting(
     request: PlanRequest, works: Sequence[Workload], machine: Machine, price: float | None
 ) -> Forecast:
-    """Return the forecast of the fastest layout that fits with what the task adds to it; if none fits, of the first.
+    """Return the forecast of the fastest layout that fits into memory; if none fits, that of the first one.
+
+    Unlike the search, it accounts for what the task adds to a step, such as generation and other models.
 
     Args:
-        works: steps in several layouts, best first by their updates alone.
+        works: workloads of one update in several layouts, the fastest update first.
     """
     config = request.config
     outcomes = [
@@ -334,10 +367,10 @@ def forecast_fitting(
 
 
 def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
-    """Return the forecast of a run, and those of its best layouts on a quarter to four times as many cards.
+    """Return the forecast of a run, and those of its best layouts on a quarter to four times as many GPUs.
 
     Raises:
-        JinguError: as `plan`, or no layout fits into memory.
+        JinguError: as for `plan`; or no layout fits into memory.
     """
     machine, nodes, price = query.machine(), query.nodes, query.price
     ranks = nodes * machine.gpus_per_node
@@ -357,12 +390,12 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
 
 
 def _software(config: RunConfig, machine: Machine) -> Software:
-    """Return how a run executes its steps on a machine."""
+    """Return how a run executes a step on a machine, such as the bytes of its dtypes."""
     return run_software(_precision(config, machine)) if machine.is_shared else card_software(config.precision)
 
 
 def _precision(config: RunConfig, machine: Machine) -> Precision:
-    """Return the precision of a run on a machine: cards compute bf16, and CPUs what this one computes."""
+    """Return the precision of a run on a machine. `auto` is bf16 on GPUs, and that of this machine's CPU on CPUs."""
     import torch
 
     from jingu.training.precision import choose_precision
@@ -370,12 +403,16 @@ def _precision(config: RunConfig, machine: Machine) -> Precision:
     settings = config.precision
     if settings.type == "auto" and not machine.is_shared:
         settings = PrecisionSettings(type="bf16", reduce=settings.reduce)
-    # A CPU takes every format. Which ones the cards of the other machine have is not known here.
+    # Resolved for a CPU, which supports all dtypes: whether the planned GPUs support one cannot be checked here.
     return choose_precision(settings, torch.device("cpu"))
 
 
 def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanRequest:
-    """Return the run and the model that the first argument names."""
+    """Return the run that the first argument of `jingu plan` names.
+
+    Args:
+        ranks: number of ranks, which sizes the default batch and converts the batch of DeepSpeed.
+    """
     path = Path(target).expanduser()
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
@@ -395,7 +432,7 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
         return PlanRequest(config, spec, True, [f"{key}: {note}" for key, note in notes.items()])
     else:
         spec = find_preset(target)
-    # A model alone: batches of about four million tokens, as such models are trained with.
+    # A model without settings: assume batches of about four million tokens, which are common in pretraining.
     length = min(spec.max_position_embeddings, 4096)
     defaults = [
         f"batch.sequence_length={length}",

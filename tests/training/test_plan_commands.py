@@ -57,3 +57,13 @@ def test_the_layout_names_the_ranks_of_experts() -> None:
     config = RunConfig.model_validate({"model": {"family": "mixtral"}, "parallel": {"expert": 4}})
     assert ("layout", "8 = 8 shard (ZeRO 1, 4 expert)") in plan_commands.derive_plan(config, 8)
     assert ("layout", "8 = 8 shard (ZeRO 1)") in plan_commands.derive_plan(RunConfig(), 8)
+
+
+def test_config_show_names_the_file_without_which_memory_is_unknown(tmp_path: Path) -> None:
+    tokenizer, model = tmp_path / "tokenizer", tmp_path / "model"
+    config = RunConfig.model_validate(
+        {"tokenizer": {"path": str(tokenizer)}, "initialize": {"from": str(model)}, "tune": {"type": "full"}}
+    )
+    assert dict(plan_commands.derive_plan(config, 1))["memory per rank"] == f"unknown until {model} exists"
+    model.mkdir()
+    assert dict(plan_commands.derive_plan(config, 1))["memory per rank"] == f"unknown until {tokenizer} exists"
