@@ -1,1 +1,1 @@
-"""The model: its spec, its layers, its families and its first weights. Plain PyTorch that knows nothing of ranks."""
+"""The model: spec, layers, families and weight initialization. It is plain PyTorch, and knows nothing of ranks."""

@@ -1,7 +1,7 @@
 """Adapters of matrices: LoRA (Hu et al., 2022), DoRA (Liu et al., 2024), IA³ (Liu et al., 2022).
 
-Shapes: B rows, T tokens, R rank, I inputs, O outputs, E experts, M choices, V vocabulary, D hidden size, N trained
-tokens.
+Shapes: B rows, T tokens, R rank, I inputs, O outputs, E experts, M token-expert pairs, V vocabulary, D hidden size,
+N tokens whose embeddings are trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
 
-# Initializations that move a part of the frozen matrix into the adapter.
+# Initializations that move a part of the frozen matrix into the adapter (residual initialization).
 RESIDUAL_INITS = ("pissa", "olora")
 
 
@@ -35,7 +35,7 @@ class LoraLinear(Linear):
     """A linear layer with a LoRA or DoRA adapter.
 
     Attributes:
-        first_input: number of the first input here, if a rank has only some of them.
+        first_input: index of this rank's first input in the whole layer; above 0 only under tensor parallelism.
     """
 
     first_input = 0
@@ -44,8 +44,8 @@ class LoraLinear(Linear):
         """
         Args:
             plain: the layer without the adapter.
-            name: name in the model; what dropout drops depends on it.
-            seeds: seeds of the present tokens.
+            name: name of the layer in the model. Dropout depends on it, so that layers drop different inputs.
+            seeds: dropout seeds of the current tokens, which the block sets in each forward pass.
         """
         super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
         self.weight, self.bias = plain.weight, plain.bias
@@ -65,7 +65,7 @@ class LoraLinear(Linear):
         update = self.scale * linear(linear(dropped, self.lora_a), self.lora_b, bias)
         if self.lora_m is None:
             return super().forward(input) + update
-        # DoRA: the lengths of rows are constants in backward (section 4.3 of the paper).
+        # DoRA: the norms of the rows are constants in the backward pass (section 4.3 of the paper).
         factor_O = (self.lora_m / self.row_squares().sqrt()).to(input.dtype)
         return super().forward(input) + (factor_O - 1) * linear(dropped, self.weight) + factor_O * update
 
@@ -78,7 +78,10 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def row_squares(self) -> Tensor:
-        """Return the squared lengths [O] of the rows of matrix plus adapter, in fp32 at least."""
+        """Return the squared norms [O] of the rows of matrix plus update, in at least fp32.
+
+        If the inputs are divided over ranks, tensor parallelism replaces this method by one that sums over the ranks.
+        """
         weight: Tensor | QuantizedWeight = self.weight
         whole = weight.whole() if isinstance(weight, QuantizedWeight) else weight
         wide = torch.promote_types(torch.promote_types(whole.dtype, self.lora_b.dtype), torch.float32)
@@ -86,7 +89,7 @@ class LoraLinear(Linear):
 
 
 class LoraGrouped(GroupedLinear):
-    """A matrix for each expert, with a LoRA adapter for each."""
+    """The matrices of all experts, with a LoRA adapter per expert."""
 
     def __init__(self, plain: GroupedLinear, adapter: Lora) -> None:
         number, outputs, inputs = plain.weight.shape
@@ -97,21 +100,21 @@ class LoraGrouped(GroupedLinear):
         self.lora_b = nn.Parameter(torch.empty(number, outputs, adapter.rank))
 
     def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        """As `GroupedLinear.all`, with the adapters."""
+        """Like `GroupedLinear.all`, with the adapters."""
         x_MR = grouped_matmul(x_MI, self.lora_a.to(x_MI.dtype), ends_E)
         return super().all(x_MI, ends_E) + self.scale * grouped_matmul(x_MR, self.lora_b.to(x_MI.dtype), ends_E)
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
-        """As `GroupedLinear.one`, with the adapter."""
+        """Like `GroupedLinear.one`, with the adapter."""
         x_MR = linear(x_MI, self.lora_a[number])
         return super().one(number, x_MI) + self.scale * linear(x_MR, self.lora_b[number])
 
 
 class AdaptedEmbedding(Embedding):
-    """An embedding with a LoRA adapter, or with trained rows of some tokens.
+    """An embedding with either a LoRA adapter or separately trained rows of some tokens.
 
     Attributes:
-        first_row: the token of the first row here, if a rank has only some of them.
+        first_row: token id of this rank's first row; above 0 only if the vocabulary is sharded.
     """
 
     first_row = 0
@@ -133,17 +136,18 @@ class AdaptedEmbedding(Embedding):
             low_BTR = F.embedding(input, self.lora_b).to(x_BTD.dtype)
             return x_BTD + self.scale * linear(low_BTR, self.lora_a.t())
         assert self.token_rows is not None
+        # Replace the vectors of the trained tokens. `input` counts rows from `first_row`, too.
         ids_N = _ids_tensor(self.token_ids, input.device) - self.first_row
         match_BTN = input.unsqueeze(-1) == ids_N
         rows_BTD = linear(match_BTN.to(x_BTD.dtype), self.token_rows.t())
         return torch.where(match_BTN.any(-1, keepdim=True), rows_BTD, x_BTD)
 
     def with_token_rows(self) -> Tensor:
-        """Return the weight [V, D] with the trained rows, for a head that is tied to it. It has nothing of a LoRA."""
+        """Return the weight [V, D] with the trained rows in place, for a tied head. A LoRA adapter is not included."""
         if self.token_rows is None:
             return self.weight
         ids_N = _ids_tensor(self.token_ids, self.weight.device) - self.first_row
-        # Tokens of other ranks fall on a row behind the last.
+        # The rows of tokens of other ranks go to an extra last row, which is cut off.
         is_here_N = (ids_N >= 0) & (ids_N < self.weight.shape[0])
         rows_N = ids_N.where(is_here_N, self.weight.shape[0])
         padded_VD = F.pad(self.weight, (0, 0, 0, 1))
@@ -156,7 +160,7 @@ def _ids_tensor(ids: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Ia3Linear(Linear):
-    """A linear layer with a trained factor for each of its inputs, or of its outputs (IA³)."""
+    """A linear layer with a trained factor per input or per output (IA³)."""
 
     def __init__(self, plain: Linear, *, of_inputs: bool) -> None:
         super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None)
@@ -172,7 +176,7 @@ class Ia3Linear(Linear):
 
 
 def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
-    """Add adapters to the matrices that the spec names, in place, and freeze what is not trained."""
+    """Add the adapters of the spec in place, quantize the blocks if it says so, and freeze all other parameters."""
     adapter = spec.adapter
     if isinstance(adapter, Lora | Ia3):
         _add_beside(model, adapter)
@@ -185,12 +189,14 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
+    """Add adapters to the matching matrices of the blocks."""
     seeds = BlockDropoutSeeds()
     for prefix, parent in list(model.named_modules()):
-        seeds = getattr(parent, "dropout_seeds", seeds)  # of the block that it is a part of
+        # Modules follow their block in this order, so these are the seeds of the block that contains `parent`.
+        seeds = getattr(parent, "dropout_seeds", seeds)
         for leaf, child in list(parent.named_children()):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            # Routers are weights that others multiply by.
+            # Routers take no adapters: `MoELayer` reads their weight directly, and never calls the module.
             if "blocks." not in prefix or leaf == "router" or not matches_any(name, adapter.target_modules):
                 continue
             if isinstance(child, Linear | GroupedLinear):
@@ -198,19 +204,20 @@ def _add_beside(model: nn.Module, adapter: Lora | Ia3) -> None:
 
 
 def _add_outside(model: nn.Module, spec: ModelSpec, adapter: Lora | Ia3) -> None:
-    """Add adapters to the embedding and the head, which patterns with wildcards do not mean."""
+    """Add adapters to the embedding and the head. These need their exact names: wildcards do not match them."""
     tokens = adapter.trainable_token_indices if isinstance(adapter, Lora) else ()
     targets = [name for name in ("embedding", "head") if name in adapter.target_modules]
     if not targets and not tokens:
         return
+    # Refuse combinations that are not supported.
     is_plain = isinstance(adapter, Lora) and not adapter.use_dora and not adapter.lora_bias
     problem = None
     if not isinstance(adapter, Lora) or (targets and not is_plain):
-        problem = "embedding and head take LoRA alone, without magnitudes and biases"
+        problem = "embedding and head support only LoRA, without DoRA's magnitudes and biases"
     elif spec.num_encoder_layers is not None:
         problem = "the embedding of a model with an encoder takes no adapters"
     elif tokens and ("embedding" in targets or max(tokens) >= spec.vocab_size or len(set(tokens)) < len(tokens)):
-        problem = f"trained tokens are different ids below {spec.vocab_size:,}, of an embedding without LoRA"
+        problem = f"trained tokens must be distinct ids below {spec.vocab_size:,}, of an embedding without LoRA"
     elif "head" in targets and spec.normalize_lm_head:
         problem = "a head whose rows are normalized takes no LoRA"
     elif "head" in targets and spec.tie_word_embeddings:
@@ -220,7 +227,8 @@ def _add_outside(model: nn.Module, spec: ModelSpec, adapter: Lora | Ia3) -> None
         raise JinguError(f"{problem}.", where="tune.target_modules", fix=fix)
     assert isinstance(adapter, Lora)
     own: Any = model
-    # The last stage of a pipeline may have a copy of the embedding for a tied head, which a LoRA does not change.
+    # The last pipeline stage may have a copy of the embedding for a tied head. A LoRA adapter of the embedding does not
+    # change the head, so that copy gets none; trained rows it does get.
     if own.embedding is not None and (tokens or ("embedding" in targets and own.block_range.start == 0)):
         own.embedding = AdaptedEmbedding(own.embedding, adapter.of_module("embedding"))
     if own.head is not None and "head" in targets:
@@ -230,10 +238,12 @@ def _add_outside(model: nn.Module, spec: ModelSpec, adapter: Lora | Ia3) -> None
 def _adapted(
     name: str, child: Linear | GroupedLinear, adapter: Lora | Ia3, seeds: BlockDropoutSeeds
 ) -> Linear | GroupedLinear:
+    """Return the layer `child` with an adapter. Raises JinguError if the adapter does not support experts."""
     if isinstance(child, GroupedLinear):
         if not isinstance(adapter, Lora) or adapter.use_dora or adapter.dropout or adapter.lora_bias:
             raise JinguError(
-                f"{name} holds the matrices of experts, which take LoRA alone, without dropout, magnitudes and biases.",
+                f"{name} holds the matrices of experts, which support only LoRA, without dropout, DoRA's magnitudes "
+                "and biases.",
                 where="tune.target_modules",
                 fix="Leave it out, or set tune.type=lora, tune.dropout=0, tune.use_dora=false and "
                 "tune.lora_bias=false.",
@@ -245,7 +255,11 @@ def _adapted(
 
 
 def check_targets(names: Collection[str], adapter: Adapter) -> None:
-    """Raise JinguError for a pattern that matches no module with an adapter; `names` are those of the parameters."""
+    """Raise JinguError for a pattern that matches no module with an adapter.
+
+    Args:
+        names: names of all parameters of the model, with those of the adapters.
+    """
     modules = {name.rpartition(".")[0] for name in names if name.endswith(ADAPTER_PARAMETERS)}
     patterns = {"target_modules": adapter.target_modules if isinstance(adapter, Lora | Ia3) else ()}
     if isinstance(adapter, Lora):
@@ -263,7 +277,12 @@ def check_targets(names: Collection[str], adapter: Adapter) -> None:
 
 
 def check_saved_modules(names: Collection[str], adapter: Lora, *, is_quantized: bool) -> None:
-    """Raise JinguError for a pattern of `modules_to_save` that matches no module, or modules that cannot be trained."""
+    """Raise JinguError for a pattern of `modules_to_save` that matches no module, or a module that cannot be trained.
+
+    Args:
+        names: names of all parameters of the model, with those of the adapters.
+        is_quantized: whether the blocks are quantized, and therefore cannot be trained.
+    """
     adapted = {name.rpartition(".")[0] for name in names if is_adapter(name)}
     modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
     for pattern in adapter.modules_to_save:
@@ -287,8 +306,9 @@ def merge_parameter(
     """Return the parameter `name` of a model, merged with its adapter if it has one.
 
     Args:
-        names: names of the adapters' parameters, and perhaps of others.
-        read: reads a parameter by name.
+        names: names of the adapters' parameters; others are ignored.
+        value: the parameter before merging.
+        read: reads a parameter of an adapter by name.
     """
     module, _, leaf = name.rpartition(".")
     parts = {kind: read(f"{module}.{kind}") for kind in ADAPTER_PARAMETERS if f"{module}.{kind}" in names}
@@ -296,10 +316,14 @@ def merge_parameter(
 
 
 def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3) -> Tensor:
-    """Return the weight or bias (`leaf`) that computes what a layer and its adapter compute, in fp32 at least.
+    """Return a weight or bias merged with its adapter, in at least fp32.
+
+    A layer with the merged parameters computes the same as the layer with its adapter.
 
     Args:
-        parts: the adapter's parameters; of experts, those of all.
+        value: the layer's weight or bias; of experts [E, O, I].
+        leaf: which of the two it is: "weight" or "bias".
+        parts: the adapter's parameters by their own names, such as "lora_a".
     """
     wide = torch.promote_types(value.dtype, torch.float32)
     total, parts = value.to(wide), {kind: part.to(wide) for kind, part in parts.items()}
@@ -321,9 +345,10 @@ def merge_adapter(value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter
 
 
 def initial_factors(init: LoraInit | str, weight: Tensor, adapter: Lora) -> tuple[Tensor, Tensor]:
-    """Return the matrices A [..., R, I] and B [..., O, R] that PiSSA or OLoRA take from a weight [..., O, I].
+    """Return the initial matrices A [..., R, I] and B [..., O, R] of PiSSA or OLoRA for a weight [..., O, I].
 
-    PiSSA: Meng et al., 2024, arXiv:2404.02948. OLoRA: Büyükakyüz, 2024, arXiv:2406.01775.
+    PiSSA (Meng et al., 2024, arXiv:2404.02948) takes the largest singular values; scale · B·A is their part of the
+    weight. OLoRA (Büyükakyüz, 2024, arXiv:2406.01775) takes the first columns of Q and rows of R of a QR decomposition.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rank = adapter.rank
@@ -334,7 +359,7 @@ def initial_factors(init: LoraInit | str, weight: Tensor, adapter: Lora) -> tupl
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
         roots = (s[..., :rank] / adapter.scale).sqrt()
         a, b = roots.unsqueeze(-1) * vh[..., :rank, :], u[..., :rank] * roots.unsqueeze(-2)
-    # A matrix may have fewer dims than the rank.
+    # The matrix may have fewer dims than the rank: fill up with zeros.
     missing = rank - a.shape[-2]
     return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
 
@@ -342,7 +367,11 @@ def initial_factors(init: LoraInit | str, weight: Tensor, adapter: Lora) -> tupl
 def unmerge_adapter(
     value: Tensor, leaf: str, parts: Mapping[str, Tensor], adapter: Lora | Ia3, dtype: torch.dtype
 ) -> Tensor | None:
-    """Undo `merge_adapter`: return the original in `dtype`, or None if it does not follow from the numbers."""
+    """Undo `merge_adapter`: return the original parameter in `dtype`, or None if it cannot be recovered exactly.
+
+    The original is accepted only if merging it gives `value` again, and merging the neighboring numbers of `dtype` does
+    not.
+    """
     wide = torch.promote_types(value.dtype, torch.float32)
     if isinstance(adapter, Lora):
         original = value.to(wide)
@@ -353,7 +382,7 @@ def unmerge_adapter(
     original = original.to(dtype)
     if not torch.equal(merge_adapter(original, leaf, parts, adapter).to(value.dtype), value):
         return None
-    # Would a neighbouring number have given the same?
+    # The original is ambiguous if the next smaller or larger number would have given the same result.
     for end in (-torch.inf, torch.inf):
         neighbour = torch.nextafter(original, torch.full_like(original, end))
         if bool((merge_adapter(neighbour, leaf, parts, adapter).to(value.dtype) == value).any()):

@@ -1,6 +1,6 @@
-"""Attention to earlier tokens, to all tokens, or to an encoder's states, and its masks and biases.
+"""Self-attention (causal or full) and cross-attention, with their masks and position biases.
 
-Shapes: B rows, T tokens, S keys (T and what a cache holds), D width, H heads, G key-value heads, K head size.
+Shapes: B rows, T tokens, S keys, D hidden size, H heads, G key-value heads, K head size, N buckets of distances.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.sharding_table import ShardingTable
 
-# Which keys a query sees: booleans, or what is added to the scores; documents; None: all keys, or earlier ones.
+# Which keys a query attends to: a tensor of booleans or of biases that are added to the scores, a mask of documents, or
+# None for plain causal (or full) attention.
 AttentionMask = Tensor | DocumentMask | None
 
 
 class BlockContext(NamedTuple):
-    """What all blocks of a stack share in one forward pass.
+    """The data that all blocks of a stack share in one forward pass.
 
     Attributes:
-        rotary: tables of rotary positions.
-        mask: which tokens self-attention sees.
-        encoder_states: [B, S, D]; None if there is no encoder, or if a cache has their keys and values.
-        encoder_mask: which of them each token sees; None: all.
-        tokens: [B, T] token ids, for blocks with trained prompts.
-        dropout_seeds: [B, T] of the tokens; see `Inputs`.
-        source_dropout_seeds: [B, S] of the tokens that an encoder reads.
+        rotary: rotary tables of the positions; None if the model has none.
+        mask: mask of self-attention; unused with a cache.
+        encoder_states: [B, S, D] final hidden states of the encoder; None if there is no encoder, or if a cache has
+            their keys and values.
+        encoder_mask: which of these states each token attends to; None: all.
+        tokens: [B, T] token ids, for blocks with virtual tokens.
+        dropout_seeds: [B, T] dropout seeds of the tokens; see `Inputs`.
+        source_dropout_seeds: [B, S] dropout seeds of the encoder's tokens.
     """
 
     # A tuple rather than a dataclass: FSDP and activation checkpointing look for tensors with gradients in it.
@@ -50,7 +52,7 @@ class BlockContext(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Multi-head or grouped-query attention: the projections, and what self- and cross-attention have in common."""
+    """Multi-head or grouped-query attention: the projections and methods that self- and cross-attention share."""
 
     SHARDING: ClassVar[ShardingTable] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
 
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         hidden_size = model.hidden_size
         self.head_dim = spec.head_dim
         self.scale = None if spec.scale_scores else 1.0
-        # The first head here, of those of the whole model: tensor parallelism sets it.
+        # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.
         self.first_head = 0
         self.q = Linear(hidden_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
         self.k = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
@@ -73,30 +75,34 @@ class Attention(nn.Module):
         self.k_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
 
     def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Return [B, T, H, K] of [B, T, H · K], normalized."""
+        """Split [B, T, H · K] into heads [B, T, H, K], and normalize each head if there is a `norm`."""
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
         split = projected.view(*projected.shape[:-1], -1, self.head_dim)
         return split if norm is None else norm(split)
 
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
-        """Return [B, T, D]: attention of the queries to the keys, through the output projection."""
+        """Return [B, T, D]: attention of the queries to the keys, after the output projection."""
         if isinstance(mask, DocumentMask):
             y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
         else:
             if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-                # The mask has all heads of the model, and this rank some of them.
+                # The mask has all heads of the model. Take those of this rank.
                 mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
             y_BHTK = dot_product_attention(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
 
     def attend_cache(self, cache_attention: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
-        """Return [B, T, D]: what a cache's attention makes of queries (and keys and values), through the output
-        projection."""
+        """Return [B, T, D]: the result of a cache's attention method, after the output projection.
+
+        Args:
+            cache_attention: `LayerKVCache.attend` or `LayerKVCache.attend_source`.
+            x_BTHK: queries; for self-attention also keys and values.
+        """
         return self.output(cache_attention(*x_BTHK, self.scale).flatten(2))
 
 
 class SelfAttention(Attention):
-    """Attention to earlier tokens; or, if it is not causal, to all tokens."""
+    """Attention of tokens to earlier tokens (causal), or to all tokens of the row (in an encoder)."""
 
     def __init__(self, model: specs.ModelSpec, *, causal: bool = True) -> None:
         super().__init__(model)
@@ -107,7 +113,7 @@ class SelfAttention(Attention):
             self.prompt = DeepPromptLayer(model.adapter, model)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
-        """Return [B, T, D]. With a cache, tokens attend to what it stores, too."""
+        """Return [B, T, D]. With a cache, tokens attend to the keys and values that it stores, too."""
         q_BTHK, k_BTGK, v_BTGK = self.project_qkv(x_BTD, context.rotary)
         if self.prompt is not None and context.tokens is not None:
             k_BTGK, v_BTGK = self.prompt(k_BTGK, v_BTGK, context.tokens)
@@ -116,7 +122,7 @@ class SelfAttention(Attention):
         return self.attend_tokens(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2), context.mask)
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, T, H or G, K], rotated to their positions."""
+        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the model has them."""
         if self.qkv is None:
             q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
             k_BTGK = self.split_heads(self.k(x_BTD), self.k_norm)
@@ -125,7 +131,7 @@ class SelfAttention(Attention):
             heads, kv_heads, _ = self.sizes
             qkv = self.split_heads(self.qkv(x_BTD))
             if self.q_norm is None and rotary is not None:
-                # Queries and keys are neighbours, so both are rotated at once.
+                # Queries and keys are adjacent in the joined projection, so rotate both at once.
                 qk, v_BTGK = qkv.split_with_sizes([heads + kv_heads, kv_heads], 2)
                 qk = apply_rotary(qk, rotary, interleaved=self.interleaved)
                 q_BTHK, k_BTGK = qk.split_with_sizes([heads, kv_heads], 2)
@@ -145,14 +151,18 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention to the states of an encoder; positions play no part in it."""
+    """Attention to the hidden states of an encoder, without positions."""
 
     def __init__(self, model: specs.ModelSpec) -> None:
         super().__init__(model)
         self.skipped = num_skipped_states(model)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
-        """Return [B, T, D]. A cache stores the keys and values of the encoder's states when they are given."""
+        """Return [B, T, D]. A cache stores the keys and values of the encoder's states in the step that provides them.
+
+        Raises:
+            ValueError: there are neither an encoder's states nor a cache.
+        """
         q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
         states_BSD = context.encoder_states
         if states_BSD is not None:
@@ -183,17 +193,19 @@ def attention_mask(
     bias_NH: Tensor | None = None,
     prefix_lengths_BT: Tensor | None = None,
 ) -> AttentionMask:
-    """Return which tokens each token sees, as far as the attention kernel does not know it by itself.
+    """Return the mask of self-attention without a cache, in the cheapest form that suffices.
 
     Args:
-        parents_BT: the document that each token's document continues.
-        bias_NH: of relative positions, the bias of each bucket and head.
-        prefix_lengths_BT: first tokens of the row that a token sees besides those before it.
+        dtype: dtype of the biases in the mask.
+        causal: whether tokens attend to earlier tokens only.
+        parents_BT: the document that each token's document continues; see `Inputs`.
+        bias_NH: relative position biases per bucket and head.
+        prefix_lengths_BT: number of first tokens of the row that a token attends to besides earlier tokens.
 
     Returns:
-        None if plain causal (or full) attention will do; a `DocumentMask` if documents are all there is to mask; else
-        booleans that broadcast to [B, H, T, S], or what is added to the scores. Always of four dims: the CPU kernel
-        takes no mask of three.
+        None if plain causal (or full) attention suffices; a `DocumentMask` if only documents restrict it; otherwise
+        booleans, or biases that are added to the scores, that broadcast to [B, H, T, S]. These have four dims, because
+        the CPU kernel does not accept three.
     """
     tokens = positions_BT.shape[-1]
     window = spec.attention.sliding_window
@@ -206,12 +218,13 @@ def attention_mask(
             return None
         return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
 
-    # Distances are places in the row, unless documents continue another one.
+    # Distances count places in the row. If documents continue others, they count positions: several answers may have
+    # the same positions after one prompt.
     place_1T = torch.arange(tokens, device=positions_BT.device).unsqueeze(0)
     own_BT = place_1T if parents_BT is None else positions_BT.view(-1, tokens)
     distance_BTS = own_BT.unsqueeze(2) - own_BT.unsqueeze(1)
 
-    # What a token sees: earlier tokens, its prefix, the window, its own document.
+    # A token attends to earlier tokens and the prefix, limited to the window and to its own document and its parent.
     seen_BTS = distance_BTS >= 0 if causal else torch.ones_like(distance_BTS, dtype=torch.bool)
     if prefix_lengths_BT is not None:
         seen_BTS = seen_BTS | (place_1T.unsqueeze(1) < prefix_lengths_BT.unsqueeze(2))
@@ -229,15 +242,15 @@ def attention_mask(
 def attention_bias(
     spec: specs.ModelSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
 ) -> Tensor:
-    """Return what is added to the scores of keys at these distances before their queries.
+    """Return the biases that are added to the attention scores in generation.
 
     Args:
-        distance: [..., T, S].
-        seen: [..., T, S] booleans, without regard to the sliding window.
-        bias_NH: of relative positions, the bias of each bucket and head.
+        distance: [..., T, S] distances of the keys before their queries.
+        seen: [..., T, S] whether a query attends to a key, before the sliding window is applied.
+        bias_NH: relative position biases per bucket and head.
 
     Returns:
-        [..., T, S], or [..., H, T, S] if positions have biases; -inf for keys that are not seen.
+        [..., T, S], or [..., H, T, S] if positions have biases; -inf for keys that a query does not attend to.
     """
     bias = position_bias(spec, distance, dtype, bias_NH, causal=True)
     if spec.attention.sliding_window is not None:
@@ -250,7 +263,7 @@ def attention_bias(
 def position_bias(
     spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
 ) -> Tensor | None:
-    """Return the biases [..., H, T, S] of scores at distances [..., T, S]; None if positions have no biases."""
+    """Return the position biases [..., H, T, S] of distances [..., T, S]; None if positions have no biases."""
     if isinstance(spec.position, specs.AlibiPositions):
         slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype)
         slopes_H = slopes_H.to(distance.device, non_blocking=True)
@@ -261,34 +274,38 @@ def position_bias(
 
 
 def num_skipped_states(spec: specs.ModelSpec) -> int:
-    """Return how many of an encoder's first states nothing attends to: a deep prompt is keys and values alone."""
+    """Return the number of an encoder's first states that cross-attention skips.
+
+    These are the virtual tokens of a deep prompt, which consist of keys and values in the encoder's blocks only.
+    """
     return spec.prompts[1] if isinstance(spec.adapter, specs.DeepPrompt) else 0
 
 
 def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) -> Tensor | None:
-    """Return which of an encoder's states each token sees, as booleans that broadcast to [B, H, T, S].
+    """Return which of an encoder's states each token attends to, as booleans that broadcast to [B, H, T, S].
 
-    Tokens see the states of their own document; without documents, all that are not padding. None: all.
+    Tokens attend to the states of their own document. Without documents, they attend to all states that are not padding
+    (-1). None means all states.
     """
     if source_documents_BS is None:
         return None
     if documents_BT is None:
         return (source_documents_BS >= 0)[:, None, None, :]
     seen_BTS = documents_BT[:, :, None] == source_documents_BS[:, None, :]
-    # A token whose document has no source (padding, say) sees everything: softmax over nothing has no value.
+    # A token whose document has no source, such as padding, attends to everything: softmax over no keys would be NaN.
     return (seen_BTS | ~seen_BTS.any(-1, keepdim=True)).unsqueeze(1)
 
 
 def relative_buckets(spec: specs.RelativeBias, distance: Tensor, *, causal: bool) -> Tensor:
-    """Return the bucket of each distance of a query from a key, as T5 counts them (Raffel et al., 2020).
+    """Return the bucket number of each distance (query minus key), as in T5 (Raffel et al., 2020).
 
-    If tokens see what follows them, the second half of the buckets is for that. Of either half, the first half holds
-    one distance each; the rest grow in the ratio that brings the last one to the largest distance.
+    Without causal attention, the second half of the buckets is for keys after the query. In each direction, half of the
+    buckets hold one distance each. The ranges of the others grow geometrically, up to the largest distance.
     """
     number = spec.num_buckets if causal else spec.num_buckets // 2
     num_exact = number // 2
     far = distance.clamp_min(0) if causal else distance.abs()
-    # In fp32, as the models were trained: some distances lie on the border of two buckets.
+    # Compute in fp32, as the published models were trained: some distances lie on the border of two buckets.
     log_ratio = torch.log(far.clamp_min(1).float() / num_exact) / math.log(spec.max_distance / num_exact)
     growing = (num_exact + (log_ratio * (number - num_exact)).long()).clamp_max(number - 1)
     bucket = torch.where(far < num_exact, far, growing)
@@ -296,8 +313,11 @@ def relative_buckets(spec: specs.RelativeBias, distance: Tensor, *, causal: bool
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return 2^(-8/n), its square and so on for n heads; if n is no power of two, every other one of the next power
-    fills up."""
+    """Return the slopes of ALiBi (Press et al., 2022): 2^(-8/n), its square, its cube and so on for n heads.
+
+    If n is not a power of two, these are the slopes of the largest power of two below n, followed by every other slope
+    of twice that power.
+    """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * number / power) for number in range(1, power + 1)]
     if power < heads:

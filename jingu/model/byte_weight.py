@@ -1,7 +1,8 @@
-"""Quantized matrices as products of 8-bit integers, for inference on CPUs without units for bf16 (AVX2).
+"""Quantized matrices multiplied as 8-bit integers, for inference on CPUs without bf16 units (AVX2).
 
-PyTorch's kernels for quantized matrices compute there in emulated bf16. fbgemm's multiply bytes: they read a quarter of
-what fp32 reads, and sum exactly, so that a row's result does not depend on its neighbors.
+On these CPUs, PyTorch's kernels for quantized matrices emulate bf16. The kernels of fbgemm multiply 8-bit integers
+instead. They read a quarter of the bytes of fp32, and sum integers exactly, so a row's result does not depend on other
+rows.
 
 Shapes: O outputs, I inputs, N rows.
 """
@@ -17,28 +18,32 @@ from torch import Tensor
 
 from jingu.compat.torch import byte_matmul, pack_bytes
 
-# Largest magnitude of a byte, of weights and of activations.
+# Largest magnitude of an 8-bit integer, for weights and for activations.
 _LIMIT = 127
-# Units of the low limb in one of the high limb.
+# Each activation is split into two 8-bit integers, a high and a low limb: x = (high + low / 128) · power / 64, where
+# `power` is the power of two of its row (`_power_of_two`). One unit of the high limb is 128 units of the low one.
 _LOW_UNITS = 128
-# Tensors, as PyTorch makes one of a number each time that it occurs, which takes longer than to multiply a row.
-# What values are multiplied by: for the high limb, and for the part of the low limb that is in the high one.
+# The constants below are tensors because PyTorch creates a tensor for every Python number in an expression, which takes
+# longer than multiplying a row.
+# Factors of x / power for the high limb, and for minus the high limb in units of the low one.
 _SCALES = torch.tensor([[64.0], [-64.0 * _LOW_UNITS]])
+# Factors of x / power that are added to these: only the low limb has one.
 _LOW_SCALES = torch.tensor([[0.0], [64.0 * _LOW_UNITS]])
-# Added and subtracted again, they round both to units of the high limb.
+# Adding and subtracting these rounds both rows of `_SCALES` to whole units of the high limb.
 _ROUNDERS = 1.5 * 2**23 * torch.tensor([[1.0], [_LOW_UNITS]])
-# Of a float: added to its bits, the second carries magnitudes from 255/256 of a power of two on to the next one.
+# The exponent bits of an fp32 number. Adding the carry to its bits raises the exponent if the magnitude is at least
+# 255/256 of the next power of two.
 _EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
 _CARRY = torch.tensor(0x10000, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class ByteWeight:
-    """A matrix [O, I] rounded to int8 with a scale for each row.
+    """A matrix [O, I] rounded to int8 with a scale per row.
 
     Attributes:
-        outputs: O.
-        packed: the matrix in the layout of the kernel.
+        outputs: number of outputs O.
+        packed: the matrix and its scales in fbgemm's layout.
     """
 
     outputs: int
@@ -46,10 +51,11 @@ class ByteWeight:
 
     @staticmethod
     def pack(weight_OI: Tensor) -> ByteWeight:
-        """Round and prepack a matrix; I is even.
+        """Round and prepack a matrix. I must be even.
 
-        AVX2 adds the products of two neighbors in 16 bits. They cannot overflow: neither the positive nor the negative
-        values of two neighbors sum beyond 127, which activations multiply by 255 at most.
+        AVX2 adds the products of two neighboring inputs in 16 bits. To exclude overflow, the scales are chosen such
+        that neither the positive nor the negative values of two neighbors sum beyond 127. Activations multiply them by
+        at most 255.
         """
         pairs = weight_OI.float().unflatten(1, (-1, 2))
         sums_O = torch.maximum(pairs.clamp_min(0).sum(-1).amax(1), pairs.clamp_max(0).sum(-1).amin(1).neg())
@@ -60,17 +66,20 @@ class ByteWeight:
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ self.T + bias`.
 
-        Each row of x is rounded to two bytes an element, in units that follow from its largest magnitude: one byte
-        alone would lose several times as much as the rounding of the weights. As units are powers of two, the last
-        addition alone rounds, so that a row by itself may take another path with fewer operations.
+        Each element of x is rounded to two 8-bit limbs, in units that follow from the largest magnitude of its row. One
+        limb would lose several times as much as the rounding of the weights. The units are powers of two, so only the
+        final addition of both limbs rounds. A single row can therefore take a path with fewer operations, and gets the
+        same result to the last bit.
         """
         x_NI = x if x.dtype == torch.float32 else x.float()
         rows = x.numel() // x.shape[-1]
         units = _row_units(x_NI) if rows == 1 else None
         if units is not None:
+            # One row: a small matmul scales and adds the results of both limbs.
             *scales_21, units_12 = units
             y_NO = torch.mm(units_12, byte_matmul(_split_limbs(x_NI.view(1, -1), _ROUNDERS, *scales_21), self.packed))
         else:
+            # Several rows: both limbs of all rows in one call of the kernel.
             x_1NI = x_NI.reshape(1, rows, -1)
             power_N1 = _power_of_two(torch.linalg.vector_norm(x_1NI[0], math.inf, -1, True))
             scales_2N1 = (_SCALES[..., None] / power_N1, _LOW_SCALES[..., None] / power_N1)
@@ -83,21 +92,24 @@ class ByteWeight:
 
 
 def _power_of_two(magnitude: Tensor) -> Tensor:
-    """Return powers of two, of which magnitudes are at least 255/256 and less than 255/128 times; 0 of 0.
+    """Return for each magnitude the power of two p with 255/256 · p ≤ magnitude < 255/128 · p; 0 for 0.
 
-    Magnitudes that are not finite give NaN, and so does the row's result.
+    A magnitude that is not finite gives NaN, and so does the row's result.
     """
     power = ((magnitude.view(torch.int32) + _CARRY) & _EXPONENT).view(torch.float32)
     return power + (magnitude - magnitude)
 
 
 def _row_units(row: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the scales of a single row and the units [1, 2] of its limbs; None if it is not an ordinary row."""
+    """Return the scales of a single row (`_SCALES`, `_LOW_SCALES`) and the units [1, 2] of its limbs.
+
+    Returns None for a row of zeros, of numbers that are not finite, or of very large or small magnitudes.
+    """
     least, greatest = torch.aminmax(row)
     mantissa, exponent = math.frexp(max(-least.item(), greatest.item()))
     if not 0 < mantissa < 1 or abs(exponent) > 100:
         return None
-    # The mantissa is from 0.5 on.
+    # The mantissa is in [0.5, 1), so the power of two is the one below unless the mantissa is at least 255/256.
     return _units_of(exponent if mantissa >= 255 / 256 else exponent - 1)
 
 
@@ -108,6 +120,6 @@ def _units_of(exponent: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _split_limbs(x: Tensor, rounders: Tensor, scales: Tensor, low_scales: Tensor) -> Tensor:
-    """Return high and low limbs [2, ...]. The high ones are whole numbers, and the kernel rounds the low ones."""
+    """Return the high and low limbs [2, ...]. High limbs are whole numbers; the kernel rounds the low ones."""
     limbs = torch.addcmul(rounders, x, scales).sub_(rounders)
     return limbs.addcmul_(x, low_scales)

@@ -1,4 +1,4 @@
-"""Parameters of a model and operations per token, counted without building it."""
+"""Counts of a model's parameters and of its floating-point operations per token, without building it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from math import prod
 from jingu.model.spec import Experts, ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Parameters whose rows are looked up; no token is multiplied by them.
+# Parameters whose rows are looked up instead of multiplied. A tied head multiplies by the embedding, however.
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
-# Matrices of the decoder that are multiplied with an encoder's states.
+# Matrices of the decoder whose inputs are an encoder's hidden states.
 _READ_STATES = ("cross_attention.k.weight", "cross_attention.v.weight")
 
 
@@ -20,8 +20,9 @@ class ParameterCount:
     """Number of parameters of a model.
 
     Attributes:
-        active: those that a token uses.
-        embedding: those in tables of vectors, among them a tied head.
+        total: all parameters.
+        active: the parameters that one token uses; fewer than all only with a mixture of experts.
+        embedding: the parameters in lookup tables. A tied head counts as one, since it is the embedding.
     """
 
     total: int
@@ -37,14 +38,14 @@ def count_parameters(spec: ModelSpec, shapes: Shapes) -> ParameterCount:
 
 
 def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int = 0) -> float:
-    """Return the operations of forward and backward per token: 6 per weight of a matrix, and attention.
+    """Return the FLOPs of forward and backward per token of the decoder: 6 per weight of a matrix, and attention.
 
     Args:
-        sequence: tokens in a row; if there is an encoder, of the decoder.
-        source: tokens in a row that the encoder reads; their cost is divided among those of the decoder.
+        sequence: tokens per row of the decoder.
+        source: tokens per row of the encoder. Their cost is divided over the tokens of the decoder.
     """
     window = min(spec.attention.sliding_window or sequence, sequence)
-    # On average; without a window, half of the sequence.
+    # The mean number of tokens that a token attends to: without a window, half of the sequence.
     seen = window * (1 - window / (2 * sequence))
     own, read = _count_multiplications(spec, shapes)
     share = source / sequence
@@ -53,15 +54,20 @@ def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int 
 
 
 def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0) -> float:
-    """Return the operations to generate a token after `past` others and a source: 2 per weight, and attention."""
+    """Return the FLOPs to generate one token: 2 per weight of a matrix, and attention.
+
+    Args:
+        past: tokens before it.
+        source: tokens of the encoder, whose hidden states are already computed.
+    """
     seen = min(spec.attention.sliding_window or past, past) + source
     return 2.0 * _count_multiplications(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.num_layers * seen
 
 
 def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
-    """Return the operations per token of training: of the embedding, of each block (an encoder's first), of the head.
+    """Return the training FLOPs per token of the embedding, of each block (the encoder's first), and of the head.
 
-    The embedding costs next to nothing. Source and target are assumed to be equally long.
+    The embedding costs almost nothing. Encoder and decoder are assumed to have equally many tokens.
     """
     attention = 12.0 * _head_width(spec) * sequence / 2
     costs = [6.0 * spec.hidden_size]
@@ -72,7 +78,7 @@ def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
 
 
 def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
-    """Return the number of weights that are multiplied with the decoder's tokens, and with those of an encoder."""
+    """Return how many active weights multiply tokens of the decoder, and how many multiply tokens of the encoder."""
     skipped = _TABLES[1:] if spec.tie_word_embeddings else _TABLES
     counts = [0, 0]
     for name, shape in shapes.items():
@@ -83,7 +89,7 @@ def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
 
 
 def _num_active(spec: ModelSpec, shape: tuple[int, ...]) -> int:
-    """Return how many elements of a parameter a token uses: of a mixture's matrices (three dims), its experts'."""
+    """Return how many elements of a parameter one token uses: of experts' matrices (three dims), only its experts'."""
     part = spec.feed_forward
     if isinstance(part, Experts) and len(shape) == 3:
         return prod(shape) * part.num_experts_per_token // part.num_experts

@@ -1,6 +1,7 @@
-"""The decoder, with an encoder or without: one forward for training, scoring and generation.
+"""The model: a decoder, or an encoder-decoder. The same forward trains, scores and generates.
 
-Shapes: B rows, T tokens, S tokens of an encoder, D hidden size, V vocabulary, H heads, N buckets of distances.
+Shapes: B rows, T tokens, S tokens of an encoder, D hidden size, V vocabulary, R rank of a LoRA, H heads, N buckets of
+distances.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from jingu.model.rotary import RotaryTables, rotary_tables
 from jingu.model.sharding_table import ShardingTable
 from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions, SoftPrompt
 
-# Computes a loss from hidden states and the head's weight [V, D].
+# Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-# Computes losses [n] from the statistics of the routers.
+# Computes losses [n] from the statistics of all routers.
 AuxiliaryLoss = Callable[[list[RoutingStats]], Tensor]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: self-attention, attention to an encoder's states if there is one, feed-forward."""
+    """A pre-norm transformer block: self-attention, cross-attention if there is an encoder, and feed-forward."""
 
     def __init__(self, spec: ModelSpec, *, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Return the hidden states after the block and, of a mixture in training, the statistics of its router."""
-        # LoRA adapters look their seeds up here: they see nothing but their inputs.
+        """Return the hidden states after the block and, with experts in training, the statistics of the router."""
+        # LoRA adapters receive only hidden states, so they look up their dropout seeds in this object.
         self.dropout_seeds.own = context.dropout_seeds
         self.dropout_seeds.source = context.source_dropout_seeds
 
@@ -74,7 +75,7 @@ class Block(nn.Module):
         normed_BTD = self.feed_forward_norm(x_BTD)
         if not isinstance(self.feed_forward, MoELayer):
             return x_BTD + self.feed_forward(normed_BTD), None
-        # The last rows of a step with a cache may be padding, for which no expert is needed.
+        # With a cache, the last rows of a step may be padding. Do not send them to experts.
         rows = x_BTD.shape[1]
         tokens = rows if cache is None else cache.tokens(rows)
         if tokens == rows:
@@ -85,12 +86,12 @@ class Block(nn.Module):
 
 
 class StageOutput(NamedTuple):
-    """What one stage of a model hands to the next.
+    """The data that one stage of a model sends to the next.
 
     Attributes:
-        states: hidden states [B, T, D].
-        routings: statistics of the routers of the blocks so far.
-        encoder_states: an encoder's hidden states [B, S, D], for the decoder's blocks that follow.
+        states: hidden states [B, T, D]; from a stage of the encoder, the encoder's.
+        routings: router statistics of all blocks so far.
+        encoder_states: final hidden states [B, S, D] of the encoder, for the remaining blocks of the decoder.
     """
 
     states: Tensor
@@ -99,10 +100,11 @@ class StageOutput(NamedTuple):
 
 
 class TransformerStack(nn.Module):
-    """A range of the blocks of a stack, under their numbers in the whole stack.
+    """A range of blocks of a stack (decoder or encoder), named by their numbers in the whole stack.
 
-    The first range has what comes before the blocks, the last one the norm after them. Biases of relative positions
-    are in every range, and are the same in all. An empty range has nothing.
+    The range with the first block also has the modules before the blocks, and the range with the last block has the
+    final norm. Every range has a copy of the relative position biases. An empty range has no modules, except perhaps
+    an embedding.
     """
 
     SHARDING: ClassVar[ShardingTable] = {
@@ -117,9 +119,11 @@ class TransformerStack(nn.Module):
     ) -> None:
         """
         Args:
-            num_layers: blocks of the whole stack.
-            blocks: the numbers of those that are here.
-            cross: whether the blocks attend to an encoder's states.
+            num_layers: number of blocks of the whole stack.
+            blocks: numbers of the blocks in this range.
+            has_embedding: whether to build the token embedding here.
+            causal: whether tokens attend to earlier tokens only: true for a decoder, false for an encoder.
+            cross: whether the blocks attend to an encoder's hidden states.
         """
         super().__init__()
         self.spec = spec
@@ -127,7 +131,7 @@ class TransformerStack(nn.Module):
         self.causal = causal
         is_first = bool(blocks) and blocks.start == 0
         self.is_last = bool(blocks) and blocks.stop == num_layers
-        # Before the blocks. The embedding may be here for a tied head alone.
+        # The modules before the blocks. The last stage may have an embedding only because the head is tied to it.
         embedding_class = VirtualTokenEmbedding if any(spec.prompts) else Embedding
         self.embedding = embedding_class(spec.vocab_size, spec.hidden_size) if has_embedding else None
         self.prompt = None
@@ -143,7 +147,7 @@ class TransformerStack(nn.Module):
         self.embedding_norm = None
         if is_first and spec.embedding_norm:
             self.embedding_norm = build_norm(spec.norm, spec.hidden_size)
-        # The blocks, and the norm after them.
+        # The blocks, and the final norm.
         self.blocks = nn.ModuleList()
         for number in blocks:
             self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
@@ -156,13 +160,15 @@ class TransformerStack(nn.Module):
         embedding: Embedding | None,
         encoder_mask: Tensor | None = None,
     ) -> StageOutput:
-        """Run the blocks that are here, and what comes before and after them.
+        """Run the blocks of this range, and the modules before and after them.
 
         Args:
-            received: from the stage before this one; the first range of a decoder receives at most an encoder's
-                states.
-            embedding: of the tokens; the encoder and the decoder share it.
-            encoder_mask: which of an encoder's states each token attends to.
+            received: output of the previous stage. The first range of a decoder receives the encoder's output, or None.
+            embedding: the token embedding, which encoder and decoder share; needed by the first range only.
+            encoder_mask: which of the encoder's states each token attends to; see `cross_mask`.
+
+        Raises:
+            ValueError: the inputs combine a cache with documents or prefix lengths.
         """
         cache = inputs.cache
         if cache is not None and (inputs.documents is not None or inputs.prefix_lengths is not None):
@@ -171,12 +177,12 @@ class TransformerStack(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device)
 
-        # The hidden states: from the embedding, or from the stage before.
+        # The hidden states come from the embedding, or from the previous stage.
         routings: list[RoutingStats] = []
         encoder_states_BSD = None
         if self.block_range.start == 0:
             x_BTD = self._embed(embedding, inputs, positions_BT)
-            # A decoder's first blocks receive an encoder's output: its states are what they attend to.
+            # The decoder's first blocks receive the encoder's output, and attend to its states.
             if received is not None:
                 encoder_states_BSD = received.states
                 routings = received.routings
@@ -184,7 +190,7 @@ class TransformerStack(nn.Module):
             assert received is not None
             x_BTD, routings, encoder_states_BSD = received
 
-        # What all blocks share is computed once, in fp32 at least: positions and the attention mask.
+        # All blocks share the rotary tables and the attention mask. Compute them once, in at least fp32.
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         bias_NH = None if self.relative_bias is None else self.relative_bias.weight
         mask: AttentionMask = None
@@ -243,12 +249,12 @@ class TransformerStack(nn.Module):
 
 
 class Decoder(TransformerStack):
-    """Embedding, blocks, final norm, and a head (absent if it is tied to the embedding).
+    """A whole model, or one pipeline stage of it: embedding, blocks, final norm, and a head unless that is tied.
 
-    If the spec has an encoder, it stands beside the decoder, with the same dimensions and the same embedding, and the
-    decoder's blocks attend to its states. A stage of a pipeline is a decoder with a range of the blocks, those of the
-    encoder first: the first stage embeds, and the last one has the norm and the head, which if it is tied has a copy of
-    the embedding's weight.
+    If the spec has an encoder, it is the module `encoder`, with the same dimensions and the same embedding, and the
+    decoder's blocks attend to its output. A pipeline stage has a range of all blocks, counted from the encoder's first
+    block to the decoder's last. The stages with a stack's first block have the embedding. The last stage has the final
+    norm and the head; if the head is tied, it has a copy of the embedding instead.
     """
 
     SHARDING: ClassVar[ShardingTable] = {**TransformerStack.SHARDING, "head": "vocabulary"}
@@ -256,14 +262,15 @@ class Decoder(TransformerStack):
     def __init__(self, spec: ModelSpec, blocks: range | None = None) -> None:
         """
         Args:
-            blocks: the range of a stage, counted from the encoder's first block; None: all blocks.
+            blocks: blocks of a pipeline stage, counted from the encoder's first block; None: all blocks.
         """
+        # Divide the blocks between encoder and decoder.
         encoder_layers = spec.num_encoder_layers or 0
         if blocks is None:
             blocks = range(encoder_layers + spec.num_layers)
         encoder_blocks = range(min(blocks.start, encoder_layers), min(blocks.stop, encoder_layers))
         own_blocks = range(max(blocks.start - encoder_layers, 0), max(blocks.stop - encoder_layers, 0))
-        # Encoder and decoder begin with the embedding, wherever their first blocks are. A tied head needs it, too.
+        # The first blocks of encoder and decoder need the embedding, in whichever stage they are. So does a tied head.
         is_last = bool(own_blocks) and own_blocks.stop == spec.num_layers
         is_first = any(part and part.start == 0 for part in (encoder_blocks, own_blocks))
         has_embedding = is_first or (is_last and spec.tie_word_embeddings and not spec.score_head)
@@ -273,10 +280,10 @@ class Decoder(TransformerStack):
         self.head = None
         if is_last and not spec.tie_word_embeddings and not spec.score_head:
             self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        # Of a reward model, in place of the head; of values, beside it.
+        # A score head replaces the head (reward model); a value head is beside it.
         has_score = is_last and (spec.score_head or spec.value_head)
         self.score = Linear(spec.hidden_size, 1, bias=False) if has_score else None
-        # The head's weight in the order of a CPU kernel, if the model was prepacked for inference.
+        # The head's weight in the layout of a kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | ByteWeight | None = None
         self.encoder = None
         if encoder_layers:
@@ -294,18 +301,20 @@ class Decoder(TransformerStack):
         """Run the model, or one stage of it.
 
         Args:
-            inputs: a bare tensor holds token ids.
-            loss: called with the hidden states and the head's weight [V, D] inside of this forward, where FSDP has
-                gathered the weight.
-            auxiliary: called with the statistics of the routers, in training.
-            received: what the stage before this one returned; None in the first stage.
+            inputs: the inputs; a bare tensor holds token ids.
+            loss: computes the result from the hidden states and the head's weight [V, D]. It is called inside this
+                forward, because only here FSDP has gathered the weight.
+            auxiliary: computes auxiliary losses from the router statistics, in training.
+            received: output of the previous stage; None in the first stage.
 
         Returns:
-            Hidden states [B, T, D], from which `logits` computes logits; with a `loss`, its result (a number, or [m]),
-            followed by the auxiliary losses [m + n] if there are any. From a stage that is not the last, what the next
-            one needs: None from an encoder's stage that has nothing to read.
+            From the last stage: the final hidden states [B, T, D], from which `logits` computes logits. With `loss`,
+            its result instead (a number or [m]); with auxiliary losses [n], both as one tensor [m + n].
+            From other stages: the input of the next stage. It is None if the stage is of an encoder and the inputs have
+            no `source`, as when generation reads the encoder's keys and values from a cache.
         """
         inputs = as_inputs(inputs)
+        # Run the encoder's blocks of this stage. A stage without decoder blocks ends here.
         encoder_mask = None
         if self.encoder is not None:
             source = inputs.source
@@ -318,6 +327,7 @@ class Decoder(TransformerStack):
                 source_documents_BS = source_documents_BS[:, num_skipped_states(self.spec) :]
             encoder_mask = cross_mask(inputs.documents, source_documents_BS)
 
+        # Run the decoder's blocks, and in the last stage the head's scaling and the loss.
         output = self.run(inputs, received, self.embedding, encoder_mask)
         if not self.is_last:
             return output
@@ -341,7 +351,10 @@ class Decoder(TransformerStack):
         return linear(*self.head_operands(hidden_BTD))
 
     def head_operands(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hidden states and the weight whose product are the logits; a LoRA of the head widens both."""
+        """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits.
+
+        A LoRA adapter of the head is appended to both, so they have D + R dims.
+        """
         weight_VD = self.head_weight()
         if not isinstance(self.head, LoraLinear):
             return hidden_BTD, weight_VD
@@ -350,7 +363,7 @@ class Decoder(TransformerStack):
         return torch.cat([hidden_BTD, low_BTR], -1), torch.cat([weight_VD, lora_b_VR], 1)
 
     def head_weight(self) -> Tensor:
-        """Return the weight [V, D] of the head: its own, or the embedding's; of a reward model [1, D]."""
+        """Return the head's weight [V, D], which is the embedding's if the head is tied; of a reward model [1, D]."""
         if self.score is not None and self.spec.score_head:
             return self.score.weight
         if self.prepacked_head is not None:
@@ -364,7 +377,7 @@ class Decoder(TransformerStack):
 
 
 def build_model(spec: ModelSpec, blocks: range | None = None) -> Decoder:
-    """Build the model of a spec, or a stage of it, with its adapters; its weights are not filled."""
+    """Build the model of a spec with its adapters, or a pipeline stage of it. Its weights are not initialized."""
     model = Decoder(spec, blocks)
     add_adapters(model, spec)
     return model
@@ -372,9 +385,9 @@ def build_model(spec: ModelSpec, blocks: range | None = None) -> Decoder:
 
 @lru_cache(maxsize=16)
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return names and shapes of the model's parameters, in its order, as if none were quantized.
+    """Return names and shapes of the model's parameters in module order, as if none were quantized.
 
-    The result is cached, and must not be changed: a model of a hundred blocks takes a second to build.
+    The result is cached, because a model of a hundred blocks takes a second to build. Do not modify it.
     """
     with torch.device("meta"):
         model = build_model(spec.model_copy(update={"quantization": None}))
@@ -382,7 +395,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def iterate_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the blocks with their numbers in their stack, in the order in which they compute."""
+    """Yield each block with its number in its stack, in the order of the forward pass."""
     stacks = (model,) if model.encoder is None else (model.encoder, model)
     for stack in stacks:
         yield from zip(stack.block_range, stack.blocks, strict=True)

@@ -1,9 +1,10 @@
-"""Attention that stays inside documents, without a mask of size T² where the device has a way.
+"""Attention within the documents of packed rows, if possible without a mask of size T².
 
-A document may continue another one, its parent, and attends to that, too: several answers, say, continue one prompt.
+A document may continue another one, its parent, and attends to that, too. For example, several answers continue one
+prompt.
 
-On CUDA it is one kernel that passes over blocks in which nothing is seen (PyTorch's FlexAttention). On CPU attention is
-computed document by document, which is also less arithmetic.
+On CUDA this is one kernel that skips fully masked blocks (PyTorch's FlexAttention). On CPU, attention is computed
+document by document, which also takes less arithmetic.
 
 Shapes: B rows, T tokens, H query heads in groups for G key-value heads, K head size.
 """
@@ -24,7 +25,7 @@ from jingu.compat.torch_attention import cpu_attention, cpu_attention_backward
 from jingu.model.blockwise_attention import BlockwiseCausalAttention
 from jingu.model.matmul_kernels import dot_product_attention, matmul_dtype, use_blockwise_attention
 
-# Head size from which on the kernel on CUDA works.
+# The smallest head size that the kernel on CUDA supports.
 MIN_HEAD_DIM = 16
 
 
@@ -33,13 +34,14 @@ _FLEX_DEVICES = ("cuda", "xpu")
 
 
 class DocumentMask(NamedTuple):
-    """Which tokens see each other: those of their own document and of its parent (up to themselves, where `causal`).
+    """A mask with which tokens attend to their own document and to its parent.
 
     Attributes:
-        numbers: [B, T] document of each token; those of one stand together.
-        parents: [B, T] the document that each token's document continues; None: there are none. Parents stand before
-            the documents that continue them, and those of one parent stand together.
-        blocks: flexAttention's, where that is the way.
+        numbers: [B, T] document of each token. The tokens of a document are adjacent.
+        causal: whether tokens attend to earlier tokens only.
+        blocks: block mask of FlexAttention, if the device uses it.
+        parents: [B, T] the document that each token's document continues; None: no document does. Parents stand before
+            the documents that continue them, and the documents that continue the same parent are adjacent.
     """
 
     numbers: Tensor
@@ -51,7 +53,7 @@ class DocumentMask(NamedTuple):
     def of(
         numbers_BT: Tensor, head_size: int, dtype: torch.dtype, *, causal: bool, parents_BT: Tensor | None = None
     ) -> DocumentMask:
-        """Create the mask that all blocks share in a forward pass."""
+        """Create the mask of a forward pass, with FlexAttention's block mask if device, dtype and Triton allow it."""
         kernel = head_size >= MIN_HEAD_DIM and dtype != torch.float64 and find_spec("triton") is not None
         blocks = (
             create_document_block_mask(numbers_BT, parents_BT, causal=causal)
@@ -61,7 +63,7 @@ class DocumentMask(NamedTuple):
         return DocumentMask(numbers_BT, causal, blocks, parents_BT)
 
     def mask(self) -> Tensor:
-        """Return the mask as booleans [B, 1, T, T]."""
+        """Return the mask as booleans [B, 1, T, T]: true where a query (second to last dim) attends to a key."""
         seen = same_document(self.numbers, self.parents)
         return (seen.tril() if self.causal else seen).unsqueeze(1)
 
@@ -72,7 +74,8 @@ class DocumentMask(NamedTuple):
         if self.causal and scale is None and use_blockwise_attention(q_BHTK):
             blocked: Tensor = BlockwiseCausalAttention.apply(q_BHTK, k_BGTK, v_BGTK, self.numbers, self.parents)
             return blocked
-        # Compiled code is for one shape, and documents have others in every batch.
+        # Other devices use a full mask, and so does compiled code: it is specialized for shapes, and the lengths of
+        # documents differ in every batch.
         if q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
             return dot_product_attention(q_BHTK, k_BGTK, v_BGTK, self.mask(), causal=False, scale=scale)
         spans = list(_spans(self.numbers, self.parents, self.causal))
@@ -81,7 +84,7 @@ class DocumentMask(NamedTuple):
 
 
 def same_document(numbers_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-    """Return which tokens are of the document of which others, or of its parent: [B, T, T] booleans."""
+    """Return booleans [B, T, T]: whether the second token is in the document of the first one, or in its parent."""
     same_BTS = numbers_BT.unsqueeze(2) == numbers_BT.unsqueeze(1)
     if parents_BT is not None:
         same_BTS = same_BTS | (parents_BT.unsqueeze(2) == numbers_BT.unsqueeze(1))
@@ -89,7 +92,7 @@ def same_document(numbers_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
 
 
 class _Span(NamedTuple):
-    """Queries of a row and keys that they all attend to, up to themselves where `causal`."""
+    """A range of queries of a row, and a range of keys that all of them attend to (if `causal`, up to themselves)."""
 
     row: int
     queries: slice
@@ -98,7 +101,10 @@ class _Span(NamedTuple):
 
 
 def _spans(numbers_BT: Tensor, parents_BT: Tensor | None, causal: bool) -> Iterator[_Span]:
-    """Yield the documents of all rows, each with itself; and what continues a parent with that."""
+    """Yield spans that together cover the mask.
+
+    First each document of a row with itself, then the documents that continue the same parent with that parent.
+    """
     for row, number_T in enumerate(numbers_BT):
         numbers, counts_N = torch.unique_consecutive(number_T, return_counts=True)
         ends = counts_N.cumsum(0).tolist()
@@ -116,7 +122,11 @@ def _spans(numbers_BT: Tensor, parents_BT: Tensor | None, causal: bool) -> Itera
 
 
 class _SpanAttention(torch.autograd.Function):
-    """Attention over spans. The first one of a query writes its result, and others are joined to that."""
+    """Attention over spans.
+
+    The first span of a query (its own document) writes the result. Later spans are merged into it with the
+    log-sum-exp of their scores, as in ring attention.
+    """
 
     @staticmethod
     def forward(
@@ -132,7 +142,7 @@ class _SpanAttention(torch.autograd.Function):
                 y.copy_(part)
                 logsumexp.copy_(part_logsumexp)
                 continue
-            # The share of these keys in the softmax over all.
+            # The share of these keys in the softmax over all keys so far.
             share = torch.sigmoid(part_logsumexp - logsumexp).unsqueeze(-1)
             y.lerp_(part.to(y.dtype), share)
             logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
@@ -159,13 +169,13 @@ class _SpanAttention(torch.autograd.Function):
 
 
 def _parts(span: _Span, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
-    """Return the parts [1, H or G, …] of a span: queries, keys, values, and others that belong to the queries."""
+    """Return slices [1, H or G, …] for a span: of queries, keys, values, and `others`, which have a row per query."""
     places = [span.queries, span.keys, span.keys, *(span.queries for _ in others)]
     return [x[span.row : span.row + 1, :, place] for x, place in zip((q, k, v, *others), places, strict=True)]
 
 
 def create_document_block_mask(numbers_BT: Tensor, parents_BT: Tensor | None = None, *, causal: bool) -> Any:
-    """Create FlexAttention's block mask of documents; on cards it is compiled and allocates nothing of size T²."""
+    """Create FlexAttention's block mask of documents. On GPUs it is compiled, and allocates nothing of size T²."""
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = numbers_BT[row, query] == numbers_BT[row, key]
@@ -179,7 +189,7 @@ def create_document_block_mask(numbers_BT: Tensor, parents_BT: Tensor | None = N
 
 
 def flex_attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: Any, scale: float | None) -> Tensor:
-    """Run FlexAttention, compiled by itself or as a part of compiled code around it."""
+    """Run FlexAttention: compiled on its own, or as a part of the compiled code that calls it."""
     alone = q_BHTK.device.type in _FLEX_DEVICES and not torch.compiler.is_compiling()
     kernel = _compiled(flex_attention) if alone else flex_attention
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]

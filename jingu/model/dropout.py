@@ -1,6 +1,6 @@
-"""Randomness in training: noise on embedded tokens (NEFTune; Jain et al., 2023, arXiv:2310.05914), and dropout.
+"""Randomness in training: noise on embeddings (NEFTune; Jain et al., 2023, arXiv:2310.05914), and dropout.
 
-Both are pure functions of a seed for each token, so that they are the same wherever the token is computed.
+Both are pure functions of a seed per token, so they do not depend on the rank or the micro-batch that computes it.
 
 Shapes: B rows, T tokens, I inputs, D hidden size.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# Seeds are integers below this, which fp64 represents exactly.
+# Seeds are integers below this, so that fp64 represents them exactly.
 SEED_RANGE = 1 << 52
 # The constants of SplitMix64, as signed 64-bit integers.
 _INCREMENT = -7046029254386353131
@@ -19,18 +19,19 @@ _SECOND_FACTOR = -7723592293110705685
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """Hash 64-bit integers so that neighbours have nothing in common (SplitMix64, Steele et al., 2014)."""
+    """Hash 64-bit integers so that neighboring inputs have unrelated outputs (SplitMix64, Steele et al., 2014)."""
     x = x * _INCREMENT
-    # The masks turn PyTorch's arithmetic shift of signed integers into a logical one.
+    # PyTorch shifts signed integers arithmetically; the masks make it a logical shift.
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _FIRST_FACTOR
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _SECOND_FACTOR
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def token_seeds(seed: int, first_row: int, rows: int, tokens: int) -> Tensor:
-    """Return a seed [rows, tokens] for each token, int64.
+    """Return an int64 seed below SEED_RANGE for each token: [rows, tokens].
 
     Args:
+        seed: seed of the run.
         first_row: number of the first row, counted over the whole run.
     """
     row_B1 = splitmix64(splitmix64(torch.tensor(seed)) + torch.arange(first_row, first_row + rows).unsqueeze(1))
@@ -38,11 +39,11 @@ def token_seeds(seed: int, first_row: int, rows: int, tokens: int) -> Tensor:
 
 
 class BlockDropoutSeeds:
-    """The seeds of the present tokens, for those modules of a block that drop some of their inputs.
+    """The dropout seeds of the current tokens, which a block shares with its adapters.
 
     Attributes:
-        own: [B, T] of the block's tokens; None: nothing is dropped.
-        source: [B, S] of the tokens that an encoder reads.
+        own: [B, T] seeds of the block's tokens; None: no dropout.
+        source: [B, S] seeds of the encoder's tokens, for the keys and values of cross-attention; None: no dropout.
     """
 
     own: Tensor | None = None
@@ -50,11 +51,11 @@ class BlockDropoutSeeds:
 
 
 def seeded_dropout(x_BTI: Tensor, seed_BT: Tensor, salt: int, rate: float, first: int) -> Tensor:
-    """Set a share of the elements of `x` to zero, and scale the others up.
+    """Set a random share `rate` of the elements of `x` to zero, and divide the others by 1 - rate.
 
     Args:
-        salt: differs between modules, so that a token does not lose the same inputs in all of them.
-        first: number of the first input here, if a rank has only some of them.
+        salt: a number per module, so that a token does not lose the same inputs in all modules.
+        first: index of this rank's first input in the whole layer.
     """
     inputs_I = torch.arange(first, first + x_BTI.shape[-1], device=x_BTI.device)
     bits_BTI = splitmix64(splitmix64(seed_BT ^ salt).unsqueeze(-1) + inputs_I) & SEED_RANGE - 1
@@ -62,14 +63,18 @@ def seeded_dropout(x_BTI: Tensor, seed_BT: Tensor, salt: int, rate: float, first
 
 
 class EmbeddingNoise(nn.Module):
-    """Uniform noise on embedded tokens."""
+    """Uniform noise for the embeddings (NEFTune)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
 
     def forward(self, noise_2BT: Tensor) -> Tensor:
-        """Return noise [B, T, D] between ±scale / √D, for each token's seed and scale."""
+        """Return noise [B, T, D], uniform between ±scale / √D.
+
+        Args:
+            noise_2BT: seed and scale of each token, as in `Inputs.embedding_noise`.
+        """
         seed_BT1 = noise_2BT[0].long().unsqueeze(-1)
         scale_BT1 = noise_2BT[1].unsqueeze(-1)
         dims_D = torch.arange(self.hidden_size, device=noise_2BT.device)

@@ -1,8 +1,8 @@
-"""Growing a model: a larger model that is initialized with the weights of a smaller one.
+"""Growing a model: initializing a larger model with the weights of a smaller one.
 
-Each rule takes a model and returns a larger one: its spec, and a function that computes each of its parameters from
-those of the old model. Nothing is computed before a parameter is read, so that rules can be chained, and a large model
-passes through memory tensor by tensor.
+Each function takes a model and returns a larger one: its spec, and a function that computes each parameter from those
+of the old model. A parameter is computed only when it is read. So the functions can be chained, and only one parameter
+of a large model is in memory at a time.
 
 Shapes: V vocabulary, D hidden size.
 """
@@ -22,6 +22,7 @@ from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 
 DepthRule = Literal["interleaved", "stacked"]
+# Families of dense models, and their counterparts with experts.
 _MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
 # Parameters whose outputs are added to the hidden states.
@@ -47,6 +48,8 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
     equal the dense model's.
 
     Args:
+        number: number of experts.
+        active: experts per token.
         noise: standard deviation of the noise on each expert's matrices, relative to that of the matrix.
 
     Raises:
@@ -59,6 +62,7 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
             where="--experts",
             fix=f"Use a model of a family that has a counterpart with experts: {', '.join(_MIXTURES)}.",
         )
+    # The new spec: the experts of the counterpart family, with the dimensions of the dense feed-forward.
     family = FAMILIES[_MIXTURES[spec.family]]
     dense = {key: getattr(spec.feed_forward, key) for key in ("intermediate_size", "activation", "bias")}
     assert family.experts is not None
@@ -74,6 +78,7 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
         if not name.endswith(_EXPERT_PARTS):
             return old
         if not noise:
+            # A view: all experts share the memory of the old matrix.
             return old.expand(number, *old.shape)
         copies = old.repeat(number, 1, 1)
         generator = generator_for_name(name, seed)
@@ -88,8 +93,8 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
 def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
     """Return a model with another vocabulary: row i of embedding and head is the mean of the old rows `rows[i]`.
 
-    A single old row is copied. If `rows[i]` is empty, the row is the mean of all (Hewitt, 2021): such a token changes
-    the probabilities of the others least.
+    A single old row is copied. If `rows[i]` is empty, the new row is the mean of all old rows (Hewitt, 2021), which
+    changes the probabilities of the other tokens least.
     """
 
     def read(name: str) -> Tensor:
@@ -107,16 +112,16 @@ def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
 
 
 def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved", *, zeroed: bool = True) -> LazyModel:
-    """Return a model with more blocks, which are copies of its blocks.
+    """Return a model with `layers` blocks, of which the new ones are copies of old blocks.
 
     Args:
         rule: interleaved: the copies of a block follow it (LLaMA Pro, Wu et al., 2024). stacked: copies of all blocks
             follow the last block (Gong et al., 2019).
-        zeroed: the output and down projections of the copies are zero, so that the outputs equal the original's.
-            Otherwise the copies are complete, and the outputs differ.
+        zeroed: whether the attention output and down projections of the copies are zero, so that the model's outputs
+            equal the original's. Otherwise the copies are complete, and the outputs differ.
 
     Raises:
-        JinguError: the model has as many blocks already.
+        JinguError: the model already has as many blocks.
     """
     old = model.spec.num_layers
     if layers <= old:
@@ -136,19 +141,22 @@ def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved",
 
 
 def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
-    """Return a model with k times the hidden size, heads and intermediate size (Net2Net, Chen et al., 2016; bert2BERT,
-    Chen et al., 2022).
+    """Return a model with k times the hidden size, heads and intermediate size.
 
-    Every element of the hidden states, every head and every inner neuron is repeated k times. A matrix that reads them
-    is divided by k; for the head, the final norm is. The norm of repeated states is the same, so the outputs equal the
-    original's. Without noise, however, copies get equal gradients and never differ.
+    This is Net2Net (Chen et al., 2016) as in bert2BERT (Chen et al., 2022). Every dim of the hidden states, every head
+    and every intermediate dim is repeated k times. A matrix that reads repeated inputs is divided by k; instead of the
+    head, the final norm is. Repetition changes neither mean nor RMS of the hidden states, so the outputs equal the
+    original's. Without noise, however, all copies get equal gradients and stay equal.
 
     Args:
-        noise: standard deviation of the noise on the matrices that read copies, relative to that of the matrix. It
-            sums to zero over the copies: these learn different things, and the outputs still equal the original's.
+        width: the new hidden size, k times the old one.
+        noise: standard deviation of the noise on the matrices that read copies, relative to that of the matrix. The
+            noise sums to zero over the copies. So the copies learn different features, and the outputs still equal the
+            original's.
 
     Raises:
-        JinguError: the width is no multiple, or heads differ by their number (ALiBi).
+        JinguError: the width is not a multiple of the hidden size, or the model has ALiBi, whose slopes depend on the
+            number of the head.
     """
     spec = model.spec
     times, rest = divmod(width, spec.hidden_size)
@@ -172,18 +180,22 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     }
     if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared_intermediate_size:
         sizes["feed_forward.shared_intermediate_size"] = times * spec.feed_forward.shared_intermediate_size
-    # The head reads k copies. The rows of a normalized head are √k times as long before they are normalized, and a
-    # scaled head already divides by √k.
+    # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
+    # head divides by the norm of its rows, which grows by √k, and the scaled head by √(k · hidden size).
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
 
     def read(name: str) -> Tensor:
         old = model.read(name)
+        # The norms of a head are the same for all heads.
         if name.endswith(("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias")):
             return old
+        # Biases and norms are repeated. The final norm also divides for the head.
         if old.ndim == 1:
             return old.repeat(times) / (final if name.startswith("norm.") else 1)
+        # In tables and the head, only the dim of the hidden states (or of the heads) is repeated.
         if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
             return old.repeat(1, times)
+        # Other matrices read repeated inputs; except for scores per expert, their outputs are repeated, too.
         only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))
         rows = old if only_inputs else old.repeat(*[1] * (old.ndim - 2), times, 1)
         return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
@@ -192,7 +204,10 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:
-    """Return a matrix for inputs that are repeated, with the same product."""
+    """Return a matrix for inputs that are repeated `times` times, with the same result as `matrix` for single ones.
+
+    With `std`, the copies get noise that sums to zero.
+    """
     whole = matrix.repeat(*[1] * (matrix.ndim - 1), times).div_(times)
     if std:
         shape = (*matrix.shape[:-1], times, matrix.shape[-1])

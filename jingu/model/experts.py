@@ -1,6 +1,7 @@
-"""A mixture of experts (Shazeer et al., 2017) in the place of a block's feed-forward.
+"""A mixture of experts (Shazeer et al., 2017) in place of a block's feed-forward.
 
-Shapes: B rows, T tokens, D hidden size, N = B·T tokens, E experts, K experts a token, M = N·K choices.
+Shapes: B rows, T tokens, D hidden size, E experts, K experts per token, L layers, M = B·T·K choices. A choice is one
+assignment of a token to an expert. I and O are the inputs and outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ ExpertProjection = Callable[[Tensor], Tensor]
 
 
 class RoutingStats(NamedTuple):
-    """Statistics of one layer's router: means over the tokens of each row, in fp32 at least.
+    """Statistics of one layer's router: means over the tokens of each row, in at least fp32.
 
-    They are means of rows, not of the micro-batch: the balancing loss is not linear in what it averages over, so that
-    a wider mean would depend on how the step is divided into micro-batches and ranks.
+    They are means over rows, not over the micro-batch. The load-balancing loss is not linear in these means, so with
+    means over more than a row it would depend on how a step is divided into micro-batches and ranks.
 
     Attributes:
-        load: [B, E] share of the tokens that chose each expert; sums to K. Without gradient.
-        probability: [B, E] mean probability of each expert.
+        load: [B, E] share of the tokens that are assigned to each expert; sums to K. It has no gradient.
+        probability: [B, E] mean router probability of each expert.
         z: [B] mean squared log-sum-exp of the router's logits.
-        dropped: [B] share of the choices that exceeded an expert's capacity.
+        dropped: [B] share of the choices that exceed an expert's capacity.
     """
 
     load: Tensor
@@ -44,35 +45,38 @@ class RoutingStats(NamedTuple):
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert, in one parameter [E, out, in]."""
+    """A linear layer without bias per expert, with all weights in one parameter [E, O, I]."""
 
     def __init__(self, number: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(number, outputs, inputs))
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        """Multiply rows that are sorted by expert by their experts' matrices.
+        """Return [M, O]: each row times the matrix of its expert.
 
         Args:
-            ends_E: where the rows of each expert end.
+            x_MI: rows sorted by expert.
+            ends_E: for each expert, the index after its last row.
         """
-        # One kernel on CUDA; a quantized matrix is dequantized only where its expert has rows.
+        # CUDA has one kernel for all experts. Quantized matrices take the loop below, so that only those of experts
+        # with rows are dequantized.
         has_kernel = x_MI.is_cuda and isinstance(self.weight, Tensor)
         if has_kernel or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.all(x_MI, ends_E)
-        # To generate on CPUs, one expert after another: the result of a row depends on nothing else, to the last bit.
+        # Generation on CPUs: one expert after another, so that a row's result does not depend on other rows, to the
+        # last bit.
         parts = [self.one(expert, x_MI[rows]) for expert, rows in iterate_groups(ends_E)]
         return torch.cat(parts) if parts else self.one(0, x_MI)
 
     def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        """Compute `forward` as one operation."""
+        """Compute `forward` as one differentiable operation for all experts."""
         weight: Tensor | QuantizedWeight = self.weight
         if isinstance(weight, QuantizedWeight):
             return QuantizedGroupedMatmul.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
         return grouped_matmul(x_MI, weight.to(x_MI.dtype), ends_E)
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
-        """Multiply rows that all belong to one expert by its matrix."""
+        """Multiply rows that all belong to the same expert by its matrix."""
         weight: Tensor | QuantizedWeight = self.weight
         return linear(x_MI, weight.whole(number) if isinstance(weight, QuantizedWeight) else weight[number])
 
@@ -98,11 +102,11 @@ class MoELayer(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
         """Return the layer's output [B, T, D] and, in training, the router's statistics."""
-        # The router computes in fp32 at least.
+        # The router computes in at least fp32, but with its weight rounded to the dtype of the hidden states.
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         experts_BTK, weights_BTK, routing = self.route(linear(x_BTD.to(wide), self.router.weight.to(x_BTD.dtype)))
         y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
-        # The shared expert, which every token passes.
+        # Every token also uses the shared expert.
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
             if self.shared_gate is not None:
@@ -111,15 +115,19 @@ class MoELayer(nn.Module):
         return y_BTD, routing
 
     def route(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor, RoutingStats | None]:
-        """Return each token's experts and their weights [B, T, K] and, in training, the statistics of whole rows."""
+        """Return each token's experts and their weights [B, T, K] and, in training, the router's statistics.
+
+        The rows must be whole: capacity and statistics count all tokens of a row.
+        """
         experts_BTK, weights_BTK = self._choose(logits_BTE)
         if not self.training:
             return experts_BTK, weights_BTK, None
-        # Choices beyond an expert's capacity get weight 0.
+        # Choices beyond an expert's capacity get weight 0. The expert still computes them.
         dropped_BTK = None
         if self.spec.capacity_factor is not None:
             dropped_BTK = _beyond_capacity(experts_BTK, self.spec.num_experts, self.spec.capacity_factor)
             weights_BTK = weights_BTK.masked_fill(dropped_BTK, 0.0)
+        # Count the tokens per expert, dropped choices included.
         count_BE = logits_BTE.new_zeros(logits_BTE.shape[0], self.spec.num_experts)
         count_BE = count_BE.scatter_add(1, experts_BTK.flatten(1), torch.ones_like(weights_BTK.flatten(1)))
         none_B = torch.zeros_like(count_BE[:, 0])
@@ -132,7 +140,7 @@ class MoELayer(nn.Module):
         return experts_BTK, weights_BTK, routing
 
     def _choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights [B, T, K], as the router's type chooses them."""
+        """Return each token's experts and their weights [B, T, K], by the rule of the router's type."""
         router, active = self.spec.router, self.spec.num_experts_per_token
         if isinstance(router, specs.BalancedRouter):
             best = balanced_assignment(logits_BTE) if self.training else logits_BTE.argmax(-1)
@@ -147,7 +155,7 @@ class MoELayer(nn.Module):
         return top.indices, top.values / top.values.sum(-1, keepdim=True) if router.norm_topk_prob else top.values
 
     def _mix(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
-        """Return [B, T, D]: the weighted sum of the outputs of each token's experts."""
+        """Return for each token the weighted sum [B, T, D] of the outputs of its experts."""
         active = experts_BTK.shape[-1]
         # Sort the choices by expert. `place_M` is the inverse of the permutation `order_M`.
         order_M = experts_BTK.flatten().argsort(stable=True)
@@ -157,42 +165,48 @@ class MoELayer(nn.Module):
         )
         x_MD = GatherRows.apply(x_BTD.flatten(0, 1), order_M // active, place_M, active)
         y_MD = GatherRows.apply(self.compute(x_MD, count_E), place_M, order_M, 1)
-        # Back in the tokens' order: weigh and sum.
+        # The outputs are in the order of the tokens again: weight and sum them.
         y_BTKD = y_MD.view(*experts_BTK.shape, -1) * weights_BTK.unsqueeze(-1).to(y_MD.dtype)
         return y_BTKD.sum(2)
 
     def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """Run the experts on rows that are sorted by expert; `count_E` rows for each."""
+        """Run the experts on rows sorted by expert, of which each expert has `count_E`."""
         ends_E = count_E.cumsum(0).to(torch.int32)
         gate, up, down = (partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down))
         return self.speak(x_MD, gate, up, down)
 
     def speak(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
-        """Run an expert, or several, with these projections."""
+        """Run the gated feed-forward of one or several experts, with the given functions for its three matrices."""
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 
 
 def _beyond_capacity(experts_BTK: Tensor, number: int, factor: float) -> Tensor:
-    """Return which choices [B, T, K] find their expert full.
+    """Return which choices [B, T, K] exceed the capacity of their expert, as booleans.
 
-    An expert takes ⌈factor·T·K/E⌉ choices of a row, all first choices before second ones (Lepikhin et al., 2021).
+    An expert accepts ⌈factor·T·K/E⌉ choices per row: all first choices come before all second choices, and within
+    these the tokens come in order (Lepikhin et al., 2021).
     """
     rows, tokens, active = experts_BTK.shape
     one_hot = nn.functional.one_hot(experts_BTK.transpose(1, 2).flatten(1), number)
-    # How many choices of the same expert come before each.
+    # The number of earlier choices of the same expert.
     before = (one_hot.cumsum(1) * one_hot).sum(2) - 1
     return (before >= ceil(factor * tokens * active / number)).view(rows, active, tokens).transpose(1, 2)
 
 
 def auxiliary_losses(routings: list[RoutingStats], spec: specs.Experts, trained_B: Tensor) -> Tensor:
-    """Return balancing loss, z loss and share of dropped choices [3]: sums over trained tokens, without coefficients.
+    """Return load-balancing loss, z-loss and share of dropped choices [3], as sums over trained tokens.
 
-    A row's value counts once for each of its trained tokens. So these are sums like the loss, are divided by the same
-    global count, and change with neither micro-batches nor ranks.
+    They are not yet multiplied by their coefficients. A row's value counts once per trained token of the row. These are
+    therefore sums like the loss, are divided by the same global token count, and do not depend on micro-batches or
+    ranks.
 
-    The balancing loss of a row is E · Σ load · probability (Fedus et al., 2022, equations 4 to 6): per layer, then
-    averaged; or, as transformers has it, of loads and probabilities averaged over all layers first. The z loss is
-    that of Zoph et al. (2022).
+    The load-balancing loss of a row is E · Σ load · probability (Fedus et al., 2022, equations 4 to 6), averaged over
+    layers. With the scope `model`, load and probability are averaged over layers first, as in transformers. The z-loss
+    is that of Zoph et al. (2022).
+
+    Args:
+        routings: the statistics of all layers.
+        trained_B: number of trained tokens of each row, or whatever unit the loss is summed over.
     """
     load_LBE = torch.stack([routing.load for routing in routings])
     probability_LBE = torch.stack([routing.probability for routing in routings])

@@ -1,11 +1,14 @@
-"""Grouped matmul: groups of rows, each times a matrix of its own, as one operation that the compiler sees whole.
+"""Grouped matmul: each group of rows is multiplied by its own matrix, as one operation for the compiler.
 
-Shapes: N rows sorted by group, G groups, I inputs, O outputs. ends_G: where each group's rows end; the last is N.
+On CUDA one kernel multiplies all groups, and the host need not know their sizes. Elsewhere the groups are multiplied
+one after another, directly into the result. So they are on CUDA for fp64 and for widths that the kernel does not
+support; the host then waits for the device to read the sizes.
 
-A card multiplies all groups in one kernel, and the host never learns their sizes. Elsewhere (and on a card in fp64
-or with widths that the kernel does not take, where reading the sizes waits for the device) the groups are
-multiplied one after another, straight into the result. On 2 cores this and torch's grouped kernel differ by noise,
-and padding groups to one size for a batched product would multiply zeros.
+On 2 CPU cores this loop is as fast as PyTorch's grouped kernel, up to noise. Padding all groups to the same size for a
+batched matmul would multiply many zeros.
+
+Shapes: N rows sorted by group, G groups, I inputs, O outputs. `ends_G` has for each group the index after its last row;
+the last one is N.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @torch.library.custom_op("jingu::grouped_product", mutates_args=())
 def grouped_matmul(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """Return rows [N, O]: each row of `x` times the transposed matrix of its group.
+    """Return [N, O]: each row of `x` times the transposed matrix of its group.
 
     Args:
-        ends_G: int32, not falling.
+        ends_G: int32, in ascending order; equal numbers are groups without rows.
     """
     if _one_kernel(x_NI, weight_GOI.shape[1]):
         return F.grouped_mm(x_NI, weight_GOI.transpose(1, 2), offs=ends_G)
@@ -41,8 +44,9 @@ def grouped_matmul(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 @torch.library.custom_op("jingu::grouped_outer", mutates_args=())
 def grouped_outer_product(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
-    """Return matrices [G, O, I]: for each group the sum of its rows' outer products; zero if it has no rows."""
+    """Return for each group the sum of the outer products of its rows [G, O, I]; zero for a group without rows."""
     if _one_kernel(right_NI, left_NO.shape[1]):
+        # The kernel may leave the matrices of groups without rows unwritten.
         sums_GOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_G)
         empty_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
         return sums_GOI.masked_fill_(empty_G[:, None, None], 0)
@@ -53,7 +57,7 @@ def grouped_outer_product(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> 
 
 
 def _one_kernel(x_NI: Tensor, outputs: int) -> bool:
-    """Return whether the device has a kernel for these; its rows must begin at multiples of 16 bytes."""
+    """Return whether the device has a kernel for these widths. It requires rows of multiples of 16 bytes."""
     aligned = x_NI.shape[1] * x_NI.itemsize % 16 == 0 and outputs * x_NI.itemsize % 16 == 0
     return x_NI.is_cuda and x_NI.dtype in _KERNEL_DTYPES and aligned
 
@@ -96,7 +100,7 @@ grouped_matmul.register_autograd(_backward, setup_context=_keep)
 
 
 class QuantizedGroupedMatmul(torch.autograd.Function):
-    """Compute `grouped_matmul` with quantized matrices, dequantized forward and backward, and not kept."""
+    """`grouped_matmul` with frozen quantized matrices. Forward and backward both dequantize them, to save memory."""
 
     @staticmethod
     def forward(
@@ -114,9 +118,10 @@ class QuantizedGroupedMatmul(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """Compute `x[take]`, where row i of `x` is gathered into the `times` rows `back[i·times …]` of the result.
+    """Compute `x[take]`, given the inverse index `back`: row i of `x` occurs in the rows back[i·times : (i+1)·times].
 
-    With the inverse index, the backward pass gathers, too, instead of adding rows in no fixed order.
+    With the inverse index, the backward pass gathers and sums rows in a fixed order. The usual backward of indexing
+    adds rows in an order that may change from run to run.
     """
 
     @staticmethod

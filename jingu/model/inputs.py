@@ -1,4 +1,7 @@
-"""What a model takes: one object that goes unchanged from the task through every layout to the blocks and the cache."""
+"""The inputs of a model, as one object that passes unchanged from the task through every layout to blocks and cache.
+
+Shapes: B rows, T tokens, S tokens of an encoder, H heads, G key-value heads, K head size, N buckets of distances.
+"""
 
 from __future__ import annotations
 
@@ -12,58 +15,61 @@ from jingu.model.rotary import RotaryTables
 
 
 class LayerKVCache(Protocol):
-    """Keys and values of one layer: of earlier tokens, and of an encoder's states."""
+    """The KV cache of one layer: keys and values of earlier tokens, and of an encoder's hidden states."""
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
-        """Store these keys and values, and let each token attend to its sequence up to itself: [B, T, H, K].
+        """Store keys and values, and return attention [B, T, H, K] of each token to its sequence up to itself.
 
         Args:
             scale: multiplies the scores; None: 1/√K.
-            first_head: the first head here, of those of the whole model.
+            first_head: index of this rank's first head in the whole model.
         """
 
     def tokens(self, rows: int) -> int:
-        """Return how many of a step's rows are tokens; the rows after them are padding."""
+        """Return how many of the `rows` tokens of a step are real; those after them are padding."""
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
-        """Store keys and values of an encoder's states."""
+        """Store keys and values of an encoder's hidden states."""
 
     def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
-        """Let each token attend to the encoder's states of its sequence."""
+        """Return attention [B, T, H, K] of each token to the encoder's hidden states of its sequence."""
 
 
 class KVCache(Protocol):
-    """Keys and values of earlier tokens, for generation: of many sequences, whose tokens of a step form one row."""
+    """The KV cache of a model in generation. It holds many sequences, whose tokens of one step form a single row."""
 
     def begin(self, bias_NH: Tensor | None) -> None:
-        """Receive the biases of relative positions, before the first layer of a step."""
+        """Start a step: receive the relative position biases, or None, before the first layer runs."""
 
     def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """Return the tables of rotary positions, if the model has them."""
+        """Return the rotary tables of these positions; None if the model has no rotary positions."""
 
     def layer(self, number: int) -> LayerKVCache:
-        """Return the cache of one block."""
+        """Return the cache of block `number`."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token ids of a decoder (or of an encoder: see `source`), and what belongs to each of them.
+    """Token ids of a decoder, or of an encoder (see `source`), with everything that belongs to them.
 
-    All tensors are [B, T] and int64, if nothing else is said.
+    All tensors are int64 [B, T] unless stated otherwise.
 
     Attributes:
-        positions: position of each token; None: counted from 0, without a cache.
-        documents: document of each token, which attends only to its own document. None: each row is one document. Of an
-            encoder, -1 is padding, to which nothing attends. Not together with a cache.
-        parents: the document that each token's document continues, and to which it attends, too: several answers, say,
-            continue one prompt. It stands before them in the row, and its own parent is itself. None: there are none.
-        prefix_lengths: tokens of the row, from the first one on, that a token attends to besides those before it. Not
-            with a cache.
-        dropout_seeds: a seed for each token, from which adapters decide what they drop; None: nothing is dropped.
-        embedding_noise: [2, B, T] floating: seed and scale of the noise on each token's embedding.
-        source: what the encoder reads. With a cache it is needed with a sequence's first tokens only: the cache keeps
-            the keys and values of the encoder's states.
-        cache: keys and values of earlier tokens. The tokens form one row: those of many sequences, as the cache
+        positions: position of each token; None: the index in the row. Required with a cache.
+        documents: number of the document that each token belongs to. A token attends only to its own document and that
+            document's parent. None: each row is one document. In an encoder, -1 is padding, to which no other token
+            attends. Must be None with a cache.
+        parents: number of the document that each token's document continues, and attends to. For example, several
+            answers continue one prompt. A parent stands before the documents that continue it, and is its own parent.
+            None: no document continues another one.
+        prefix_lengths: number of first tokens of the row that each token attends to in addition to earlier tokens
+            (prefix LM). Must be None with a cache.
+        dropout_seeds: a seed per token for the dropout of adapters; None: no dropout.
+        embedding_noise: [2, B, T], floating point: seed and scale of the noise on each token's embedding; None: no
+            noise.
+        source: inputs of the encoder. With a cache it is needed only in a sequence's first step, because the cache
+            stores the keys and values of the encoder's hidden states.
+        cache: KV cache of earlier tokens. The tokens of all sequences form one row, in the order that the cache
             planned.
     """
 
@@ -79,5 +85,5 @@ class Inputs:
 
 
 def as_inputs(inputs: Inputs | Tensor) -> Inputs:
-    """Return inputs; a bare tensor holds token ids."""
+    """Return `Inputs`; a bare tensor holds token ids."""
     return Inputs(inputs) if isinstance(inputs, Tensor) else inputs

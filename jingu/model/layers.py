@@ -1,6 +1,7 @@
-"""Basic layers: linear, embedding, norms, feed-forward. Weights stay empty until `init_weights` or a file fills them.
+"""Basic layers: linear, embedding, norms, feed-forward. Weights stay uninitialized until `init_weights` or a file
+fills them.
 
-A weight may have a wider dtype than the hidden states: it is then a master weight, and is rounded where it is used.
+A weight may have a wider dtype than the hidden states. It is then a master weight, and is rounded in each use.
 
 Shapes: B rows, T tokens, D hidden size, F intermediate size.
 """
@@ -24,11 +25,12 @@ from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, Plai
 
 
 class Linear(nn.Linear):
-    """A linear layer whose product is `matmul_kernels.linear`.
+    """A linear layer that computes with `matmul_kernels.linear`, or in FP8.
 
     Attributes:
-        bias_share: share of the bias that is added: if ranks compute summands of the result, one of them adds it.
-        scaling: scales of a product in FP8; None: the product is in the dtype of the input.
+        bias_share: factor of the bias: 1, or 0 under tensor parallelism on all ranks but one, if the ranks' results are
+            summed.
+        scaling: kind of the scales of FP8 matmuls; None: compute in the dtype of the input.
     """
 
     bias_share = 1.0
@@ -47,10 +49,10 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding.
+    """An embedding, whose weight may be quantized.
 
     Attributes:
-        compute: dtype of the result; None: that of the weight.
+        compute: dtype of the result; None: the dtype of the weight (fp32 if it is quantized).
     """
 
     compute: torch.dtype | None = None
@@ -64,10 +66,10 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich, 2019), computed in fp32 at least and rounded once.
+    """RMSNorm (Zhang and Sennrich, 2019), computed in at least fp32 and rounded once.
 
     Attributes:
-        wide_weight: the weight in the dtype of the computation, if the model is prepacked for inference.
+        wide_weight: the weight in the dtype of the computation, if the model was prepacked for inference; saves a cast.
     """
 
     wide_weight: Tensor | None = None
@@ -78,6 +80,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        # Inference: fewer operations, partly in place.
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             wide = x_BTD if x_BTD.dtype in (torch.float32, torch.float64) else x_BTD.float()
             norm = torch.linalg.vector_norm(wide, 2, -1, True)
@@ -86,14 +89,14 @@ class RMSNorm(nn.Module):
             weight = self.weight.to(x_BTD.dtype) if self.wide_weight is None else self.wide_weight
             y_BTD = (wide * scale).mul_(weight)
             return y_BTD if wide is x_BTD else y_BTD.to(x_BTD.dtype)
-        # These operations are several times faster than `F.rms_norm` on CPUs, and as fast once compiled.
+        # Training: on CPUs these operations are several times faster than `F.rms_norm`; compiled, they are as fast.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
 
 
 class LayerNormLayer(nn.LayerNorm):
-    """LayerNorm of PyTorch, with a weight that may be wider than the hidden states."""
+    """PyTorch's LayerNorm with a weight whose dtype may be wider than that of the hidden states."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
@@ -102,19 +105,20 @@ class LayerNormLayer(nn.LayerNorm):
 
 @lru_cache
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of one number, which is created only once."""
     return torch.tensor(value, dtype=dtype, device=device)
 
 
 def build_norm(spec: Norm, width: int) -> nn.Module:
-    """The norm a spec names; both kinds have a `weight` of ones at first."""
+    """Return an uninitialized norm of the type that the spec names, for vectors of `width` elements."""
     if isinstance(spec, LayerNorm):
         return LayerNormLayer(width, spec.eps)
     return RMSNorm(width, spec.eps)
 
 
-# Elements of two of the widest registers: kernels go by as many.
+# Elementwise CPU kernels process this many elements at once: two of the widest vector registers.
 _VECTOR = 64
-# PyTorch gives each thread at least _SHARE elements, and uses several threads for more than _SHARED elements.
+# PyTorch uses several threads for more than _SHARED elements, and gives each thread at least _SHARE elements.
 _SHARE, _SHARED = 32768, 16384
 
 
@@ -127,21 +131,20 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation function of a spec; see `apply_batch_invariant`."""
+    """Apply an activation function, with the guarantee of `apply_batch_invariant`."""
     return apply_batch_invariant(_ACTIVATIONS[activation], x)
 
 
 def apply_batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an elementwise function so that an element's result does not depend on its position in the tensor.
 
-    This matters without gradients, on CPUs. There, the last elements of a tensor, and of each thread's share of it, are
-    computed by other instructions if they do not fill a vector register. So rows are padded to whole registers, and
-    their number is padded so that all threads have as many.
+    This concerns inference on CPUs. The last elements of a tensor, and of each thread's share of it, are computed by
+    other instructions if they do not fill a vector register. Therefore rows are padded to whole registers, and the
+    number of rows is padded so that all threads have equally many.
     """
     size = x.shape[-1]
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():
         return function(x)
-    # Pad rows to whole vector registers, and their number so that all threads have as many.
     spare = -size % _VECTOR
     rows = x.numel() // size
     if spare_rows := _spare_rows(rows, size + spare):
@@ -150,6 +153,7 @@ def apply_batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _spare_rows(rows: int, size: int) -> int:
+    """Return how many rows of `size` elements to add so that PyTorch's threads get equally many rows."""
     filled, threads = rows, torch.get_num_threads()
     while filled * size > _SHARED and filled % (shares := lcm(threads, min(threads, -(-filled * size // _SHARE)))):
         filled += -filled % shares
@@ -157,7 +161,7 @@ def _spare_rows(rows: int, size: int) -> int:
 
 
 class FeedForwardLayer(nn.Module):
-    """Plain or gated feed-forward."""
+    """A plain or gated feed-forward. `width` is the hidden size."""
 
     SHARDING: ClassVar[ShardingTable] = {"gate": "column", "up": "column", "down": "row"}
 
@@ -168,7 +172,7 @@ class FeedForwardLayer(nn.Module):
         self.gate = Linear(width, spec.intermediate_size, bias=spec.bias) if gated else None
         self.up = Linear(width, spec.intermediate_size, bias=spec.bias)
         self.down = Linear(spec.intermediate_size, width, bias=spec.bias)
-        # Gate and up as one, where a model is arranged for inference.
+        # Gate and up as one matrix, if the model was prepacked for inference.
         self.gate_up: Linear | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:

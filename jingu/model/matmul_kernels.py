@@ -1,7 +1,7 @@
-"""Matrix products. On a CPU without units for bf16 or fp16, such products are computed in fp32 and rounded once.
+"""Matmuls and attention. A CPU without bf16 or fp16 units computes such matmuls in fp32, and rounds the result once.
 
-That is what a unit with fp32 accumulation gives, and many times faster there than the stock kernels.
-Everywhere else these are the stock operations.
+The result is the same as with hardware that accumulates in fp32, and this is many times faster than PyTorch's kernels
+on such CPUs. Otherwise, unquantized matmuls are PyTorch's own operations; inference on CPUs pads them (`linear`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jingu.model.quantized_weight import (
 )
 from jingu.model.spec import QuantizationFormat
 
-# Facts of the processor, read once; constants so that compiled code folds them.
+# Properties of the CPU, read once. They are constants so that `torch.compile` treats them as such.
 CPU_HAS_BF16_UNITS = cpu_has_bf16_units()
 CPU_HAS_FP16_UNITS = cpu_has_fp16_units()
 
@@ -40,7 +40,7 @@ def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def upcasts_matmul(x: Tensor) -> bool:
-    """Return whether matmuls of this tensor are computed in fp32 although it is narrower."""
+    """Return whether matmuls with this tensor are computed in fp32 although its dtype is narrower."""
     return matmul_dtype(x.dtype, x.device) != x.dtype
 
 
@@ -74,12 +74,13 @@ def linear(
     weight: Tensor | QuantizedWeight | PrepackedQuantizedWeight | PrepackedWeight | ByteWeight,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return `x @ weight.T + bias`, rounded once to the dtype of `x`; wider weights and biases are rounded to it first.
+    """Return `x @ weight.T + bias`, rounded once to the dtype of `x`. Wider weights and biases are first rounded to it.
 
-    Without gradients, on CPUs, a row's result does not depend on how many rows there are, nor on its place among them:
-    the kernels for few rows or few outputs sum in another order than those for more, so rows are padded to a multiple
-    of BATCH_INVARIANT_ROWS, and outputs to BATCH_INVARIANT_OUTPUTS.
+    On CPUs without gradients the result is batch-invariant: a row's result depends neither on the number of rows nor on
+    the row's place among them. Kernels for few rows or few outputs sum in a different order than those for many, so
+    rows are padded to a multiple of BATCH_INVARIANT_ROWS, and outputs to at least BATCH_INVARIANT_OUTPUTS.
     """
+    # Weights in formats of their own.
     if isinstance(weight, PrepackedQuantizedWeight) and weight.prompt_rows is not None:
         return _linear_by_row(x, weight, weight.prompt_rows, bias)
     if isinstance(weight, PrepackedQuantizedWeight | PrepackedWeight | ByteWeight):
@@ -87,6 +88,7 @@ def linear(
     if isinstance(weight, QuantizedWeight):
         y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)
         return y if bias is None else y + bias.to(x.dtype)
+    # Plain weights. For batch invariance, pad the rows, then the outputs.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         rows = x.numel() // x.shape[-1]
@@ -105,7 +107,7 @@ def linear(
 
 
 def _linear_by_row(x: Tensor, weight: PrepackedQuantizedWeight, rows: PromptRows, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias`, where some rows are multiplied by the dequantized matrix."""
+    """Return `x @ weight.T + bias`. The rows that `rows` selects are multiplied by the dequantized matrix."""
     if rows.dequantized is None or rows.others is None:
         return weight.times(x, bias)
     x_NI = x.reshape(-1, x.shape[-1])
@@ -118,7 +120,10 @@ def _linear_by_row(x: Tensor, weight: PrepackedQuantizedWeight, rows: PromptRows
 
 
 def use_blockwise_attention(q_BHTK: Tensor) -> bool:
-    """Whether `BlockwiseCausalAttention` beats torch's kernel: compiled, on CPUs with bf16, for short sequences."""
+    """Return whether `BlockwiseCausalAttention` is faster than PyTorch's kernel.
+
+    It is in compiled code, on CPUs with bf16 units, for up to 1024 tokens.
+    """
     narrow = q_BHTK.dtype == torch.bfloat16 and q_BHTK.device.type == "cpu" and CPU_HAS_BF16_UNITS
     return narrow and q_BHTK.shape[2] <= 1024 and torch.compiler.is_compiling()
 
@@ -126,11 +131,11 @@ def use_blockwise_attention(q_BHTK: Tensor) -> bool:
 def dot_product_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None = None
 ) -> Tensor:
-    """Scaled dot-product attention; G key-value heads serve H query heads in groups of H / G.
+    """Return scaled dot-product attention [B, H, T, K]. Each of the G key-value heads serves H / G query heads.
 
     Args:
-        mask: true where a query may look, or what is added to its scores, broadcast to [B, H, T, S]; None for all
-            (or `causal`).
+        mask: booleans (true where a query attends to a key) or biases that are added to the scores, broadcastable to
+            [B, H, T, S]; None: all keys, or with `causal` the earlier ones.
         scale: multiplies the scores; None: 1/√K.
     """
     dtype = q_BHTK.dtype
@@ -149,7 +154,7 @@ def dot_product_attention(
 
 
 class _PackedLinear(torch.autograd.Function):
-    """Multiply by a quantized matrix, which is dequantized for each product, forward and backward, and not kept."""
+    """Multiply by a frozen quantized matrix. Forward and backward both dequantize it, to save memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, scales: Tensor, kind: QuantizationFormat) -> Tensor:
@@ -165,7 +170,7 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _WideLinear(torch.autograd.Function):
-    """Compute in fp32 with narrow inputs and outputs; only the narrow tensors are kept for the backward pass."""
+    """`linear` of narrow tensors, computed in fp32. Only the narrow tensors are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

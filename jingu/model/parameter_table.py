@@ -1,7 +1,7 @@
-"""Names, shapes and styles of a model's parameters as arithmetic: what its modules have, without building them.
+"""Names, shapes and sharding styles of a model's parameters, computed without building its modules.
 
-Plans need no more of a model, and building one takes an import of PyTorch, seconds of a command's time. A test compares
-the table with the modules of every family.
+`jingu plan` needs no more of a model, and importing PyTorch to build one would take seconds. A test compares this table
+with the modules of every family. Change it together with the modules.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from jingu.model.spec import (
     RelativeBias,
 )
 
-# Names of an adapter's parameters, beside the `weight` of its module: the two small matrices, the bias of the second,
-# the lengths of rows, factors of inputs and of outputs, rows of the embedding.
+# Names of an adapter's parameters, beside the `weight` of its module: the matrices A and B of LoRA, the bias of B, the
+# row norms of DoRA, the factors of inputs and of outputs of IA³, and trained rows of the embedding.
 ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_bias", "lora_m", "ia3_in", "ia3_out", "token_rows")
+# A parameter belongs to an adapter if one of these is a part of its name.
 _OWN = frozenset({*ADAPTER_PARAMETERS, "prompt"})
 
 
 class Entry(NamedTuple):
-    """A parameter: its shape, and how it can be divided."""
+    """A parameter: its shape, and how it can be sharded (None: not at all)."""
 
     shape: tuple[int, ...]
     style: ShardingStyle | None = None
@@ -42,7 +43,7 @@ Table = dict[str, Entry]
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of the patterns."""
+    """Return whether a name matches one of the patterns (fnmatch)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -52,22 +53,22 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str, spec: ModelSpec) -> bool:
-    """Return whether a parameter of a model is trained; with adapters, only these are."""
+    """Return whether a parameter of a model is trained. With adapters, other parameters are frozen by default."""
     adapter = spec.adapter
     if adapter is None:
         return not matches_any(name, spec.frozen_parameters)
     saved = adapter.modules_to_save if isinstance(adapter, Lora) else ()
-    # A score head is new, so adapters of any kind are trained together with it.
+    # A score head has no pretrained weights, so it is trained together with adapters of any kind.
     return is_adapter(name) or name == "score.weight" or matches_any(name.rpartition(".")[0], saved)
 
 
 def has_table(spec: ModelSpec) -> bool:
-    """Return whether `parameter_table` knows the model: adapters, prompts and quantized matrices need its modules."""
+    """Return whether `parameter_table` supports the spec: it does not with adapters or quantization."""
     return spec.adapter is None and spec.quantization is None
 
 
 def parameter_table(spec: ModelSpec) -> Table:
-    """Return the parameters of a model without adapters by name, in the order of its modules."""
+    """Return the parameters by name, in module order, of a model without adapters and quantization."""
     width, encoders = spec.hidden_size, spec.num_encoder_layers or 0
     table = {"embedding.weight": Entry((spec.vocab_size, width), "vocabulary")}
     table |= _stack(spec, spec.num_layers, has_source=encoders > 0)
@@ -82,10 +83,10 @@ def parameter_table(spec: ModelSpec) -> Table:
 
 @lru_cache(maxsize=16)
 def parameter_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Return names and shapes of a model's parameters as if none were quantized, in its order."""
+    """Return names and shapes of a model's parameters in module order, as if none were quantized."""
     if has_table(spec.model_copy(update={"quantization": None})):
         return {name: entry.shape for name, entry in parameter_table(spec).items()}
-    # Adapters are known to the modules alone.
+    # The table does not contain adapters, so build the modules on the meta device.
     from jingu.model.decoder import parameter_shapes
 
     return parameter_shapes(spec)
@@ -96,7 +97,7 @@ def _prefixed(prefix: str, table: Table) -> Table:
 
 
 def _stack(spec: ModelSpec, layers: int, *, has_source: bool = False) -> Table:
-    """Return what stands before the blocks of a stack except for the embedding, the blocks, and the last norm."""
+    """Return the parameters of a stack (decoder or encoder) except for the embedding, which both share."""
     table: Table = {}
     if isinstance(spec.position, LearnedPositions):
         table["positions.weight"] = Entry((spec.max_position_embeddings, spec.hidden_size), "tokens")

@@ -1,10 +1,9 @@
-"""Trained prompts: tokens whose ids follow those of the vocabulary, and that have vectors, or keys and values, of
-their own.
+"""Trained prompts: virtual tokens with trained vectors, or with trained keys and values in each block.
 
-As tokens they have places in a row, positions, and entries of a cache like any other: masks, layouts and generation
-need not know of them.
+The ids of virtual tokens follow those of the vocabulary. Like other tokens, they have places in a row, positions, and
+entries of the KV cache. Masks, layouts and generation therefore need no special case.
 
-Shapes: B rows, T tokens, N prompt tokens, D width, F hidden, G key-value heads, K head size.
+Shapes: B rows, T tokens, N virtual tokens, D hidden size, F hidden size of the encoder, G key-value heads, K head size.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class VirtualTokenEmbedding(Embedding):
 
 
 class SoftPromptLayer(nn.Module):
-    """Vectors of virtual tokens: trained directly, or computed by a network from trained vectors."""
+    """The vectors of virtual tokens: trained directly, or computed by a network (`encoder`) from trained vectors."""
 
     def __init__(self, adapter: SoftPrompt, spec: ModelSpec) -> None:
         super().__init__()
@@ -52,13 +51,13 @@ class SoftPromptLayer(nn.Module):
         return x_ND
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return [B, T, D]: the vectors of virtual tokens, and zeros for text."""
+        """Return [B, T, D]: the vectors of virtual tokens, and zeros for all other tokens."""
         place_BT = tokens_BT - self.first
         return F.embedding(place_BT.clamp_min(0), self.vectors()) * (place_BT >= 0).unsqueeze(-1)
 
 
 class Lstm(nn.Module):
-    """A bidirectional LSTM of two layers. nn.LSTM keeps a flat list of its weights, which FSDP cannot shard."""
+    """A bidirectional LSTM of two layers. It replaces `nn.LSTM`, whose flat list of weights FSDP cannot shard."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -71,6 +70,8 @@ class Lstm(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return hidden states [N, 2F]."""
+        # One state per layer and direction. The flags: biases, 2 layers, no dropout, not in training, bidirectional,
+        # batch first.
         start = x_ND.new_zeros(4, 1, self.hidden)
         weights: list[Tensor] = list(self.parameters())
         y_1NF: Tensor = torch.lstm(x_ND.unsqueeze(0), (start, start), weights, True, 2, 0.0, False, True, True)[0]
@@ -78,7 +79,7 @@ class Lstm(nn.Module):
 
 
 class DeepPromptLayer(nn.Module):
-    """Keys and values of virtual tokens in one block: trained directly, or computed by a network of the block."""
+    """Keys and values of virtual tokens in one block: trained directly, or computed by a network in the block."""
 
     SHARDING: ClassVar[ShardingTable] = {"k": "kv_heads", "v": "kv_heads"}
 
@@ -91,7 +92,7 @@ class DeepPromptLayer(nn.Module):
         self.up = (
             Linear(spec.hidden_size, adapter.encoder_hidden_size) if adapter.encoder_hidden_size is not None else None
         )
-        # Trained themselves, they are the matrices' columns.
+        # Keys and values that are trained directly are the columns of these matrices.
         self.k, self.v = (
             Linear(adapter.encoder_hidden_size or adapter.num_virtual_tokens, outputs, bias=has_encoder)
             for _ in range(2)
@@ -108,12 +109,11 @@ class DeepPromptLayer(nn.Module):
         return k_NGK, v_NGK
 
     def own_heads(self, x_NGK: Tensor) -> Tensor:
-        """Return those heads that attention computes with on this rank; context parallelism replaces this."""
+        """Return the heads that attention computes on this rank. Ulysses context parallelism replaces this method."""
         return x_NGK
 
     def forward(self, k_BTGK: Tensor, v_BTGK: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values in which those of virtual tokens are replaced."""
-        # Virtual tokens have ids behind those of the vocabulary.
+        """Return keys and values in which those of virtual tokens are replaced by trained ones."""
         place_BT = tokens_BT - self.first
         is_virtual = (place_BT >= 0)[:, :, None, None]
         k, v = (

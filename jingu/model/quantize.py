@@ -1,8 +1,8 @@
-"""Which matrices of a model are quantized.
+"""Select and replace the matrices of a model that are quantized.
 
-Matrices of attention, feed-forward layers and experts get the requested format. For inference, embedding and head are
-quantized, too, always to int8. Adapters, norms, biases, positions and routers stay as they are, as do matrices whose
-shapes no kernel supports.
+Matrices of attention, feed-forwards and experts get the requested format. For inference, embedding and head are
+quantized, too, always to int8. Adapters, norms, biases, positions and routers are not quantized, and neither are
+matrices whose shapes no kernel supports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jingu.model.spec import QuantizationFormat
 
 
 def quantize_blocks(model: nn.Module, kind: QuantizationFormat) -> None:
-    """Replace the matrices of a model's blocks by quantized ones, whose values are to be filled."""
+    """Replace the matrices of a model's blocks by quantized ones. Their values and scales are uninitialized."""
     for name, module in model.named_modules():
         in_block = "blocks." in name and ".prompt." not in name
         is_router = name.rpartition(".")[2] == "router"
@@ -28,7 +28,9 @@ def quantize_blocks(model: nn.Module, kind: QuantizationFormat) -> None:
 
 
 def quantize_embedding_and_head(model: Any, dtype: torch.dtype) -> None:
-    """Replace embedding and head by int8 matrices; `dtype` is that of the hidden states."""
+    """Replace embedding and head by uninitialized int8 matrices; `dtype` is that of the hidden states."""
+    # A head that is normalized is quantized after normalization. If it is tied, the embedding itself must stay
+    # unnormalized, and is not quantized.
     unit_rows = model.spec.normalize_lm_head
     if model.head is not None:
         _quantize_weight(model.head, "int8", unit_rows=unit_rows)

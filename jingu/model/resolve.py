@@ -15,19 +15,21 @@ from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
 def spec_from_settings(
     settings: ModelSettings, vocabulary: int, context: int, start: ModelSpec | None = None
 ) -> ModelSpec:
-    """Return the preset, or the family's template, with the settings that the user gave.
+    """Return the preset, or the family's template, changed by the user's settings.
 
-    Dimensions that follow from others, such as the head size from the hidden size, are computed again.
+    Dimensions that follow from changed ones, such as the head size from the hidden size, are computed again.
 
     Args:
-        vocabulary: entries of the run's tokenizer.
-        context: tokens in a sequence of the run's batches.
-        start: the spec of the model from which the run starts, in place of a preset.
+        settings: the section `model` of the configuration.
+        vocabulary: number of entries of the run's tokenizer.
+        context: tokens per sequence of the run's batches.
+        start: the spec of the model from which the run starts; it replaces a preset.
 
     Raises:
         JinguError: the family or preset is unknown, dimensions do not fit together, or the model is too small for the
             tokenizer or the sequences.
     """
+    # Find the family and the template.
     preset = start or _preset(settings)
     family = find_family(settings.family or (preset.family if preset else "llama"))
     template = preset or family.template
@@ -39,10 +41,12 @@ def spec_from_settings(
             fix="Leave it out: the family is known.",
         )
     _check_family(settings, template, family)
+    # The head size follows from the hidden size and the number of heads, if the user changes one of them.
     head_size = settings.head_dim
     if head_size is None and (settings.hidden_size or settings.num_heads):
         heads = settings.num_heads or template.attention.num_heads
         head_size = _head_size(settings.hidden_size or template.hidden_size, heads)
+    # Fields that are None keep the value of the template.
     values = {
         "vocab_size": _vocabulary(settings, vocabulary, preset),
         "max_position_embeddings": _context(settings, context, preset),
@@ -63,7 +67,7 @@ def spec_from_settings(
 
 
 def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) -> None:
-    """Raise JinguError for settings of parts that the family does not have."""
+    """Raise JinguError for settings of components that the family does not have."""
     experts = settings.experts.model_dump(exclude_none=True)
     has_encoder = template.num_encoder_layers is not None
     has_rotary = isinstance(template.position, RotaryPositions)
@@ -104,6 +108,7 @@ def _check_known(kind: str, name: str, choices: Collection[str]) -> None:
 
 
 def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | None) -> int:
+    """Return the number of embedding rows: at least as many as the tokenizer has entries."""
     if settings.vocab_size == "auto":
         return max(tokenizer, preset.vocab_size) if preset else tokenizer
     if settings.vocab_size < tokenizer:
@@ -116,6 +121,7 @@ def _vocabulary(settings: ModelSettings, tokenizer: int, preset: ModelSpec | Non
 
 
 def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -> int:
+    """Return the longest sequence of the model: at least as long as the sequences of the batches."""
     context = settings.max_position_embeddings or (preset.max_position_embeddings if preset else sequence)
     if context < sequence:
         raise JinguError(
@@ -127,13 +133,14 @@ def _context(settings: ModelSettings, sequence: int, preset: ModelSpec | None) -
 
 
 def _head_size(width: int, heads: int) -> int:
+    """Return the hidden size divided by the number of heads. Raises JinguError if it is not divisible."""
     if width % heads:
         below = width // heads * heads
         near = " or ".join(str(width) for width in (below, below + heads) if width)
         raise JinguError(
-            f"a width of {width} cannot be divided among {heads} heads.",
+            f"a hidden size of {width} is not divisible by {heads} heads.",
             where="model.num_heads",
-            fix=f"Use a width of {near}, another number of heads, or set model.head_dim.",
+            fix=f"Use a hidden size of {near}, another number of heads, or set model.head_dim.",
         )
     return width // heads
 
@@ -143,6 +150,7 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
     experts = settings.experts.model_dump(exclude_none=True)
     part = template.feed_forward
     values: dict[str, object] = {}
+    # Settings of experts turn a dense feed-forward into a mixture, with the family's defaults.
     if experts and not isinstance(part, Experts):
         assert family.experts is not None
         values = {"": family.experts, ".intermediate_size": part.intermediate_size, ".activation": part.activation}
@@ -152,7 +160,7 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
             settings.hidden_size or template.hidden_size
         )
     router = experts.pop("router", None)
-    # The same type of router keeps the family's settings of it.
+    # A router of the same type keeps the family's settings; another type gets its own defaults.
     if isinstance(part, Experts) and router not in (None, part.router.type):
         experts["router"] = {"type": router}
     values |= {f".{name}": value for name, value in experts.items()}
@@ -160,18 +168,20 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
 
 
 def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
-    """Return patterns of jingu's modules for `tune.target_modules`, which may have Hugging Face's names.
+    """Translate `tune.target_modules`, which may contain Hugging Face's names, to patterns of jingu's module names.
 
     As in peft, `q_proj` stands for every module whose name ends in it, and `all-linear` for all matrices of the blocks.
+    A target that is no name of Hugging Face stays as it is.
     """
 
     patterns: list[str] = []
-    # The spec of a run that resumes has the adapter already.
+    # Map the tensors of the base model. The spec of a resumed run already has the adapter.
     spec = spec.model_copy(update={"adapter": None})
     try:
         mappings = map_tensors(spec)
     except LookupError:
-        mappings = []  # Hugging Face has no such model, such as Mixtral with a shared expert
+        # Hugging Face has no such model, for example a Mixtral with a shared expert.
+        mappings = []
     for target in targets:
         if target == "all-linear":
             patterns += ["*attention.*", "*.feed_forward.*"]

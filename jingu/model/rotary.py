@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021): frequencies, four ways to scale them to longer contexts, and the rotation.
+"""Rotary positions (RoPE, Su et al., 2021): frequencies, four ways to scale them to longer contexts, and the rotation.
 
 Shapes: B rows, T tokens, H heads, K head size.
 """
@@ -19,20 +19,22 @@ from jingu.model.spec import (
     rotary_dim,
 )
 
+# The cosines and the signed sines of `apply_rotary`.
 RotaryTables = tuple[Tensor, Tensor]
 
 
 def rotary_tables(
     spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
 ) -> RotaryTables:
-    """Return the factors [..., T, 1, K] of `apply_rotary` in `dtype`; K is less if only a part of a head is rotated.
+    """Return the two tables [..., T, 1, K] of `apply_rotary` in `dtype`. K is the number of rotated dims of a head.
 
-    For a pair with the angle position · frequency they are the cosine for both elements, and minus the sine for the
-    first and the sine for the second.
+    Each rotated pair has the angle position · frequency. The first table has its cosine for both elements. The second
+    one has minus its sine for the first element, and its sine for the second.
 
     Args:
-        per_position: if frequencies depend on the length of the sequence, each position has those of the sequence that
-            ends with it. A cache needs this, as its contents do not change.
+        per_position: applies if frequencies depend on the sequence length (dynamic scaling). If true, each position
+            uses the frequencies of a sequence that ends with it; otherwise all use those of the whole sequence. A KV
+            cache needs the former, because its keys never change.
     """
     angles = positions.to(dtype)[..., None] * rotary_frequencies(
         spec, rotary_dim(spec, head_size), positions[..., None] if per_position else positions.max(), dtype
@@ -44,20 +46,23 @@ def rotary_tables(
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """Return the first and the second elements of the pairs of a head [..., K/2]."""
+    """Return the first elements and the second elements of a head's pairs: two tensors [..., K/2]."""
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
 
 
 def _of_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    """Join first and second elements of pairs to heads [..., K]: the inverse of `_pairs`."""
+    """Join the first and the second elements of pairs to heads [..., K]: the inverse of `_pairs`."""
     return torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
 
 
 def rotary_frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return theta^(-2i/size), scaled. The order of operations makes fp32 numbers bitwise those of transformers.
+    """Return the scaled frequencies theta^(-2i/size) for i from 0 to size/2 - 1.
+
+    In fp32 they equal those of transformers bit by bit. Do not change the order of operations.
 
     Args:
-        last: position of the sequence's last token.
+        size: number of rotated dims of a head.
+        last: position of the sequence's last token, for dynamic scaling.
     """
     steps = torch.arange(0, size, 2, device=last.device).to(dtype) / size
     scaling = spec.scaling
@@ -78,23 +83,28 @@ def rotary_frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: to
 
 
 def _stretched_base(base: float, scaling: DynamicScaling, size: int, last: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a base that grows with the sequence, once that is longer than the original context."""
+    """Return the base of dynamic scaling, which grows once the sequence is longer than the original context."""
     length = (last + 1).clamp(min=scaling.original_max_position_embeddings).to(dtype)
     stretch = scaling.factor * length / scaling.original_max_position_embeddings - (scaling.factor - 1)
     return base * stretch ** (size / (size - 2))
 
 
 def _unscaled_shares_by_wavelength(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Return the unscaled share of each frequency: all of short wavelengths, none of long ones."""
+    """Return for each frequency the share that is not scaled (Llama 3.1): 1 for short wavelengths, 0 for long ones."""
     turns = scaling.original_max_position_embeddings / (2 * pi / plain)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _unscaled_shares_by_turns(base: float, size: int, scaling: YarnScaling) -> Tensor:
-    """Return the unscaled share of each frequency: a ramp over those that turn beta_fast to beta_slow times."""
+    """Return for each frequency the share that is not scaled (YaRN).
+
+    It falls linearly with the index of the frequency from 1 to 0, between those that turn `beta_fast` times and
+    `beta_slow` times over the original context.
+    """
 
     def place(turns: float) -> float:
+        # The (fractional) index of the frequency that turns so many times over the original context.
         return size * log(scaling.original_max_position_embeddings / (turns * 2 * pi)) / (2 * log(base))
 
     low, high = place(scaling.beta_fast), place(scaling.beta_slow)
@@ -106,22 +116,26 @@ def _unscaled_shares_by_turns(base: float, size: int, scaling: YarnScaling) -> T
 
 
 def apply_rotary(x_BTHK: Tensor, rotary: RotaryTables, *, interleaved: bool = False) -> Tensor:
-    """Rotate pairs of each head's first dims, in the tables' dtype, rounded once; the other dims stay as they are.
+    """Rotate pairs of the first dims of each head; the other dims do not change.
+
+    The rotation is computed in the dtype of the tables, and rounded once to that of `x`.
 
     Args:
-        interleaved: the pairs are (x_2i, x_2i+1), not (x_i, x_{i+K/2}).
+        interleaved: whether the pairs are (x_2i, x_2i+1) instead of (x_i, x_{i+K/2}).
     """
     cos, sin = rotary
     turned = cos.shape[-1]
     x, rest = (
         (x_BTHK, None) if turned == x_BTHK.shape[-1] else x_BTHK.split((turned, x_BTHK.shape[-1] - turned), dim=-1)
     )
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled, this takes less; alone, what follows
+    # Training and compiled code use the first variant, which is faster once compiled. In eager inference the second one
+    # is faster.
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         (first, second), (cos, _), (_, sin) = (_pairs(part, interleaved) for part in (x, cos, sin))
         y = _of_pairs(first * cos - second * sin, second * cos + first * sin, interleaved)
     else:
         x = x.to(cos.dtype)
-        # The other of each pair.
+        # In place of each element, the other one of its pair.
         other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else x.roll(turned // 2, -1)
         y = (x * cos).add_(other.mul_(sin))
     y = y.to(x_BTHK.dtype)

@@ -1,10 +1,10 @@
-"""Products of matrices rounded to FP8 with scales (Micikevicius et al., 2022, arXiv:2209.05433), forward and backward.
+"""FP8 matmuls with scales (Micikevicius et al., 2022, arXiv:2209.05433), forward and backward.
 
-Each operand is divided by a scale that brings its largest number to the largest one of the format: one scale for the
-whole matrix, or one for each row (of the left operand) and column (of the right one). The formats are those of torchao:
-E4M3, and E5M2 for gradients with a single scale.
+Each operand is divided by a scale that maps its largest magnitude to the largest number of the FP8 format. There is one
+scale per matrix, or one per row of the left operand and per column of the right one. The formats are those of torchao:
+E4M3, and E5M2 for gradients with one scale per matrix.
 
-Shapes: N rows of inputs, I inputs, O outputs; M, K, L in any product.
+Shapes: N rows of inputs, I inputs, O outputs. M, K, L are the sizes of any matmul.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# row: a scale per row and column; tensor: a scale per matrix.
 Scaling = Literal["row", "tensor"]
-# Kernels take matrices whose sizes are multiples of this.
+# The FP8 kernels need matrices whose sizes are multiples of this.
 SIZE_MULTIPLE = 16
-# The smallest scale: zeros are divided by it.
+# Lower bound of the largest magnitude, so that zeros are not divided by zero.
 _SMALLEST = 1e-12
 
 
 def scaled_linear(x: Tensor, weight_OI: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
-    """Return `x @ weight.T + bias` in the dtype of `x`, with all products of forward and backward in FP8."""
+    """Return `x @ weight.T + bias` in the dtype of `x`, with all matmuls of forward and backward in FP8."""
     x_NI = x.reshape(-1, x.shape[-1])
     count = len(x_NI)
     if spare := -count % SIZE_MULTIPLE:
@@ -54,11 +55,11 @@ class _ScaledLinear(torch.autograd.Function):
 def scaled_product(
     a_MK: Tensor, b_LK: Tensor, scaling: Scaling, left: torch.dtype = torch.float8_e4m3fn, *, fast: bool = False
 ) -> Tensor:
-    """Return `a @ b.T` of operands rounded to FP8, in the dtype of `a`.
+    """Round both operands to FP8, and return `a @ b.T` in the dtype of `a`.
 
     Args:
-        left: format of `a`.
-        fast: let a GPU sum with fewer bits.
+        left: FP8 format of `a`; that of `b` is E4M3.
+        fast: whether a GPU may accumulate with less precision than fp32 (`use_fast_accum`).
     """
     a8_MK, a_scale = quantize(a_MK, left, scaling)
     b8_LK, b_scale = quantize(b_LK, torch.float8_e4m3fn, scaling)
@@ -75,15 +76,18 @@ def multiply_fp8(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Return the product `a @ b.T` of what `quantize` returned for both; M is a multiple of SIZE_MULTIPLE, too."""
+    """Return `a @ b.T` in `dtype`, for two matrices and their scales from `quantize`.
+
+    All sizes, M included, must be multiples of SIZE_MULTIPLE.
+    """
     recipe = F.ScalingType.RowWise if scaling == "row" else F.ScalingType.TensorWise
     return F.scaled_mm(a8_MK, b8_LK.t(), a_scale, recipe, b_scale.t(), recipe, output_dtype=dtype, use_fast_accum=fast)
 
 
 def quantize(x_MK: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return a matrix in FP8, contiguous, and what it is to be multiplied by: [M, 1], or a scalar.
+    """Return a contiguous FP8 matrix, and the fp32 scale that multiplies it: [M, 1], or a scalar.
 
-    Numbers that are not finite make their row, or the whole matrix, NaN.
+    An infinity or NaN makes its row (or with one scale per matrix, the whole matrix) NaN.
     """
     largest = x_MK.abs().amax(1, keepdim=True) if scaling == "row" else x_MK.abs().amax()
     scale = largest.float().clamp_min(_SMALLEST) / torch.finfo(dtype).max

@@ -1,4 +1,7 @@
-"""The dims along which the parameters of a model can be divided. Each module says it of its children, in `SHARDING`."""
+"""The dims along which the parameters of a model can be sharded.
+
+Each module class declares in `SHARDING` how its children can be sharded. This module turns these tables into dims.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,33 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-# How a child can be divided:
-# - heads, kv_heads: its outputs are (key-value) heads, and whole heads stay together
-# - from_heads: its inputs are heads
-# - column, row: its outputs, or its inputs, are inner dims
-# - vocabulary: its weight has a row for each entry of the vocabulary
-# - tokens: it is not divided, and looks up what belongs to each token
+# How a module can be sharded:
+# - heads, kv_heads: along its outputs, which are query heads or key-value heads; heads are not split
+# - from_heads: along its inputs, which are heads
+# - column: along its outputs, which are intermediate dims
+# - row: along its inputs, which are intermediate dims
+# - vocabulary: along the rows of its weight, one per entry of the vocabulary
+# - tokens: not sharded; it computes one vector per token, so ranks can share the tokens
 ShardingStyle = Literal["heads", "kv_heads", "from_heads", "column", "row", "vocabulary", "tokens"]
 
-# Children of a module by name, and how they can be divided.
+# The children of a module that can be sharded, by attribute name.
 ShardingTable = Mapping[str, ShardingStyle]
 
 
 class ShardedDim(NamedTuple):
-    """A dim of a parameter, and what it consists of: dims of the same kind are divided among the same ranks."""
+    """A dim of a parameter that can be sharded.
+
+    Attributes:
+        kind: what the dim consists of. Dims of the same kind are divided over the same ranks.
+        dim: index of the dim.
+    """
 
     kind: Literal["inner", "kv_heads", "experts"]
     dim: int
 
 
 def sharded_dims(model: nn.Module) -> dict[str, tuple[ShardedDim, ...]]:
-    """Return the dims of each parameter that can be divided, by its name; none if every rank needs all of it."""
+    """Return by parameter name the dims that can be sharded; an empty tuple if every rank needs the whole parameter."""
     dims: dict[str, tuple[ShardedDim, ...]] = {name: () for name, _ in model.named_parameters()}
     for name, child, style in iterate_styles(model):
         for leaf, parameter in child.named_parameters():
@@ -37,14 +46,14 @@ def sharded_dims(model: nn.Module) -> dict[str, tuple[ShardedDim, ...]]:
 
 
 def iterate_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
-    """Yield every module that has a style: its full name, the module and the style."""
+    """Yield the full name, the module and the sharding style of every module that has a style."""
     for prefix, module in model.named_modules():
         for name, child, style in child_styles(module):
             yield f"{prefix}.{name}" if prefix else name, child, style
 
 
 def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
-    """Yield the children of a module that have a style."""
+    """Yield the name, the module and the sharding style of each child that has a style; absent children are skipped."""
     for name, style in getattr(module, "SHARDING", {}).items():
         child = getattr(module, name)
         if child is not None:
@@ -52,16 +61,26 @@ def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingSt
 
 
 def divided_dims(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple[ShardedDim, ...]:
-    """Return the dims that a style divides of a module's parameter, by its own name in the module."""
+    """Return the dims of a parameter that can be sharded.
+
+    Args:
+        style: the style of its module.
+        leaf: name of the parameter in its module, such as "weight" or "lora_a".
+        shape: its shape.
+    """
     dims = len(shape)
-    experts = (ShardedDim("experts", 0),) if dims == 3 else ()  # a matrix for each expert, in one parameter
+    # A parameter with three dims has one matrix per expert.
+    experts = (ShardedDim("experts", 0),) if dims == 3 else ()
     inputs = style in ("row", "from_heads")
     of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out")
+    # Of the two small matrices of a LoRA adapter, only the one with the sharded dim of the weight is sharded.
     if style == "tokens" or leaf in ("lora_b" if inputs else "lora_a", "token_rows"):
-        return experts  # the small inner dim of an adapter stays whole
+        return experts
+    # A vector of outputs is whole if inputs are sharded, and a vector of inputs if outputs are.
     if inputs if of_outputs else leaf == "ia3_in" and not inputs:
         return experts
     dim = dims - 1 if inputs or of_outputs else dims - 2
-    if shape[dim] == 1:  # of a whole row
+    # A quantized row has one scale for all of its inputs, so every rank needs it.
+    if shape[dim] == 1:
         return experts
     return (*experts, ShardedDim("kv_heads" if style == "kv_heads" else "inner", dim))

@@ -21,12 +21,12 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QuantizationFormat = Literal["int8", "int4", "nf4", "fp8"]
 
 
-# How the matrices of a LoRA begin.
+# How the matrices of a LoRA adapter are initialized.
 LoraInit = Literal["default", "pissa", "olora", "eva", "loftq"]
 
 
 class Component(BaseModel):
-    """A part of the spec, which rejects unknown keys. Variants are distinguished by their `type`."""
+    """A part of the spec. It rejects unknown keys; its `type` tells variants apart."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -46,20 +46,20 @@ class LayerNorm(Component):
 
 
 class LearnedPositions(Component):
-    """A trained vector for each position, which is added to the embedding."""
+    """A trained vector per position, added to the embedding."""
 
     type: Literal["learned"] = "learned"
 
 
 class LinearScaling(Component):
-    """Positions are divided by a factor."""
+    """Positions are divided by a factor (linear position interpolation)."""
 
     type: Literal["linear"] = "linear"
     factor: PositiveFloat
 
 
 class DynamicScaling(Component):
-    """The base grows with the length of the sequence beyond the original context (dynamic NTK)."""
+    """The base `theta` grows with the sequence length once that exceeds the original context (dynamic NTK)."""
 
     type: Literal["dynamic"] = "dynamic"
     factor: PositiveFloat
@@ -67,10 +67,12 @@ class DynamicScaling(Component):
 
 
 class YarnScaling(Component):
-    """Low frequencies are divided by a factor, high ones are not, with a ramp between (YaRN, Peng et al., 2023).
+    """Low frequencies are divided by a factor, high ones stay, with a linear ramp between (YaRN, Peng et al., 2023).
 
     Attributes:
-        attention_factor: multiplies cosines and sines, so that its square multiplies the scores.
+        attention_factor: multiplies cosines and sines; its square therefore multiplies the attention scores.
+        beta_fast: frequencies with more turns than this over the original context stay.
+        beta_slow: frequencies with fewer turns than this over the original context are divided by the whole factor.
         truncate: whether the ramp starts and ends at whole dimensions.
     """
 
@@ -84,7 +86,12 @@ class YarnScaling(Component):
 
 
 class Llama3Scaling(Component):
-    """Like YaRN, with the ramp over wavelengths relative to the original context (Llama 3.1)."""
+    """Like YaRN, but the ramp is linear in the number of turns over the original context (Llama 3.1).
+
+    Attributes:
+        low_freq_factor: frequencies with fewer turns than this are divided by the whole factor.
+        high_freq_factor: frequencies with more turns than this stay.
+    """
 
     type: Literal["llama3"] = "llama3"
     factor: PositiveFloat
@@ -100,8 +107,11 @@ class RotaryPositions(Component):
     """Rotary position embedding (RoPE, Su et al., 2021) of queries and keys.
 
     Attributes:
-        partial_rotary_factor: share of a head's dimensions, the first ones, that are rotated.
-        interleaved: whether neighbouring dimensions form a pair, rather than those of the two halves of a head.
+        theta: base of the frequencies.
+        partial_rotary_factor: share of a head's dimensions that are rotated: the first ones.
+        interleaved: whether a rotated pair is two neighboring dimensions, instead of one dimension of each half of the
+            head.
+        scaling: how the frequencies are scaled to a longer context; None: not at all.
     """
 
     type: Literal["rope"] = "rope"
@@ -112,18 +122,20 @@ class RotaryPositions(Component):
 
 
 class AlibiPositions(Component):
-    """Scores decrease with the distance, with a slope for each head (Press et al., 2022)."""
+    """Attention scores decrease linearly with the distance, with one slope per head (ALiBi, Press et al., 2022)."""
 
     type: Literal["alibi"] = "alibi"
 
 
 class RelativeBias(Component):
-    """A trained bias of the scores for each head and bucket of distances, shared by the layers of a stack
-    (Raffel et al., 2020). Half of the buckets have one distance each; the others grow up to the largest distance.
+    """A trained bias of attention scores per head and bucket of distances, shared by all layers of a stack (T5, Raffel
+    et al., 2020).
+
+    Half of the buckets hold one distance each. The other half hold ranges that grow up to the largest distance.
 
     Attributes:
-        num_buckets: if tokens see what follows them, half of the buckets are for that.
-        max_distance: the last bucket has all distances from here on.
+        num_buckets: number of buckets. In an encoder, half of them are for tokens that follow the query.
+        max_distance: the last bucket holds all distances from this one on.
     """
 
     type: Literal["relative_bias"] = "relative_bias"
@@ -135,9 +147,10 @@ class AttentionSpec(Component):
     """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
 
     Attributes:
+        num_kv_heads: number of key-value heads; fewer than `num_heads` for grouped-query attention.
         qk_norm: whether the queries and keys of each head are normalized.
-        scale_scores: whether scores are divided by the root of the head size.
-        sliding_window: number of tokens that a token sees, including itself; None: all before it.
+        scale_scores: whether scores are divided by √head_dim.
+        sliding_window: number of tokens that a token attends to, including itself; None: itself and all before it.
     """
 
     num_heads: PositiveInt
@@ -169,11 +182,11 @@ class GatedFeedForward(Component):
 
 
 class TopKRouter(Component):
-    """Chooses the experts with the highest probabilities (Shazeer et al., 2017), which are their weights.
+    """Selects the experts with the highest logits, and weights their outputs by softmax (Shazeer et al., 2017).
 
     Attributes:
-        softmax: before: over all experts; after: over the chosen ones only.
-        norm_topk_prob: whether probabilities over all experts are divided by the sum of the chosen ones.
+        softmax: `before`: softmax over all experts, then selection. `after`: softmax over the selected experts only.
+        norm_topk_prob: whether the weights of the selected experts are divided by their sum (only for `before`).
     """
 
     type: Literal["top_k"] = "top_k"
@@ -182,14 +195,17 @@ class TopKRouter(Component):
 
 
 class BalancedRouter(Component):
-    """BASE (Lewis et al., 2021). In training every expert gets equally many tokens of a sequence, so that the sum of
-    scores is as large as possible; otherwise a token gets its best expert. Weights are the sigmoids of scores."""
+    """The router of BASE layers (Lewis et al., 2021), with one expert per token.
+
+    In training, every expert gets equally many tokens of a sequence, in the assignment that (almost) maximizes the sum
+    of scores. Outside training, each token gets its best expert. The weight of an expert is the sigmoid of its score.
+    """
 
     type: Literal["balanced"] = "balanced"
 
 
 class RandomProjectionRouter(Component):
-    """A router that is not trained: a hash that sends similar states to the same expert. All weights are equal."""
+    """A frozen random projection that sends similar hidden states to the same expert. All weights are equal."""
 
     type: Literal["random_projection"] = "random_projection"
 
@@ -198,17 +214,20 @@ Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(d
 
 
 class Experts(Component):
-    """A mixture of experts: gated feed-forwards without biases, of which a router chooses some for each token.
+    """A mixture of experts: gated feed-forwards without biases, of which a router selects a few per token.
 
     Attributes:
-        intermediate_size: inner size of one expert.
-        shared_intermediate_size: inner size of a shared expert, which every token uses; None: there is none.
-        shared_expert_gate: whether the output of the shared expert is weighted with the sigmoid of a score of its own.
-        capacity_factor: most choices that an expert accepts from a training sequence, as a multiple of an even share;
-            None: all of them.
-        aux_loss_coef: weight of the balancing loss.
-        aux_loss_scope: whether every layer should be balanced, or the mean of all layers (as transformers computes it).
-        z_loss_coef: weight of the router's z loss.
+        intermediate_size: intermediate size of one expert.
+        gated: always true; a dense feed-forward is gated or plain.
+        bias: always false; a dense feed-forward may have biases.
+        shared_intermediate_size: intermediate size of a shared expert that every token uses; None: there is none.
+        shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a trained score.
+        capacity_factor: the most token-to-expert assignments that an expert accepts from a training sequence, relative
+            to an even share. Assignments beyond it are dropped. None: no limit.
+        aux_loss_coef: weight of the load-balancing loss.
+        aux_loss_scope: whether each `layer` is balanced, or only the mean over all layers (`model`, as transformers
+            computes it).
+        z_loss_coef: weight of the router's z-loss.
     """
 
     type: Literal["experts"] = "experts"
@@ -249,21 +268,21 @@ FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(dis
 
 
 class Lora(Component):
-    """Low-rank adapters of matrices, which are not trained themselves (Hu et al., 2022).
+    """LoRA: low-rank adapters beside frozen matrices (Hu et al., 2022).
 
     Attributes:
-        alpha: the adapters' product is scaled by alpha / rank.
-        target_modules: patterns of the names of the adapted modules.
-        use_rslora: scale by alpha / √rank instead (Kalajdzievski, 2023).
-        use_dora: whether the norm of each row of the sum is trained separately (DoRA, Liu et al., 2024).
+        alpha: the update B·A of a matrix is scaled by alpha / rank.
+        target_modules: patterns (fnmatch) of the names of the adapted modules.
+        use_rslora: whether to scale by alpha / √rank instead (Kalajdzievski, 2023).
+        use_dora: whether the norm of each row of matrix plus update is trained separately (DoRA, Liu et al., 2024).
         dropout: dropout probability of the adapter's inputs.
-        rank_pattern: pairs of a pattern of modules' names and their rank, if it differs.
-        alpha_pattern: likewise, their alpha.
-        lora_bias: whether the second of the two matrices has a bias.
-        init_lora_weights: how the matrices begin. With pissa and olora they begin as a part of the adapted matrix,
-            and the frozen matrix is what remains.
+        rank_pattern: pairs of a pattern of module names and the rank of these modules. The first match counts.
+        alpha_pattern: the same for alpha.
+        lora_bias: whether the matrix B has a bias.
+        init_lora_weights: how the matrices A and B are initialized. With pissa and olora they start as a part of the
+            adapted matrix, and the frozen matrix is the rest.
         modules_to_save: patterns of the names of modules whose own parameters are trained, too.
-        trainable_token_indices: tokens whose rows of the embedding are trained, too.
+        trainable_token_indices: ids of the tokens whose rows of the embedding are trained, too.
     """
 
     type: Literal["lora"] = "lora"
@@ -282,39 +301,41 @@ class Lora(Component):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters' product."""
+        """Factor of the update B·A."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def of_module(self, name: str) -> Lora:
-        """Return the adapter with the rank and alpha of one module: those of the first pattern that matches."""
+        """Return the adapter of one module, with the rank and alpha of the first matching pattern of each."""
         rank = next((rank for pattern, rank in self.rank_pattern if fnmatchcase(name, pattern)), self.rank)
         alpha = next((alpha for pattern, alpha in self.alpha_pattern if fnmatchcase(name, pattern)), self.alpha)
         return self.model_copy(update={"rank": rank, "alpha": alpha})
 
 
 class Ia3(Component):
-    """Trained factors of the outputs of matrices; for a feed-forward's `down`, of its inputs (Liu et al., 2022).
+    """IA³ (Liu et al., 2022): trained factors of a matrix's outputs, or for a feed-forward's `down`, of its inputs.
 
     Attributes:
-        target_modules: patterns of the names of the adapted modules.
+        target_modules: patterns (fnmatch) of the names of the adapted modules.
     """
 
     type: Literal["ia3"] = "ia3"
     target_modules: tuple[str, ...]
 
     def of_module(self, _name: str) -> Ia3:
-        """Return the adapter of one module: all are alike."""
+        """Return the adapter of one module: the same for all."""
         return self
 
 
 class SoftPrompt(Component):
-    """Trained vectors in place of embedded tokens (Lester et al., 2021), before the input of the encoder if there is
-    one, otherwise of the decoder.
+    """Prompt tuning (Lester et al., 2021): virtual tokens with trained vectors in place of embeddings.
+
+    The virtual tokens stand before the input of the encoder, or of the decoder if there is no encoder.
 
     Attributes:
-        encoder: network that computes the vectors from trained ones (P-tuning, Liu et al., 2021).
-        encoder_hidden_size: its hidden size.
-        after_input: whether the vectors stand after the encoder's input.
+        encoder: network that computes the vectors from trained parameters (P-tuning, Liu et al., 2021); `none`: the
+            vectors are trained directly.
+        encoder_hidden_size: hidden size of that network.
+        after_input: whether the virtual tokens stand after the input instead.
     """
 
     type: Literal["soft_prompt"] = "soft_prompt"
@@ -325,12 +346,12 @@ class SoftPrompt(Component):
 
 
 class DeepPrompt(Component):
-    """Trained keys and values before those of the text, in each block (P-tuning v2, Liu et al., 2022).
+    """Virtual tokens with trained keys and values in each block, before the text (P-tuning v2, Liu et al., 2022).
 
     Attributes:
-        encoder_hidden_size: hidden size of the network that computes those of each block from trained vectors (prefix
-            tuning, Li and Liang, 2021); None: they are trained directly.
-        in_encoder: whether the blocks of an encoder, if there is one, have them, too.
+        encoder_hidden_size: hidden size of a network in each block that computes keys and values from trained vectors
+            (prefix tuning, Li and Liang, 2021); None: keys and values are trained directly.
+        in_encoder: whether the blocks of an encoder, if there is one, have virtual tokens, too.
     """
 
     type: Literal["deep_prompt"] = "deep_prompt"
@@ -343,24 +364,26 @@ Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="t
 
 
 class ModelSpec(Component):
-    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head. If there
-    are `num_encoder_layers`, each block also attends to the states of an encoder of the same width.
+    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head.
+
+    With `num_encoder_layers` the model is an encoder-decoder. The encoder has the same dimensions, and each block of
+    the decoder also attends to the encoder's last hidden states.
 
     Attributes:
         family: name of the family, which defines tensor names and the Hugging Face config.
         vocab_size: rows of the embedding.
-        num_encoder_layers: blocks of the encoder, which shares the embedding; None: there is no encoder.
+        num_encoder_layers: blocks of the encoder, which shares the decoder's embedding; None: there is no encoder.
         max_position_embeddings: longest sequence, in tokens.
         tie_word_embeddings: whether the head uses the embedding's weight.
-        embedding_norm: whether embeddings are normalized before the first block.
+        embedding_norm: whether a norm follows the embedding.
         normalize_lm_head: whether each row of the head's weight is divided by its norm.
-        scale_lm_head: whether the final states are divided by √hidden_size before the head.
-        score_head: whether the head gives one number, the reward of the text so far, in place of logits.
-        value_head: whether there is a head for the value of the text so far beside that for logits, in training.
+        scale_lm_head: whether the final hidden states are divided by √hidden_size before the head.
+        score_head: whether the head returns one number, the reward of the text so far, instead of logits.
+        value_head: whether the model has a value head beside the head for logits, as the critic of PPO.
         initializer_range: standard deviation of the initial weights.
-        adapter: adapters, the only parameters that are then trained.
+        adapter: adapters. Only their parameters, a score head, and `modules_to_save` are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
-        frozen_parameters: patterns of the names of parameters that are not trained.
+        frozen_parameters: patterns of the names of parameters that are not trained. Ignored if there is an adapter.
     """
 
     family: str
@@ -402,7 +425,8 @@ class ModelSpec(Component):
         bias = self.position
         if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
-                f"{bias.num_buckets} buckets of distances up to {bias.max_distance} leave none that grow.",
+                f"with {bias.num_buckets} buckets, the largest distance must exceed {bias.num_buckets // 2}; it is "
+                f"{bias.max_distance}.",
                 where="model.position",
                 fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
             )
@@ -410,7 +434,7 @@ class ModelSpec(Component):
 
     @property
     def prompts(self) -> tuple[int, int]:
-        """Numbers of virtual tokens, whose ids follow the vocabulary, in the inputs of decoder and encoder."""
+        """Number of virtual tokens in the input of the decoder and of the encoder. Their ids follow the vocabulary."""
         adapter, encodes = self.adapter, self.num_encoder_layers is not None
         if isinstance(adapter, SoftPrompt):
             return (0, adapter.num_virtual_tokens) if encodes else (adapter.num_virtual_tokens, 0)
@@ -419,7 +443,7 @@ class ModelSpec(Component):
         return 0, 0
 
     def prompted(self, ids: Sequence[int], *, encoder: bool = False) -> tuple[int, ...]:
-        """Return the ids that the decoder, or the encoder, reads: these, and those of its virtual tokens."""
+        """Return token ids together with the ids of the virtual tokens of the decoder, or of the `encoder`."""
         own = range(self.vocab_size, self.vocab_size + self.prompts[encoder])
         behind = isinstance(self.adapter, SoftPrompt) and self.adapter.after_input
         return (*ids, *own) if behind else (*own, *ids)
@@ -430,7 +454,14 @@ class ModelSpec(Component):
 
     @staticmethod
     def from_json(text: str | bytes, where: object = "model.json") -> ModelSpec:
-        """Return the spec that `to_json` wrote. Raises JinguError, which names each wrong field."""
+        """Return the spec that `to_json` wrote, also in the format of older versions.
+
+        Args:
+            where: the file, for messages.
+
+        Raises:
+            JinguError: the text is not JSON or not a valid spec. The message names each wrong field.
+        """
         try:
             tree = from_json(text)
             return ModelSpec.model_validate(migrate_spec(tree) if isinstance(tree, dict) else tree)
@@ -447,12 +478,12 @@ class ModelSpec(Component):
 
 
 def rotary_dim(position: RotaryPositions, head_size: int) -> int:
-    """Return how many dimensions of a head are rotated."""
+    """Return the number of a head's dimensions that are rotated."""
     return int(head_size * position.partial_rotary_factor)
 
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """Return a validated copy with other values; a key may be a path, such as `attention.num_heads`."""
+    """Return a validated copy of a spec with changed fields; a key may be a path, such as `attention.num_heads`."""
     values = spec.model_dump()
     for path, value in changes.items():
         *parts, last = path.split(".")
@@ -464,5 +495,5 @@ def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 
 def flatten_fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return all values by their paths, as `replace_fields` takes them."""
+    """Return all fields by their paths, in the form that `replace_fields` accepts."""
     return flatten(spec.model_dump())

@@ -1,4 +1,4 @@
-"""Initial weights, filled by name from a seed, so that every layout and precision starts from the same numbers."""
+"""Initialization of weights, from a seed and each parameter's name: the same numbers in every layout and precision."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from jingu.model.spec import ModelSpec
 
 @torch.no_grad()
 def init_weights(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
-    """Fill every parameter, in place.
+    """Initialize every parameter in place.
 
-    A parameter's values depend only on (seed, its name, its shape): neither on the order of modules nor on dtype or
-    device.
+    The values of a parameter depend only on the seed, its name, its shape and the spec. They do not depend on the order
+    of modules, the dtype or the device.
 
     Args:
-        model: parameters on the meta device are first made on `device` (CPU when None).
+        model: the model. Parameters on the meta device are first allocated on `device`.
         seed: the run's seed.
+        device: None means CPU.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device or torch.device("cpu"))
@@ -28,27 +29,28 @@ def init_weights(model: nn.Module, spec: ModelSpec, seed: int, device: torch.dev
 
 
 def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
-    """Return the whole parameter in fp32 on CPU: ones for norms, zeros for biases, normal for matrices.
+    """Return the initial values of a whole parameter, in fp32 on CPU.
 
-    Projections back into the residual stream shrink by 1/√(2·layers), so that its variance does not grow with
-    depth (Radford et al., 2019). Where scores are not scaled, the queries' matrix is.
+    Norms are ones, biases are zeros, and matrices are normally distributed. Matrices whose outputs are added to the
+    hidden states get a standard deviation that is smaller by 1/√(2·layers), so that the variance of the hidden states
+    does not grow with depth (Radford et al., 2019). If attention scores are not scaled, the query matrix is.
     """
-    # What begins as zeros and ones.
-    if name.endswith(
-        (".bias", ".lora_bias", ".weight.values", ".weight.scales")
-    ):  # packed matrices are read, never drawn
+    # Zeros and ones. Quantized matrices are never initialized randomly: their values are read.
+    if name.endswith((".bias", ".lora_bias", ".weight.values", ".weight.scales")):
         return torch.zeros(shape)
     if name.endswith(("norm.weight", ".lora_m", ".ia3_in", ".ia3_out")):
         return torch.ones(shape)
     if name.endswith(".lora_b") or ".bias_" in name:
         return torch.zeros(shape)
-    if name.endswith(".lora_a") or ("prompt." in name and not name.endswith("embedding.weight")):  # as peft begins
+    # Adapters and the networks of prompts: uniform, as in peft.
+    if name.endswith(".lora_a") or ("prompt." in name and not name.endswith("embedding.weight")):
         bound = shape[-1] ** -0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator_for_name(name, seed))
-    # Matrices: normal, with a standard deviation for some of them.
+    # Matrices: normal. Some have a standard deviation of their own.
     std = spec.initializer_range
     if name == "embedding.weight" and spec.scale_lm_head:
-        std = 1.0  # the head divides the states for such an embedding (Raffel et al., 2020)
+        # A scaled head divides the hidden states so that such an embedding can be tied (Raffel et al., 2020).
+        std = 1.0
     if name.endswith("attention.q.weight") and not spec.attention.scale_scores:
         std *= spec.attention.head_dim**-0.5
     if name.endswith(("attention.output.weight", ".down.weight")):
@@ -57,6 +59,6 @@ def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
 
 
 def generator_for_name(name: str, seed: int) -> torch.Generator:
-    """Return a generator seeded by a stable hash of seed and name."""
+    """Return a random generator that is seeded with a stable hash of seed and name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

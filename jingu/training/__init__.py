@@ -1,1 +1,1 @@
-"""The loop, and what a step is made of."""
+"""The training loop, the parts of a step, and the commands that use them."""

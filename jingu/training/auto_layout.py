@@ -26,15 +26,15 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
     The layout is the section `parallel`, `batch.micro_batch_size` and `train.activation_checkpointing`.
 
     Args:
-        processes: ranks to start, unless a launcher started them.
-        rows_per_group: rows that stay together, by the task of the run.
+        processes: number of ranks to start, unless a launcher has started them.
+        rows_per_group: number of neighboring rows that must be in one micro-batch (`TaskFactory.rows_per_group`).
 
     Raises:
-        JinguError: no layout fits; says why.
+        JinguError: no layout fits; the message says why.
     """
     ranks, local_ranks = count_ranks(processes)
     spec, _ = resolve_spec(config)
-    # A run that resumes keeps its layout, as long as that divides this number of ranks.
+    # 1. A run that resumes keeps its stored layout, as long as it is possible on this number of ranks.
     stored = Path(config.runs_dir) / config.name / "config.yaml"
     prefix = ""
     if stored.exists():
@@ -48,7 +48,7 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
         else:
             _announce(f"the layout of {stored}, because the run has started before.")
             return config
-    # The search knows nothing of rows that stay together, so that layouts are checked once more.
+    # 2. Search. The search ignores `rows_per_group`, so each layout is checked once more.
     machine = nominal_machine(choose_device(config.device.type, 0)).with_nodes(local_ranks)
     result = search_run(config, spec, machine, ranks)
     plans, rejected = [], [describe_rejection(result, reason) for reason, _ in result.rejected.most_common()]
@@ -64,7 +64,7 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
             where="--auto-layout",
             fix="Change the batch, the model or the number of ranks; `jingu plan FILE --search` compares machines.",
         )
-    # Say what was chosen, and what is wrong with the next best layout.
+    # 3. Announce the layout that was chosen, and why it is better than the next best one.
     best, *others = plans
     reason = f"no other fits ({rejected[0]})" if rejected else "there is no other"
     if others:
@@ -86,9 +86,11 @@ def _replace_layout(
 
 
 def _apply_work(config: RunConfig, work: Workload) -> RunConfig:
+    """Return the settings of a run in the layout of a workload."""
     return _replace_layout(config, work.parallel, work.micro_batch, work.checkpointing)
 
 
 def _announce(text: str) -> None:
+    """Print the layout to stderr, in the first process only."""
     if is_first_process():
         print(f"Layout: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Transforms of a batch before it goes through the model: seeds of dropout, embedding noise, virtual tokens.
+"""Transforms of a batch before the model receives it: seeds of dropout, embedding noise, virtual tokens.
 
 Shapes: B rows, T tokens.
 """
@@ -16,21 +16,22 @@ from jingu.model.dropout import token_seeds
 from jingu.model.inputs import Inputs
 from jingu.model.spec import ModelSpec
 
-# Document number of the virtual tokens before a row of documents, which all continue them.
+# Document id of the virtual tokens before a row. All documents of the row have it as their parent, and so attend to it.
 _PROMPT_DOCUMENT = -2
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the batch to the device; a no-op on CPU."""
+    """Return the batch on the device; on CPU this is the same batch."""
     if device.type == "cpu":
         return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def add_dropout_seeds(batch: Batch, seed: int, first_row: int) -> Batch:
-    """Give every token the seed of its adapter dropout.
+    """Return the batch with a seed of adapter dropout for every token, of decoder and encoder.
 
     Args:
+        seed: seed of the run.
         first_row: number of the batch's first row, counted over the whole run.
     """
     source = batch.source
@@ -40,9 +41,10 @@ def add_dropout_seeds(batch: Batch, seed: int, first_row: int) -> Batch:
 
 
 def add_embedding_noise(batch: Batch, seed: int, first_row: int, alpha: float) -> Batch:
-    """Give every token the seed and the scale of its embedding noise (NEFTune, Jain et al., 2023, arXiv:2310.05914).
+    """Return the batch with the seed and scale of each token's embedding noise, as `noise` [2, B, T].
 
-    The scale is alpha / √length, where length counts the tokens of the document that a token is in.
+    NEFTune: Jain et al., 2023, arXiv:2310.05914. The scale is alpha / √length, where length is the number of tokens in
+    the token's document.
 
     Args:
         first_row: number of the batch's first row, counted over the whole run.
@@ -50,7 +52,7 @@ def add_embedding_noise(batch: Batch, seed: int, first_row: int, alpha: float) -
     seed_BT = token_seeds(seed, first_row, *batch.tokens.shape)
     length_BT = torch.full_like(seed_BT, seed_BT.shape[1])
     if batch.documents is not None:
-        # Documents count from 0, and padding is -1: shifted by one, padding has a count of its own.
+        # Document ids start at 0, and padding has -1. Add one, so that padding is counted at index 0.
         documents_BT = batch.documents + 1
         counts = seed_BT.new_zeros(seed_BT.shape[0], seed_BT.shape[1] + 1)
         counts.scatter_add_(1, documents_BT, torch.ones_like(documents_BT))
@@ -59,13 +61,14 @@ def add_embedding_noise(batch: Batch, seed: int, first_row: int, alpha: float) -
 
 
 def prepend_virtual_tokens(batch: Batch, spec: ModelSpec) -> Batch:
-    """Prepend the virtual tokens of a model with a trained prompt. None of them has a label.
+    """Return the batch with the virtual tokens of a model with a trained prompt or prefix, which have no labels.
 
-    The prompt stands once before a row, and all documents that are packed into the row attend to it.
+    Those of the decoder are prepended once per row, and all documents that are packed into the row attend to them.
+    Those of the encoder stand before or after its input (`ModelSpec.prompted`).
     """
     decoder_tokens, encoder_tokens = spec.prompts
     if decoder_tokens:
-        # What the fields of a virtual token hold.
+        # Values of the virtual tokens in each field of the batch.
         prefixes = {
             "tokens": [*spec.prompted(())],
             "labels": [IGNORE_INDEX] * decoder_tokens,
@@ -79,7 +82,7 @@ def prepend_virtual_tokens(batch: Batch, spec: ModelSpec) -> Batch:
             if values_BT is None:
                 continue
             if name in ("positions", "prefix_lengths"):
-                # Both count tokens from the start of the row, which is further to the left now.
+                # Both count tokens from the start of the row, which the virtual tokens move to the left.
                 values_BT = values_BT + decoder_tokens
             fields[name] = _prepend(values_BT, prefix)
         if batch.documents is not None:
@@ -92,16 +95,17 @@ def prepend_virtual_tokens(batch: Batch, spec: ModelSpec) -> Batch:
 
 
 def _prepend(values_BT: Tensor, prefix: list[int]) -> Tensor:
+    """Return values [..., B, T] with the same prefix before each row."""
     prefix_BT = torch.tensor(prefix, dtype=values_BT.dtype).expand(*values_BT.shape[:-1], -1)
     return torch.cat([prefix_BT, values_BT], -1)
 
 
 def model_inputs(batch: Batch) -> Inputs:
-    """Return what a model takes of a batch: all but labels and weights."""
+    """Return the inputs of the model for a batch: all fields but labels and weights."""
     source = None
     noise = batch.noise
     if batch.source is not None:
-        # An encoder-decoder trains without noise on its embeddings.
+        # Encoder-decoders train without embedding noise.
         noise = None
         source = Inputs(batch.source.tokens, documents=batch.source.documents, dropout_seeds=batch.source.dropout_seeds)
     return Inputs(

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: what they hold, when they are saved, and how a run resumes from the newest valid one.
+"""Checkpoints of a run: what they contain, when they are saved, and how a run resumes from the newest valid one.
 
-They are saved in the background or at once, and loaded from disk, from an address or from main memory.
+A run saves them in the background or while training waits, and loads them from disk, from a URL or from main memory.
 """
 
 from __future__ import annotations
@@ -44,33 +44,36 @@ from jingu.training.run import Run
 
 # Returns the tensors of a checkpoint, by logical name.
 GetTensors = Callable[[], dict[str, TensorBlock]]
-# Keys of `progress` in checkpoints of earlier versions, and what they are named now.
+# Keys of `progress` in checkpoints of earlier versions, and their current names.
 _OLD_KEYS = {"receipt": "sample_hash", "fresh_since": "optimizer_reset_step"}
 
 
 @dataclass
 class Progress:
-    """State of a run besides its tensors. Seed and step stand for all random states, since every draw follows from
-    them.
+    """State of a run besides its tensors.
+
+    It has no states of random number generators, because every random number is a function of seed and step.
 
     Attributes:
         step: number of steps taken.
-        tokens: tokens of these steps.
-        seconds: training time over all starts of the run, without evaluation and saving.
+        tokens: tokens of these steps, over all ranks.
+        seconds: training time in seconds over all starts of the run, without evaluation and saving.
         loss_sum: sum of the losses since the last line of metrics.jsonl.
         loss_steps: number of losses in that sum.
         evaluation: metrics of the last evaluation.
-        evaluation_due: whether the run was stopped at a step that it should have evaluated.
-        optimizer_reset_step: step at which --fresh-optimizer reset the optimizer, if every start since then had that
-            option, too.
+        evaluation_due: whether a signal stopped the run after a step whose evaluation is still missing.
+        loss_scale: loss scale of fp16; 1 for other precisions.
+        optimizer_reset_step: step at which --fresh-optimizer reset the optimizer; None if it never did, or if the run
+            has started without that option since.
         sample_hash: hash of the samples that the run was trained on.
-        nonfinite_steps: number of steps in a row, up to the last one, whose loss or gradient was not finite.
+        nonfinite_steps: number of consecutive steps, up to the last one, whose loss or gradient was not finite.
         lr_scale: factor on the learning rate, which every rollback halves.
         mean_loss: moving average of the logged losses.
         lowest_loss: the lowest value of that average.
-        lowest_cost: of all evaluations, the best `checkpoint.best_metric`, as `cost_of` returns it.
-        evaluations_since_best: number of evaluations since then.
-        task: JSON value of the task (`Task.state`).
+        lowest_cost: the best value of `checkpoint.best_metric` in any evaluation, as `cost_of` returns it (lower is
+            better).
+        evaluations_since_best: number of evaluations since that one.
+        task: state of the task, as JSON (`Task.state`).
     """
 
     step: int = 0
@@ -92,7 +95,7 @@ class Progress:
     task: Any = None
 
     def add_evaluation(self, metrics: dict[str, float | None], best_metric: str) -> None:
-        """Take the metrics of an evaluation, and count how many there were since the best one."""
+        """Store the metrics of an evaluation, and count the evaluations since the best one."""
         self.evaluation = metrics
         cost = cost_of(best_metric, metrics)
         self.evaluations_since_best += 1
@@ -106,7 +109,11 @@ class Progress:
         return self.step >= config.train.steps or 0 < patience <= self.evaluations_since_best
 
     def add_loss(self, loss: float) -> bool:
-        """Add a logged loss to the moving average. Returns whether the average has just risen far above its past."""
+        """Add a logged loss to the moving average; a loss that is not finite is ignored.
+
+        Returns:
+            Whether the average has just risen above 1.3 × its lowest value + 0.3.
+        """
         if not math.isfinite(loss):
             return False
         if self.mean_loss is None or self.lowest_loss is None:
@@ -121,8 +128,8 @@ class Progress:
 def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, TensorBlock]:
     """Return all tensors of a checkpoint, by logical name.
 
-    Of a model with adapters, these are what is trained and its optimizer state; of a pipeline, what the stages of this
-    rank hold.
+    The names are `model/PARAMETER` and `optimizer/SLOT/PARAMETER`. A model with adapters contributes only its trained
+    parameters, and a rank of a pipeline only those of its stages.
     """
     plan = model.sharding
     is_whole = model.spec.adapter is None
@@ -140,19 +147,20 @@ def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of jingu and of the libraries on which the numbers of a run depend."""
+    """Return the versions of jingu and of the libraries that the results of a run depend on, by name."""
     libraries = {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
     return {"jingu": __version__, "torch": torch.__version__, **libraries}
 
 
 class Checkpointer:
-    """Saves checkpoints as the section `checkpoint` of the configuration asks for. Every rank has one, and all call
-    the same methods.
+    """Saves checkpoints as the section `checkpoint` of the configuration says.
+
+    Every rank has one, and all ranks must call the same methods at the same steps.
 
     Args:
         get_tensors: returns the tensors of a checkpoint.
-        optimizer: optimizer that changes these tensors in its steps.
-        memory: copies in main memory, if the configuration asks for them.
+        optimizer: optimizer that changes these tensors in its steps, which wait for the copy of an asynchronous save.
+        memory: copies in main memory; None if the configuration has none.
     """
 
     def __init__(
@@ -174,10 +182,12 @@ class Checkpointer:
         self._versions = {"python": platform.python_version(), **library_versions()}
         if memory is not None:
             log_info(
-                f"The state is copied to main memory every {settings.in_memory.every} steps, twice if there are two "
-                f"ranks: up to {memory.bytes / 1e6:,.1f} MB a rank in {settings.in_memory.folder}."
+                f"The state is copied to main memory every {settings.in_memory.every} steps, with a second copy on "
+                f"another rank if there is one: up to {memory.bytes / 1e6:,.1f} MB per rank in "
+                f"{settings.in_memory.folder}."
             )
-        # A run that saves in the middle may do so in the background, from a copy in shared memory.
+        # Asynchronous saves write in the background, from a copy in shared memory. A run that saves only at its end
+        # does not need them.
         self._saver: AsyncSaver | None = None
         saves_midway = 0 < settings.every < run.config.train.steps or settings.every_minutes
         if not (settings.async_save and saves_midway):
@@ -186,13 +196,18 @@ class Checkpointer:
             log_info("Training waits for checkpoints: a state that is offloaded to disk is not copied to memory.")
             return
         self._saver = AsyncSaver(get_tensors(), optimizer, rank=ranks.rank, ranks=ranks.world)
-        log_info(f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB a rank.")
+        log_info(
+            f"Checkpoints are written in the background, from a copy of {self._saver.bytes / 1e6:,.1f} MB per rank."
+        )
 
     # When
 
     def status(self) -> tuple[bool, bool]:
-        """Return what the first rank shares with the others: whether a save is due by the clock, and whether one is in
-        progress. Other ranks return False twice."""
+        """Return whether a save is due by the clock, and whether one is in progress.
+
+        Only the first rank decides, and the loop shares both values; the other ranks return (False, False). On every
+        rank this also reports a save in the background that has failed.
+        """
         self._report_result(0.0)
         minutes = (time.monotonic() - self._last_save_time) / 60
         is_late = bool(self._settings.every_minutes) and minutes >= self._settings.every_minutes
@@ -200,9 +215,13 @@ class Checkpointer:
         return is_late and self._ranks.is_first, is_busy and self._ranks.is_first
 
     def should_save(self, step: int, shared: StopDecision) -> bool:
-        """Return whether to save after this step in the middle of the run, from what all ranks share."""
+        """Return whether to save after this step in the middle of the run; the same on all ranks.
+
+        Args:
+            shared: what all ranks have agreed on at this step.
+        """
         every = self._settings.every
-        # The flag that arrives right after a save is from before it.
+        # With several ranks the flag is one step old: right after a save, it still is from before that save.
         is_late = shared.save and step > self._last_save_step + 1
         if not is_late and (every == 0 or step % every > 0):
             return False
@@ -220,7 +239,7 @@ class Checkpointer:
         self._last_save_step = step
         self._last_save_time = time.monotonic()
 
-    # How
+    # Saving
 
     def save(self, progress: Progress) -> None:
         """Save in the middle of the run. If that fails, warn, and let training continue."""
@@ -245,10 +264,11 @@ class Checkpointer:
             log_warning(f"No copy of step {progress.step} in memory: {error} Training continues without it.")
 
     def save_final(self, progress: Progress, grace_seconds: float | None = None, exit_code: int = 0) -> None:
-        """Save before the run ends, and return when all of it is on disk.
+        """Save before the run ends, and return when the whole checkpoint is stored.
 
         Args:
-            grace_seconds: exit the process, with `exit_code`, if saving takes longer; older checkpoints stay valid.
+            grace_seconds: exit the process with `exit_code` if saving takes longer; older checkpoints stay valid. None:
+                no limit.
 
         Raises:
             CheckpointError: the checkpoint could not be saved.
@@ -274,13 +294,17 @@ class Checkpointer:
         os._exit(exit_code)
 
     def _report_result(self, seconds: float | None) -> None:
-        """Warn if the save in the background failed. Wait for its end at most so long; None: however long it takes."""
+        """Warn if the save in the background has failed.
+
+        Args:
+            seconds: wait at most this long for the end of the save; None: however long it takes.
+        """
         result = self._saver.poll(seconds) if self._saver is not None else None
         if result is not None and result.problem is not None:
             log_warning(f"{result.folder}: {result.problem.removesuffix('.')}. Training continues.")
 
     def wait(self) -> None:
-        """Wait until no rank has a save in progress. The first rank's includes the copy to another place."""
+        """Wait until no rank has a save in progress. The first rank's save includes the copy to a URL."""
 
         def is_done(seconds: float) -> bool:
             self._report_result(seconds)
@@ -289,7 +313,11 @@ class Checkpointer:
         wait_until_all_done(is_done)
 
     def _save_now(self, progress: Progress) -> None:
-        """Save from the tensors themselves, while training waits."""
+        """Write the tensors without a copy, while training waits.
+
+        Raises:
+            CheckpointError: the checkpoint could not be saved.
+        """
         ranks = self._ranks
         folder = step_folder(self._run.checkpoints, progress.step)
         save(
@@ -303,8 +331,8 @@ class Checkpointer:
         if not ranks.is_first:
             wait_until_all_done(lambda seconds: True)
             return
-        # The first rank copies the checkpoint and deletes old ones in a thread, since that may take longer than a
-        # collective waits: all ranks ask again and again whether it is done.
+        # The first rank copies the checkpoint and deletes old ones in a thread. That may take longer than the timeout
+        # of a collective, so all ranks repeat short collectives until it is done.
         with ThreadPoolExecutor(1) as pool:
             cleanup = pool.submit(after_save, folder, self._retention, copies_url(self._run.config))
             wait_until_all_done(lambda seconds: cleanup in wait([cleanup], seconds).done)
@@ -313,7 +341,7 @@ class Checkpointer:
             log_warning(f"The checkpoint of step {progress.step}: {problem}")
 
     def _state(self, progress: Progress) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors."""
+        """Return what a checkpoint stores besides tensors, as JSON; update the sample hash of `progress`."""
         progress.sample_hash = extend_sample_hash(progress.sample_hash, self._run.source, progress.step)
         return {
             "progress": asdict(progress),
@@ -340,11 +368,19 @@ def resume(
 ) -> Progress:
     """Load the newest valid checkpoint of the run into model and optimizer; without one, the initial weights.
 
+    Args:
+        get_tensors: returns the tensors to fill, by logical name.
+        memory: copies in main memory; None if the run has none.
+
+    Returns:
+        The progress from which the run continues.
+
     Raises:
-        JinguError: the run has checkpoints, and none of them is valid; or it was trained on other samples.
+        JinguError: the run has checkpoints, but none of them is valid; or it was trained on other samples.
+        MismatchError: the newest valid checkpoint has other tensors.
     """
     state = load_latest_checkpoint(run, ranks, get_tensors, memory, whole=model.is_whole)
-    # Checkpoints of adapters do not hold the weights beside them: these always come from the initial model.
+    # Checkpoints of adapters do not contain the frozen weights, which always come from the initial model.
     initial_model = run.config.initialize.from_
     if initial_model is not None and (state is None or model.spec.adapter is not None):
         load_initial_weights(model, run, adapters=state is None)
@@ -372,7 +408,7 @@ def resume(
 
 
 def read_progress(state: dict[str, Any]) -> Progress:
-    """Return the progress that is stored in a checkpoint."""
+    """Return the progress that is stored in a checkpoint's `state`, also by an earlier version of jingu."""
     values = {_OLD_KEYS.get(key, key): value for key, value in state["progress"].items()}
     values["loss_scale"] = LossScale(**values["loss_scale"])
     values["sample_hash"] = SampleHash(**values["sample_hash"])
@@ -382,17 +418,17 @@ def read_progress(state: dict[str, Any]) -> Progress:
 def resets_optimizer(run: Run, progress: Progress) -> bool:
     """Return whether this start resets the optimizer.
 
-    Launchers repeat a command after a failure: --fresh-optimizer resets the optimizer once, and not again at every
+    Launchers repeat a command after a failure. --fresh-optimizer therefore resets the optimizer only once, not at every
     restart.
     """
     return run.resume_options.fresh_optimizer and progress.optimizer_reset_step is None
 
 
 def open_memory_copies(run: Run, ranks: RankInfo, get_tensors: GetTensors) -> MemoryCopies | None:
-    """Open the copies of the run in main memory, if its configuration asks for them.
+    """Open the copies of the run in main memory; None if `checkpoint.in_memory.every` is 0.
 
     Raises:
-        JinguError: the folder cannot be written; or the run has copies and may not resume.
+        JinguError: the folder cannot be written; or the run has copies, but may not resume.
     """
     settings = run.config.checkpoint.in_memory
     if not settings.every:
@@ -410,26 +446,29 @@ def open_memory_copies(run: Run, ranks: RankInfo, get_tensors: GetTensors) -> Me
 def load_latest_checkpoint(
     run: Run, ranks: RankInfo, get_tensors: GetTensors, memory: MemoryCopies | None, *, whole: bool
 ) -> dict[str, Any] | None:
-    """Fill the run's tensors from its newest valid checkpoint; report which ones were skipped and why.
+    """Fill the run's tensors from its newest valid checkpoint; log which ones were skipped and why.
 
-    Every byte is checked as it is read, so a checkpoint need not be read twice to be trusted. Of checkpoints of the
-    same step, one in main memory comes first, then the run's own folder, then its copies elsewhere.
+    Checksums are verified while a checkpoint is loaded, so that it is read only once. Among checkpoints of the same
+    step, the one in main memory is tried first, then the one in the run's own folder, then the one at
+    `checkpoint.copy_to`.
 
     Args:
-        whole: whether this rank holds a part of every tensor of the model.
+        whole: whether this rank holds a part of every tensor of the model; False with a pipeline.
 
     Returns:
         The state besides the tensors; None if the run has no checkpoint.
 
     Raises:
-        JinguError: there are checkpoints, and none of them is valid.
-        MismatchError: a valid one holds other tensors.
+        JinguError: there are checkpoints, but none of them is valid.
+        MismatchError: a valid checkpoint has other tensors. Older ones are not tried then.
     """
     copies = copies_url(run.config)
     folders = [run.checkpoints] if copies is None else [RemotePath.at(copies), run.checkpoints]
     memory_steps = [] if memory is None else memory.steps()
 
-    # The first rank lists the candidates, in the order of their steps, and tells the others which one to try.
+    # The first rank lists the candidates as (step, source), sorted with the best one last, and broadcasts which one to
+    # try. Sources are numbered from the farthest to the nearest: the copies at `checkpoint.copy_to` (if any), the run's
+    # own folder, main memory.
     candidates: list[tuple[int, int]] = []
     if ranks.is_first:
         delete_leftovers(run.checkpoints)
@@ -439,7 +478,6 @@ def load_latest_checkpoint(
     while broadcast_from_first(len(candidates)):
         candidate = candidates.pop() if candidates else (0, 0)
         step, source = (broadcast_from_first(value) for value in candidate)
-        # Sources go from the farthest to the nearest: copies elsewhere, the run's own folder, main memory.
         in_memory = memory if source == len(folders) else None
         folder = step_folder(run.checkpoints if in_memory is not None else folders[source], step)
         try:
@@ -471,10 +509,11 @@ def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, whole: b
     """Fill the run's tensors from one checkpoint, and return its state.
 
     Raises:
-        CheckpointError: on every rank, if some rank could not read it.
+        MismatchError: the checkpoint has other tensors.
+        CheckpointError: a rank could not read it. It is raised on every rank.
     """
     state = run_on_all_ranks(lambda: read_state(folder), folder, gather_from_all)
-    # A fresh optimizer loads the weights alone: its state may be of another kind.
+    # With a fresh optimizer, only the weights are loaded: the stored state may be of another optimizer.
     prefix = ("model/", "critic/model/") if resets_optimizer(run, read_progress(state)) else ""
     tensors = {name: tensor for name, tensor in get_tensors().items() if name.startswith(prefix)}
     load(folder, tensors, prefix=prefix, whole=whole, gather=gather_from_all)

@@ -45,7 +45,7 @@ from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace
 from jingu.watch.activity import watch_rank
 
-# Settings that may differ from node to node: where things are, and how fast they are read.
+# Settings that may differ between nodes: paths, and how data is read.
 NODE_KEYS = frozenset(
     {
         *("runs_dir", "tokenizer.path", "data.path", "data.local_cache", "data.num_workers", "data.reader"),
@@ -55,7 +55,7 @@ NODE_KEYS = frozenset(
 
 
 TASK_FACTORIES = {"pretraining": PRETRAINING}
-"""Tasks that this room knows, by `task.type`."""
+"""Factories of the tasks that this package provides, by `task.type`."""
 
 
 def train(
@@ -71,11 +71,14 @@ def train(
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
     Args:
+        processes: number of local ranks to start; None: this process is the only rank, unless a launcher started it.
         trace: folder for fingerprints of every module's output in the first step.
-        devices: GPUs or NPUs to start ranks on, as `select_gpus` reads them.
+        devices: GPUs or NPUs on which to start ranks, in the syntax of `select_gpus`.
+        resume_options: what may differ from earlier starts of the run.
         weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
-        auto_layout: whether to replace the layout by the fastest one that fits, or by that of the run if it resumes.
-        task_factories: by `task.type`.
+        auto_layout: whether to replace the layout by the fastest one that fits; a run that resumes keeps its stored
+            layout.
+        task_factories: factories of tasks, by `task.type`.
 
     Returns:
         The exit code: 0 if the run is complete; 130 if a person stopped it, and 75 if a scheduler did, both with the
@@ -84,6 +87,7 @@ def train(
     Raises:
         JinguError: the configuration, the data or the run's folder do not allow the run to start or to resume.
     """
+    # 1. Check the options, and apply those that change the configuration.
     keys = list(all_keys())
     for key in resume_options.allow:
         if key not in keys:
@@ -100,6 +104,7 @@ def train(
         processes = len(gpus)
     if auto_layout:
         config = choose_layout(config, processes, task_factory.rows_per_group(config))
+    # 2. Start local ranks, each of which runs this command again, or train in this process.
     if processes is not None and (processes > 1 or gpus) and not is_launched():
         return _launch_ranks(config, processes, trace, resume_options, gpus, task_factory)
     threads = None if config.device.threads == "auto" else config.device.threads
@@ -118,19 +123,25 @@ def train_on_rank(
     resume_options: ResumeOptions = RESUME_UNCHANGED,
     task_factory: TaskFactory = PRETRAINING,
 ) -> int:
-    """Train the run as one rank of an existing process group. Returns the exit code of `train`."""
+    """Train the run as one rank of an existing process group, and return the exit code of `train`.
+
+    Args:
+        request: request of a signal to stop.
+        trace: folder for fingerprints of every module's output in the first step.
+    """
     stop = CollectiveStop(request, ranks.world)
     with ExitStack() as stack:
-        # After a failure a collective may still be in flight, and the group must not be left before it ends.
+        # After a failure a collective may still be in flight. Leave the process group only after it has ended.
         stack.callback(stop.settle, timedelta(seconds=5))
         stack.enter_context(report_first_failure(ranks))
+        # 1. Open the run, after checking that all ranks have the same settings and code, and then the same data.
         if ranks.world > 1:
             check_equal_on_all_ranks(_describe_start(config, resume_options), ranks.host)
         run, plan = open_run_with_plan(config, ranks.world, resume_options, task_factory)
         if ranks.world > 1:
             inputs = {"checksums of the data": run.data_checksums, "tokenizer": run.tokenizer.fingerprint()}
             check_equal_on_all_ranks(inputs, ranks.host)
-        # Only the first rank writes into the run's folder; the others must learn whether it could.
+        # 2. Only the first rank writes the files of the run. All ranks stop if it fails.
         error: Exception | None = None
         try:
             if ranks.is_first:
@@ -142,6 +153,7 @@ def train_on_rank(
             raise error or SystemExit(2)
         if config.checkpoint.url is None:
             _check_folder_is_shared(run.folder, ranks)
+        # 3. Start the log, the record of this rank's activity for the watchdog, and the trace.
         stack.enter_context(log_to_folder(run.folder / "log", ranks))
         for note in ranks.notes:
             log_info(note)
@@ -159,12 +171,16 @@ def train_on_rank(
             if tracer is not None:
                 tracer.attach(model)
 
+        # 4. Train.
         is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
         return 0 if is_complete else stop.code
 
 
 def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
-    """Raise JinguError on every rank if the folder, in which each rank writes its part of checkpoints, is not one."""
+    """Raise JinguError on every rank if the nodes do not share the run's folder, to which all ranks write checkpoints.
+
+    Every rank must call it.
+    """
     if ranks.world == 1:
         return
     is_shared = find_ranks_that_share(folder)
@@ -177,7 +193,10 @@ def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
 
 
 def _describe_start(config: RunConfig, resume_options: ResumeOptions) -> dict[str, object]:
-    """Return what every rank must be started with: settings, options, code and libraries."""
+    """Return what must be equal on all ranks: settings, resume options, code and library versions.
+
+    The code is a hash of all files of jingu.
+    """
     settings = flatten(config.model_dump(mode="json"))
     code = xxhash.xxh3_64()
     for file in sorted(Path(jingu.__file__).parent.rglob("*")):
@@ -209,11 +228,12 @@ def open_run_with_plan(
 
 
 def _select_gpus(config: RunConfig, devices: str, processes: int | None) -> list[int]:
+    """Return the indices of the GPUs that `--devices` selects. Raise JinguError if other options contradict it."""
     kind = find_device_type(config.device.type)
     gpus = select_gpus(devices, 0 if kind == "cpu" else torch.accelerator.device_count())
     if processes not in (None, len(gpus)):
         raise JinguError(
-            f"--devices {devices} is {pluralize(len(gpus), 'card')}, a rank each, and --processes says {processes}.",
+            f"--devices {devices} starts {pluralize(len(gpus), 'rank')}, one per GPU, but --processes is {processes}.",
             fix="Leave out --processes.",
         )
     if is_launched():
@@ -232,14 +252,17 @@ def _launch_ranks(
     gpus: list[int] | None,
     task_factory: TaskFactory,
 ) -> int:
-    """Start the ranks, after all that can be checked once was checked here."""
+    """Start local ranks, and return the exit code.
+
+    The run is opened here first, so that most errors are reported once and not by every rank.
+    """
     open_run_with_plan(config, processes, resume_options, task_factory)
     arguments = ["--trace", str(trace)] if trace else []
     for key in resume_options.allow:
         arguments += ["--allow", key]
     if resume_options.fresh_optimizer:
         arguments.append("--fresh-optimizer")
-    # A file without a name, which is gone with the last process that has it open.
+    # Pass the configuration in an unnamed file, which disappears when the last process closes it.
     with tempfile.TemporaryFile() as file:
         file.write(dump_yaml(config).encode())
         file.flush()

@@ -1,4 +1,4 @@
-"""Loss on the validation split, in nats per token and in bits per byte, and samples of what the model writes."""
+"""Evaluation during training: loss on the validation split, evaluation tasks, and generated samples."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ from jingu.training.validation import ValidationRows
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Loss of a model on validation rows. Bits per byte compare across tokenizers, and with compressors.
+    """Loss of a model on validation rows.
 
     Attributes:
-        bits_per_byte: None for span corruption, where the model reads most of the text instead of predicting it.
-        tokens: tokens of the loss; for span corruption, sentinels and EOS are among them.
+        loss: mean loss in nats per token.
+        bits_per_byte: loss in bits per byte of text, which is comparable between tokenizers, and with compressors; None
+            for span corruption, where the model reads most of the text instead of predicting it.
+        tokens: number of tokens in the loss; for span corruption, this includes sentinels and EOS.
+        bytes: bytes of text of these tokens; None for span corruption.
     """
 
     loss: float
@@ -52,10 +55,10 @@ def evaluate(
     num_rows: int,
     micro_batch_size: int,
 ) -> EvaluationResult:
-    """Evaluate the first `num_rows` validation rows, divided over the data-parallel ranks.
+    """Evaluate the first `num_rows` validation rows, divided over the data-parallel ranks. Every rank must call it.
 
     Args:
-        byte_lengths: bytes of each token of the vocabulary.
+        byte_lengths: bytes of text per token of the vocabulary, by id.
     """
     mesh = model.sharding.mesh
     device = torch.device(mesh.device_type)
@@ -63,7 +66,7 @@ def evaluate(
     loss_1 = torch.zeros(1, dtype=torch.float64, device=device)
     counts_2 = torch.zeros(2, dtype=torch.float64, device=device)  # tokens, bytes
     with eval_mode(model), force_eager():
-        # Every rank runs the same number of forward passes, since each gathers sharded parameters: a rank that has no
+        # A forward pass gathers sharded parameters, so every rank must run the same number of them. A rank that has no
         # rows left runs on padding.
         for start in range(0, num_rows, micro_batch_size * num_data_ranks(mesh)):
             first = start + data_rank(mesh) * micro_batch_size
@@ -73,7 +76,7 @@ def evaluate(
             counts_2[0] += labels.numel()
             counts_2[1] += lengths[labels].sum()
     loss = float(sum_losses(loss_1, mesh).item())
-    # Ranks that share a row have counted it as often as there are such ranks.
+    # Ranks that share a row have each counted its tokens.
     tokens, size = (sum_over_ranks(counts_2) / num_row_replicas(mesh)).tolist()
     tokens = max(tokens, 1.0)
     size = max(size, 1.0)
@@ -83,7 +86,12 @@ def evaluate(
 
 
 def average_results(results: Mapping[str, EvaluationResult], shares: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the metrics of all sources: means that are weighted by their shares of the run, and each source's own."""
+    """Return metrics by name: means over the sources, and with several sources also each source's own.
+
+    Args:
+        results: results by source.
+        shares: weight of each source in the means: its share of the run's samples.
+    """
     if not results:
         return {}
     losses = {name: result.loss for name, result in results.items()}
@@ -104,18 +112,23 @@ def _weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) ->
 
 
 def _inference_model(run: Run, model: ParallelModel) -> InferenceModel:
+    """Return the trained model as a model of the inference engine."""
     prefix_lm = isinstance(run.config.data.objective, PrefixLmSettings)
     return InferenceModel(model, model.spec, run.tokenizer, is_prefix_lm=prefix_lm)
 
 
 def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]:
-    """Return smooth measures on the evaluation tasks of a run, by task. Every rank must call it, since it gathers
-    parameters; the data-parallel ranks divide the documents."""
+    """Return smooth measures on the evaluation tasks of a run, by task and measure.
+
+    Every rank must call it, because it gathers parameters. The data-parallel ranks divide the documents, except for an
+    encoder-decoder with sharded parameters.
+    """
     if not run.tasks:
         return {}
     mesh = model.sharding.mesh
     inference_model = _inference_model(run, model)
-    # An encoder computes in some steps only, so that ranks with other requests would gather its parameters in others.
+    # An encoder runs only in some steps of the engine. If each rank had other requests, the ranks would gather its
+    # parameters in different steps, and hang. So all ranks score all documents then.
     if num_data_ranks(mesh) == 1 or (model.spec.num_encoder_layers is not None and run.config.parallel.zero_stage > 0):
         scorer = Scorer(Engine(inference_model), AnswerCache(None))
     else:
@@ -127,7 +140,7 @@ def measure_tasks(run: Run, model: ParallelModel) -> dict[str, dict[str, float]]
 
 
 def generate_samples(run: Run, model: ParallelModel) -> list[tuple[str, str]]:
-    """Return (prompt, continuation) for each sample prompt. Every rank must call it, since it gathers parameters."""
+    """Return (prompt, continuation) for each sample prompt. Every rank must call it, because it gathers parameters."""
     settings = run.config.evaluation
     engine = Engine(_inference_model(run, model))
     requests = [

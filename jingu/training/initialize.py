@@ -26,15 +26,18 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.training.batch_transforms import model_inputs
 from jingu.training.run import Run
 
-# Rows of training data whose activations EVA looks at.
+# Number of rows of training data from which EVA computes principal directions.
 _EVA_ROWS = 8
 
 
 def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> None:
-    """Fill the parameters, in any layout, with those of the initial model; one whole tensor is in memory at a time.
+    """Fill the parameters of a model in any layout with those of the initial model.
+
+    Only one whole tensor is in memory at a time. Parameters that the initial model does not have keep their values.
 
     Args:
-        adapters: whether to fill also what adapters train and whose initial values depend on the model or on `tune`.
+        adapters: whether to also fill the parameters that are trained, including those of adapters whose initial values
+            depend on the initial model, the data or `tune`. False: only frozen ones, as a checkpoint has the others.
     """
     config, spec = run.config, model.spec
     assert config.initialize.from_ is not None
@@ -43,7 +46,7 @@ def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> N
     frozen = quantizing_reader(model.stages, residual_base(initial, spec).read)
 
     def is_stored(name: str) -> bool:
-        # A score head is new, unless the initial model is a reward model: it starts from the seed.
+        # Unless the initial model is a reward model, the score head is new and keeps its random values.
         return not is_adapter(name) and (name != "score.weight" or initial.spec.score_head)
 
     plan.fill(model, frozen, lambda name: is_stored(name) and (adapters or not is_trained(name, spec)))
@@ -64,9 +67,12 @@ def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> N
 
 
 def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: Run) -> None:
-    """Fill what begins with values of the initial model or of the data."""
+    """Fill the parameters of LoRA whose initial values depend on the initial model or the data.
+
+    These are DoRA's magnitudes, rows of trained tokens, and, for most values of `init_lora_weights`, A and B.
+    """
     plan = model.sharding
-    # The weights as they are quantized, which every rank reads whole.
+    # The weights with the values that they have after quantization. Every rank reads whole tensors.
     base = fake_quantize(initial, model.spec)
 
     def row_norms(name: str) -> Tensor:
@@ -76,7 +82,7 @@ def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: R
     def factors(module: str) -> dict[str, Tensor]:
         weight = initial.read(f"{module}.weight")
         if adapter.init_lora_weights == "loftq":
-            # What quantization loses (Li et al., 2023, arXiv:2310.08659, with one iteration).
+            # LoftQ starts from the quantization error (Li et al., 2023, arXiv:2310.08659; with one iteration).
             weight = weight.float() - base.read(f"{module}.weight").float()
         a, b = initial_factors(adapter.init_lora_weights, weight, adapter.of_module(module))
         return {"lora_a": a, "lora_b": b}
@@ -85,7 +91,7 @@ def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: R
         module, _, leaf = name.rpartition(".")
         return factors(module)[leaf]
 
-    # DoRA: magnitudes start as the row norms of the weights that they scale, which may be quantized.
+    # DoRA: magnitudes start as the row norms of the weights that they scale, after quantization.
     plan.fill(model, row_norms, lambda name: name.endswith(".lora_m"))
     ids = list(adapter.trainable_token_indices)
     plan.fill(model, lambda _: initial.read("embedding.weight")[ids], lambda name: name.endswith(".token_rows"))
@@ -98,16 +104,18 @@ def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: R
 
 @torch.no_grad()
 def _principal_inputs(initial: StoredModel, adapter: Lora, run: Run) -> dict[str, Tensor]:
-    """Return A [R, I] of each adapted layer: the principal directions of its inputs in the first rows of the data.
+    """Return A [R, I] of each adapted layer: the principal directions of its inputs on the first rows of the data.
 
-    EVA: Paischer et al., 2024, arXiv:2410.07170; here without centering, and with the same rank everywhere. Every rank
-    computes all of it on the CPU, so that no layout changes the result.
+    EVA: Paischer et al., 2024, arXiv:2410.07170; here without centering, and without redistributing ranks between
+    layers. Every rank computes all directions with the whole model on the CPU, so they do not depend on the layout.
+
+    Shapes: R rank, I inputs of the layer, N tokens.
     """
     whole = load_model(initial, torch.float32)
     directions: dict[str, Tensor] = {}
 
     def observe(name: str, rank: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        # An incremental SVD: what is known of the rows so far, followed by new rows, and of these the main directions.
+        # Incremental SVD: append the new rows to the scaled directions of earlier rows, and keep the main directions.
         rows_NI = inputs[0].flatten(0, -2).float()
         rows_NI = torch.cat([directions[name], rows_NI]) if name in directions else rows_NI
         _, values, right = torch.linalg.svd(rows_NI, full_matrices=False)
@@ -127,7 +135,13 @@ def _principal_inputs(initial: StoredModel, adapter: Lora, run: Run) -> dict[str
 
 
 def _initial_prompt_ids(settings: SoftPromptBase, tokenizer: Tokenizer, seed: int) -> Tensor:
-    """Return ids of the tokens whose embeddings the virtual tokens start from: random ones, or those of a text."""
+    """Return the ids of the tokens whose embeddings the virtual tokens start from.
+
+    These are the tokens of `tune.init_text`, repeated until there are enough, or random ones.
+
+    Raises:
+        JinguError: the text has no tokens.
+    """
     count = settings.num_virtual_tokens
     if settings.init_text is None:
         return torch.randint(tokenizer.vocab_size, (count,), generator=generator_for_name("prompt", seed))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line and logged step, the source of every plot."""
+"""metrics.jsonl, the source of every plot: a JSON object per line, such as the metrics of a logged step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jingu.training.trackers import Trackers
 
 
 class MetricsFile:
-    """Appends lines. A resumed run first drops the lines of steps that it will repeat.
+    """Appends lines to metrics.jsonl. A resumed run first drops the lines of steps that it will repeat.
 
     Args:
-        resume_step: the last step whose lines stay; None for a new run.
-        is_evaluated: whether an evaluation of that step stays, too.
-        trackers: get the same numbers.
+        resume_step: the last step whose lines stay; None for a new run, which drops all lines.
+        is_evaluated: whether the evaluation and the samples of that step stay, too.
+        trackers: services that receive the same numbers.
 
     Raises:
         JinguError: the file cannot be written.
@@ -42,7 +42,13 @@ class MetricsFile:
         self._trackers = trackers
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line. What the disk does not accept is buffered until the next line, with one warning."""
+        """Append one line, and pass it to the trackers.
+
+        If writing fails, this warns once, and tries again with the next line. Lines are kept in memory until then.
+
+        Args:
+            kind: `type` of the line, such as `train` or `evaluation`.
+        """
         record = {"type": kind, "step": step, **{key: _to_json(value) for key, value in values.items()}}
         self._buffer += json.dumps(record, ensure_ascii=False).encode() + b"\n"
         self._flush()
@@ -77,8 +83,10 @@ class MetricsFile:
 
 
 def _drop_lines_after(path: Path, step: int | None, is_evaluated: bool) -> None:
+    """Rewrite a file without damaged lines and lines of later steps; arguments as for `MetricsFile`."""
     lines = []
-    # The last line of a killed run may end within a character. splitlines() would also split at U+2028.
+    # The last line of a killed run may end in the middle of a character. Do not use splitlines(): it also splits at
+    # U+2028, which JSON strings may contain.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
@@ -93,7 +101,7 @@ def _drop_lines_after(path: Path, step: int | None, is_evaluated: bool) -> None:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a non-finite number by its name, since JSON has none."""
+    """Return a non-finite number as its name (`nan`, `inf`, `-inf`), because JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -1,10 +1,10 @@
-"""Optimizers for sharded parameters: every layout computes the same numbers.
+"""Optimizers for sharded parameters, which compute the same updates in every layout.
 
-AdamW and Lion update each number by itself. Adafactor needs sums over rows and columns, which ranks all-reduce; Muon
-needs the matrix itself, which they gather. In 8-bit AdamW (Dettmers et al., 2022, arXiv:2110.02861) each 256 elements
-of a row share a scale, so that ranks that divide a matrix by rows compute what one rank does.
+AdamW and Lion update each element independently. Adafactor needs sums over rows and columns, which the ranks
+all-reduce. Muon needs whole matrices, which the ranks gather. 8-bit AdamW (Dettmers et al., 2022, arXiv:2110.02861)
+shares a scale among 256 elements of one row, so the result does not change when ranks divide a matrix by rows.
 
-Shapes: R rows and C columns are the last two dims; the experts of a mixture stand before them.
+The last two dims of a matrix are rows and columns; mixtures of experts have a dim for the experts before them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from jingu.parallel.offload import DiskStorage, stream_optimizer_steps
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import ParameterSharding, all_reduce_shards, local_tensor
 
-# Slots of optimizer state that are whole on every rank, whatever part of the parameter a rank holds.
+# Slots of optimizer state that every rank holds whole, whatever part of the parameter it holds.
 REPLICATED_STATE = frozenset({"row_var", "col_var"})
-# Elements of 8-bit state that share a scale, and the slots that hold one number for so many elements of a row.
+# Number of elements of 8-bit state in a row that share a scale, and the slots that hold these scales.
 QUANTIZATION_BLOCK = 256
 QUANTIZATION_SCALES = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
-# Coefficients of the quintic iteration that Muon's author found (Jordan, 2024), and how often it is applied.
+# Coefficients and number of iterations of Muon's quintic Newton-Schulz iteration (Jordan, 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-# Parameters (`params`) that share `lr`, `weight_decay` and the other keys that `build_optimizer` groups them by.
+# A parameter group of PyTorch: `params`, and the `lr`, `weight_decay` and other keys of `build_optimizer` they share.
 ParamGroup = dict[str, Any]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Base of all optimizers. The state is created at once, so that it can be saved and loaded by name at any time.
+    """Base of all optimizers. It creates all state at once, so that checkpoints can save and load it at any time.
 
     Args:
-        shardings: how each parameter is divided.
-        zeros_like: allocates state of the size of its parameter.
+        groups: parameter groups of `build_optimizer`.
+        settings: the section `optimizer` of the configuration.
+        shardings: how each parameter is divided over ranks.
+        zeros_like: allocates state of the shape of a tensor, in memory or on disk.
     """
 
     settings: Any
@@ -76,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. The memory of gradients may be overwritten."""
+        """Update every parameter that has a gradient. This may overwrite the gradients."""
         assert closure is None
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -84,11 +86,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.update(params, group)
 
     def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        """Return the state of a parameter before the first step."""
+        """Return the state of a parameter before the first step, by slot."""
         raise NotImplementedError
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
-        """Update parameters of a group, which all have gradients."""
+        """Update parameters of one group, all of which have gradients."""
         raise NotImplementedError
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
@@ -97,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class AdamW(ShardedOptimizer):
-    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernels."""
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), computed by PyTorch's fused kernels."""
 
     settings: AdamWSettings | MuonSettings
 
@@ -126,7 +128,10 @@ class AdamW(ShardedOptimizer):
 
 
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit moments for matrices whose rows are whole blocks, and fp32 moments for all other parameters."""
+    """AdamW with 8-bit moments for matrices whose row length is a multiple of 256, and fp32 moments for the others.
+
+    The kernel is bitsandbytes'. Each `exp_avg` and `exp_avg_sq` holds codes of 8 bits, and has a slot of fp32 scales.
+    """
 
     settings: AdamWSettings
 
@@ -138,7 +143,8 @@ class AdamW8bit(AdamW):
         """Return the state of a parameter.
 
         Raises:
-            JinguError: the rows of a matrix are whole blocks, and this rank's parts of them are not.
+            JinguError: the rows of a matrix consist of whole blocks, but the parts of rows that ranks of `tensor` hold
+                do not.
         """
         columns = self.shape(parameter)[-1]
         if len(self.shape(parameter)) < 2 or columns % QUANTIZATION_BLOCK:
@@ -155,7 +161,7 @@ class AdamW8bit(AdamW):
         scales = shard.new_empty((*shard.shape[:-1], shard.shape[-1] // QUANTIZATION_BLOCK), dtype=torch.float32)
         slots = {"exp_avg": codes, "exp_avg_scale": scales, "exp_avg_sq": codes, "exp_avg_sq_scale": scales}
         moments = {slot: self.zeros_like(tensor) for slot, tensor in slots.items()}
-        # The kernel takes the step from the host: a counter on the device would have to be waited for.
+        # The kernel takes the step as a number of the host. Reading a counter on the device would make the host wait.
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
@@ -195,14 +201,18 @@ class AdamW8bit(AdamW):
 
 @cache
 def _codebook(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the codes of 8-bit moments: signed for the first moment, unsigned for the second."""
+    """Return the values that the 256 codes of 8-bit moments stand for.
+
+    Args:
+        signed: True for the first moment, False for the second.
+    """
     from bitsandbytes.functional import create_dynamic_map
 
     return create_dynamic_map(signed=signed).to(device)
 
 
 class Lion(ShardedOptimizer):
-    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum."""
+    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): steps along the sign of an interpolated momentum."""
 
     settings: LionSettings
 
@@ -221,7 +231,11 @@ class Lion(ShardedOptimizer):
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235) with decoupled decay, as `torch.optim.Adafactor`."""
+    """Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235) with decoupled weight decay, as `torch.optim.Adafactor`.
+
+    The second moment of a matrix is stored as means over rows and columns, `row_var` and `col_var`. Every rank holds
+    these whole.
+    """
 
     settings: AdafactorSettings
 
@@ -236,13 +250,13 @@ class Adafactor(ShardedOptimizer):
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         shardings = [self.shardings[parameter] for parameter in params]
-        # 1. Sum squares of weights and gradients over the ranks that share a parameter.
+        # 1. Sum the squares of weights and gradients over the ranks that share a parameter.
         sums = [self._sums(parameter) for parameter in params]
         all_reduce_shards([(sharding, x) for sharding, xs in zip(shardings, sums, strict=True) for x in xs])
         # 2. Divide each gradient by the root of its second moment.
         for parameter, parameter_sums in zip(params, sums, strict=True):
             self._precondition(parameter, parameter_sums)
-        # 3. Clip the root mean square of the update, and scale it by that of the weights.
+        # 3. Clip the root mean square of the update, and scale the update by the root mean square of the weights.
         squares = [local_gradient(parameter).square().sum() for parameter in params]
         all_reduce_shards(list(zip(shardings, squares, strict=True)))
         for parameter, parameter_sums, square in zip(params, sums, squares, strict=True):
@@ -256,7 +270,10 @@ class Adafactor(ShardedOptimizer):
             weight.sub_(local_gradient(parameter).mul_(factor.to(parameter.dtype)))
 
     def _expand(self, parameter: nn.Parameter, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums of all rows and columns as views of the shape of this rank's part."""
+        """Return values per row and per column of the whole matrix as views in the shape of this rank's shard.
+
+        Writing to the views writes to `rows` and `columns`.
+        """
         shape = self.shape(parameter)
         rows = rows.unsqueeze(-1).expand(shape)
         columns = columns.unsqueeze(-2).expand(shape)
@@ -264,7 +281,10 @@ class Adafactor(ShardedOptimizer):
         return sharding.cut(rows), sharding.cut(columns)
 
     def _sums(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Return this rank's share of the squares of the weights, and of the gradient by row and by column."""
+        """Return this rank's summands of three sums of squares: of the weights, and of the gradient by row and column.
+
+        The sums by row and by column have the size of the whole matrix. Parameters with one dim have only the first.
+        """
         state = self.state[parameter]
         gradient = local_gradient(parameter)
         sums = [local_tensor(parameter).square().sum()]
@@ -274,13 +294,18 @@ class Adafactor(ShardedOptimizer):
         columns = torch.zeros_like(state["col_var"])
         if gradient.numel():
             squares = gradient.square()
+            # These views write to `rows` and `columns`, where this rank's shard is; the rest stays zero.
             local_rows, local_columns = self._expand(parameter, rows, columns)
             local_rows[..., 0] = squares.sum(-1)
             local_columns[..., 0, :] = squares.sum(-2)
         return [*sums, rows, columns]
 
     def _precondition(self, parameter: nn.Parameter, sums: list[Tensor]) -> None:
-        """Divide the gradient by the root of its second moment, in place."""
+        """Divide the gradient by the root of its second moment, in place.
+
+        Args:
+            sums: as `_sums` returns them, all-reduced.
+        """
         state = self.state[parameter]
         shape = self.shape(parameter)
         gradient = local_gradient(parameter)
@@ -290,7 +315,7 @@ class Adafactor(ShardedOptimizer):
         if len(shape) == 1:
             moment = local_tensor(state["variance"]).lerp_(gradient.square(), weight)
         else:
-            # The second moment is factored into means of rows and columns.
+            # The second moment is approximated by the normalized outer product of its means over rows and columns.
             rows = state["row_var"].lerp_(sums[1] / shape[-1], weight)
             columns = state["col_var"].lerp_(sums[2] / shape[-2], weight)
             rows = rows / rows.mean(-1, keepdim=True).clamp_min(eps)
@@ -300,10 +325,10 @@ class Adafactor(ShardedOptimizer):
 
 
 class Muon(AdamW):
-    """Muon (Jordan, 2024) for groups of `matrices`, and AdamW for the others.
+    """Muon (Jordan, 2024) for groups whose key `matrices` is true, and AdamW for the others.
 
-    The momentum of a matrix is orthogonalized, as in `torch.optim.Muon`, and applied at the scale of AdamW's steps
-    (Liu et al., 2025, arXiv:2502.16982).
+    The momentum of a matrix is orthogonalized, as in `torch.optim.Muon`, and scaled to the root mean square of AdamW's
+    updates (Liu et al., 2025, arXiv:2502.16982).
     """
 
     settings: MuonSettings
@@ -330,22 +355,26 @@ class Muon(AdamW):
 
 
 def _orthogonalize_shared(shard: Tensor, sharding: ParameterSharding, number: int) -> Tensor:
-    """Orthogonalize a matrix that ranks share. One of them computes it, and each gets its part."""
+    """Orthogonalize a matrix that ranks share, and return this rank's shard of it.
+
+    Args:
+        number: index of the matrix in its group; decides which rank computes it.
+    """
     whole = sharding.whole(shard)
-    # Ranks take turns, matrix by matrix.
+    # Only one rank computes, and ranks take turns from matrix to matrix. The others add zeros to the sum.
     whole = orthogonalize(whole) if sharding.has_turn(number) else whole.zero_()
     all_reduce_shards([(sharding, whole)])
     return sharding.cut(whole)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return about U·Vᵀ of a matrix U·S·Vᵀ, or of several, by the Newton-Schulz iteration.
+    """Return U·Vᵀ of a matrix U·S·Vᵀ, or of several stacked ones, approximated by the Newton-Schulz iteration.
 
-    It computes in bf16 where the device has units for it, and in fp64 for a matrix in fp64.
+    It computes in bf16 where the device has fast bf16 matmuls, else in fp32, and for a matrix in fp64 in fp64.
     """
     dtype = matrix.dtype if matrix.dtype == torch.float64 else matmul_dtype(torch.bfloat16, matrix.device)
     x = matrix.to(dtype).view(-1, *matrix.shape[-2:])
-    # x @ x.mT is smaller if x is wide.
+    # Transpose tall matrices: x @ x.mT is smaller if x is wide.
     is_wide = x.shape[-2] <= x.shape[-1]
     x = x if is_wide else x.mT
     x = x / x.flatten(1).norm(dim=1).clamp_min(1e-7)[:, None, None]
@@ -358,7 +387,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def step_counter(parameter: nn.Parameter) -> Tensor:
-    """Return a counter of a parameter's steps, as PyTorch's kernels expect it."""
+    """Return a zero counter of a parameter's steps: an fp32 scalar on its device, as PyTorch's kernels expect."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
@@ -372,26 +401,33 @@ OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"adamw": AdamW, "lion": Lion, "
 
 
 def optimizer_settings(config: RunConfig) -> Optimizer:
-    """Return the settings of a run's optimizer. LoRA+ is a learning rate of the adapters' second matrices."""
+    """Return the settings of a run's optimizer, with a parameter group for LoRA+.
+
+    LoRA+ (`tune.lora_plus_ratio`) is a higher learning rate for B, the second matrix of a LoRA adapter.
+    """
     ratio = config.tune.lora_plus_ratio if isinstance(config.tune, LoraSettings) else 1.0
     if ratio == 1.0:
         return config.optimizer
-    # The user's own groups come later, and decide.
+    # The user's own groups come later and take precedence.
     group = ParamGroupSettings(match="*.lora_b*", lr_multiplier=ratio)
     return config.optimizer.model_copy(update={"param_groups": [group, *config.optimizer.param_groups]})
 
 
 def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> torch.optim.Optimizer:
-    """Build the optimizer, with zero state. Matrices and embeddings decay; norms and biases (one dim) do not.
+    """Build the optimizer, with zero state, for all parameters that are trained.
+
+    By default weight decay applies to matrices and embeddings, but not to norms and biases (parameters with one dim).
 
     Args:
-        disk: storage of the state; the optimizer then steps layer by layer.
+        disk: storage for the optimizer state, and then the optimizer steps layer by layer; None: state in memory.
     """
+    # 1. How each parameter is divided over ranks.
     params = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if isinstance(model, ParallelModel):
         shardings = {parameter: model.sharding.parts[name] for name, parameter in params.items()}
     else:
         shardings = {parameter: ParameterSharding.undivided(parameter.shape) for parameter in params.values()}
+    # 2. Group the parameters that share all settings.
     groups: dict[tuple[Any, ...], ParamGroup] = {}
     for name, parameter in params.items():
         lr_multiplier, weight_decay = _group_settings(settings, name, parameter)
@@ -402,8 +438,9 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
             "matrices": isinstance(settings, MuonSettings) and parameter.dim() > 1 and "blocks." in name,
         }
         groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(parameter)
-    if not groups:  # a stage of a pipeline may train nothing, and PyTorch demands a group
+    if not groups:  # a pipeline stage may have only frozen parameters, and PyTorch requires a group
         groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "matrices": False}
+    # 3. Create the optimizer and its state.
     optimizer_type = OPTIMIZERS[settings.type]
     if isinstance(settings, AdamWSettings) and settings.state_dtype == "int8":
         optimizer_type = AdamW8bit
@@ -415,7 +452,7 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
 
 
 def _group_settings(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the multiplier of the learning rate and the decay of a parameter; the last matching group decides."""
+    """Return the learning rate multiplier and the weight decay of a parameter; the last matching group decides."""
     lr_multiplier = 1.0
     weight_decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
     for group in settings.param_groups:
@@ -438,27 +475,27 @@ def check_param_groups(settings: Optimizer, names: Collection[str]) -> None:
 
 
 def _layer_name(name: str) -> str:
-    """Return the block that a parameter belongs to, such as `blocks.3`, or else its module."""
+    """Return the block of a parameter, such as `blocks.3`; outside of blocks, its top-level module."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group to its multiple of `lr`."""
+    """Set the learning rate of every group to `lr` times the multiplier of the group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_multiplier"]
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every state tensor as ("exp_avg/blocks.0.norm.weight", tensor)."""
+    """Yield every state tensor with its name SLOT/PARAMETER, such as `exp_avg/blocks.0.norm.weight`."""
     for name, parameter in model.named_parameters():
         for slot, tensor in optimizer.state.get(parameter, {}).items():
             yield f"{slot}/{name}", tensor
 
 
 def check_state_dtype(config: RunConfig) -> None:
-    """Raise JinguError if 8-bit moments are not available or do not fit the precision."""
+    """Raise JinguError if 8-bit moments are set, but bitsandbytes is not installed or the precision is fp64."""
     if not isinstance(config.optimizer, AdamWSettings) or config.optimizer.state_dtype == "fp32":
         return
     require_bitsandbytes("moments are kept in 8 bits", "optimizer.state_dtype", "fp32")

@@ -19,7 +19,7 @@ from jingu.plan.machine import Machine, find_machine
 from jingu.runtime.device import DTYPES
 from jingu.runtime.files import write_error, write_text_atomically
 
-# Logged steps that are left out at the start: they compile and warm up.
+# Number of logged steps at the start that are ignored, because they include compilation and warmup.
 WARM_UP = 1
 
 
@@ -27,10 +27,12 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
     """Fit the efficiency of a machine to runs, and write the machine as a file for `jingu plan --on`.
 
     Args:
-        on: the machine that the runs were made on: of the library, a YAML file, or `here`.
+        runs: folders of runs.
+        on: the machine that the runs were made on: a name of the library, a YAML file, or `here`.
+        to: the YAML file to write.
 
     Raises:
-        JinguError: a run has no logged steps, or generates answers; or the file cannot be written.
+        JinguError: a run cannot be read, has too few logged steps or generates answers; or the file cannot be written.
     """
     base = find_machine(on)
     measurements = [read_run(run, base) for run in runs]
@@ -57,7 +59,11 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
 
 
 def read_run(run: Path, machine: Machine) -> Measurement:
-    """Return the median step of a run."""
+    """Return the median step of a run, with the terms that the run has measured.
+
+    Raises:
+        JinguError: the folder is not that of a run, or the run has too few logged steps or generates answers.
+    """
     config = load_stored_config(run / "config.yaml")
     if isinstance(config.task, PolicySettings):
         what = "the run generates answers, whose time is not calibrated."
@@ -73,13 +79,13 @@ def read_run(run: Path, machine: Machine) -> Measurement:
     if not starts or not speeds:
         raise JinguError("the run has too few logged steps.", where=run, fix="Let it log at least two steps.")
     start = starts[-1]
-    # What fp8 does not multiply is bf16.
+    # An fp8 run computes everything but its fp8 matmuls in bf16.
     dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
     precision = Precision(start["precision"], dtype, masters, masters)
     work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), run_software(precision))
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
     logged = tuple(start["tokens_per_step"] / speed for speed in speeds)
-    # Terms that the run itself has measured.
+    # Seconds by term, if the run has measured them (`PlanCheck`).
     terms: dict[str, float] = next((record["actual"] for record in reversed(records) if record["type"] == "plan"), {})
     return Measurement(work, machine, median(logged), terms, logged)

@@ -1,4 +1,4 @@
-"""Compare a run with its plan while it runs: each run writes both into its metrics."""
+"""Comparison of a run with its plan: each run writes planned and measured time and memory into its metrics."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from jingu.training.precision import choose_precision
 if TYPE_CHECKING:
     from jingu.training.loop import Trainer, WriteMetrics
 
-# The step of a start whose operations are timed, counted from 1: those before it build what stays, or are profiled.
+# The step whose operations are timed, counted from 1 at each start. Earlier steps also build caches and buffers. With
+# profiling, it comes after the profiled steps.
 TIMED_STEP = 3
 
 
 class PlanCheck:
-    """Times one step in detail and all logged ones roughly, and writes them beside what the plan says of them.
+    """Measures one step by term and all logged steps as a whole, and writes both together with the planned values.
 
-    Only steps on a CPU are timed in detail, and only where they are not compiled.
+    Steps are measured by term only on CPUs, and only if they are not compiled.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class PlanCheck:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
-        """Watch the next step, which is taken inside of this context."""
+        """Measure the step that is taken within the block."""
         self._steps += 1
         start = computing_clock()
         if self._steps != _timed_step(trainer) or trainer.is_compiled or trainer.ranks.device.type != "cpu":
@@ -56,12 +57,20 @@ class PlanCheck:
             yield
 
     def log(self, trainer: Trainer, step: int, speed: float, write: WriteMetrics) -> None:
-        """Take the speed of the logged steps, in tokens per second; write a line `plan` once, and at the end."""
-        # The first logged steps are left out: they warm up, and one of them is timed.
+        """Add the speed since the last logged step, and write the line `plan` if it is due.
+
+        The line is written as soon as there is a speed, and again at the last step. All ranks must call this at the
+        same steps.
+
+        Args:
+            speed: tokens per second.
+        """
+        # 1. Ignore the first logged steps: they include warmup and the step that is timed by term.
         self._speeds += [speed] * self._is_warm
         self._is_warm = self._steps >= _timed_step(trainer)
         if not self._speeds or (self._is_written and step < trainer.run.config.train.steps):
             return
+        # 2. Plan the step of this run.
         self._is_written = True
         seconds = trainer.plan.tokens_per_step / median(self._speeds)
         config, spec, device = trainer.run.config, trainer.run.spec, trainer.ranks.device
@@ -72,9 +81,10 @@ class PlanCheck:
         memory = stage_memory(work, work.stages[0])
         updates = Forecast(work, machine, config.train.steps, step_time(work, machine), memory, None, [])
         planned = add_task(updates, config, spec)
+        # 3. Complete the measured terms with those of all ranks.
         actual = {}
         if self._measured is not None:
-            # All ranks log at the same time.
+            # A collective: all ranks log at the same steps.
             everywhere = gather_from_all([asdict(self._measured), median(self._computing)])
             actual = complete_terms(
                 [StepSeconds(**measured) for measured, _ in everywhere],
@@ -96,12 +106,12 @@ class PlanCheck:
 
 
 def _timed_step(trainer: Trainer) -> int:
-    """Return the number of the step that is timed, counted from 1."""
+    """Return the number of the step that is timed by term, counted from 1 at each start."""
     return TIMED_STEP + trainer.run.config.train.profile.steps
 
 
 def _measured_machine(trainer: Trainer) -> Machine:
-    """Return this machine with the peak that the run has measured."""
+    """Return this machine with the peak FLOP/s that the run has measured."""
     ranks = trainer.ranks
     machine = nominal_machine(ranks.device).with_nodes(count_ranks(ranks.world)[1])
     peak = trainer.meter.peak / ranks.world / 1e12

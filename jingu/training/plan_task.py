@@ -1,4 +1,4 @@
-"""Read from a run's settings what its task adds to a step: answers that it generates, and other models."""
+"""What the task of a run adds to the plan of a step: generation of answers, and models beside the trained one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 
 def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
-    """Return the forecast of a run with what its task adds; models that do not exist yet are taken to be as large as
-    the trained one."""
+    """Return the forecast of a run, extended by what its task adds to a step.
+
+    Models that do not exist yet are assumed to be as large as the trained one. Assumptions are appended to those of
+    `result`.
+
+    Args:
+        result: forecast of one update of the trained model.
+    """
     task = config.task
     if isinstance(task, DpoSettings | KtoSettings):
         result.assumptions.append("log-probabilities of the reference are computed before the first step")
@@ -32,6 +38,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         return result
     from jingu.plan.alignment import Companion, Rollouts, add_rollouts
 
+    # 1. Models beside the trained one.
     companions = []
     base = spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
     if isinstance(task, DistillationSettings):
@@ -48,6 +55,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
     for number, path in enumerate(scorers, start=1):
         name = "reward model" + f" {number}" * (len(scorers) > 1)
         companions.append(Companion(name, _spec_of(path, scalar, result), "whole"))
+    # 2. What the forecast leaves out or simplifies.
     if task.rewards:
         result.assumptions.append("rewards take no time")
     if task.generation_source is not None:
@@ -55,6 +63,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
     if isinstance(task.generation_source, GenerationProcessesSettings):
         copies = range(task.generation_source.processes)
         companions += [Companion(f"generation process {number + 1}", base, "whole") for number in copies]
+    # 3. Generation. ReMax generates one more answer per prompt, the greedy one.
     greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"
     rollouts = Rollouts(
         task.prompts_per_step,
@@ -62,9 +71,9 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         task.max_new_tokens,
         task.max_num_seqs,
         task.updates_per_step,
-        # As `jingu/align/rollouts.py:Generator.model_of` does.
+        # Whether matrices are prepacked, as `jingu/align/rollouts.py:Generator.model_of` decides.
         result.machine.is_shared and spec.adapter is None and config.precision.type != "fp8" and not task.exact,
-        # As `jingu/align/policy_checks.py:can_share_prompts` says, for most models.
+        # Whether answers share prompts. For most models, `jingu/align/policy_checks.py:can_share_prompts` is the same.
         not task.exact,
         companions,
     )
@@ -72,6 +81,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
 
 
 def _spec_of(path: str | None, default: ModelSpec, result: Forecast) -> ModelSpec:
+    """Return the spec of the model at a path, else the default. A missing model adds an assumption to `result`."""
     if path is not None and Path(path).exists():
         from jingu.formats.models import open_model
 

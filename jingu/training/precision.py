@@ -1,4 +1,4 @@
-"""From the name of a precision to dtypes, and the loss scale of fp16."""
+"""The dtypes of a precision, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from jingu.runtime.device import DTYPES, check_fp8, check_number_format, has_fas
 
 
 def choose_precision(settings: PrecisionSettings, device: torch.device) -> Precision:
-    """Resolve the settings to dtypes; `auto` is bf16 where the device computes it in hardware, else fp32."""
+    """Return the dtypes of a precision; `auto` is bf16 if the device has bf16 hardware, else fp32.
+
+    Raises:
+        JinguError: the device does not support the precision.
+    """
     name: str = settings.type
     if isinstance(settings, FP8Settings):
         check_fp8(device)
@@ -29,15 +33,15 @@ def choose_precision(settings: PrecisionSettings, device: torch.device) -> Preci
 
 @dataclass
 class LossScale:
-    """Factor on the loss that keeps the gradients of fp16 in range (Micikevicius et al., 2018, arXiv:1710.03740).
+    """The dynamic loss scale, which keeps the gradients of fp16 in range (Micikevicius et al., 2018, arXiv:1710.03740).
 
-    It is a function of the steps so far: every rank computes the same one, and checkpoints store it.
+    It depends only on the steps so far, so all ranks compute the same value. Checkpoints store it.
 
     Attributes:
         value: factor on the mean loss.
-        overflows: overflows since the scale was last doubled.
-        steady: steps since the last overflow or doubling.
-        skipped: steps of the run that were skipped.
+        overflows: number of overflows since the scale was last doubled.
+        steady: number of steps since the last overflow or doubling.
+        skipped: number of steps of the run that were skipped.
     """
 
     value: float = 1.0
@@ -54,7 +58,7 @@ class LossScale:
         if finite:
             self.steady += 1
             if self.steady == settings.loss_scale_window:
-                # A long time without overflow: try a larger scale.
+                # No overflow for a whole window: try a larger scale.
                 self.value *= 2
                 self.steady = 0
                 self.overflows = 0

@@ -29,12 +29,13 @@ from jingu.training.task import Evaluation, StatelessTask, TaskFactory
 
 
 class Pretraining(StatelessTask):
-    """The task of predicting the next token; with an encoder, the text that the objective removed from its input.
+    """The task of predicting the next token; with an encoder, of predicting the target text of the objective.
 
     Args:
-        source: rows of the global batch of each step.
-        mesh: mesh that the model is laid out over.
-        run: run to evaluate; None: `evaluate` is never called.
+        source: returns rows of the global batch of a step.
+        spec: spec of the model.
+        mesh: mesh over which the model is laid out.
+        run: run to evaluate; None: `evaluate` must not be called.
         compile: whether to compile the loss.
     """
 
@@ -58,10 +59,10 @@ class Pretraining(StatelessTask):
         def build_chunk_loss(smoothing: float = 0.0, z: float = 0.0) -> ChunkLoss:
             shard = self._vocab if mesh["tensor"].size() > 1 else None
             function: ChunkLoss = partial(chunk_loss, smoothing=smoothing, z=z, shard=shard)
-            # The last chunk of a batch has any number of rows: that dim becomes dynamic when a second number comes.
+            # The last chunk of a batch may have fewer tokens. The compiler makes that dim dynamic at the second size.
             return torch.compile(function) if compile else function
 
-        # An evaluation leaves out what only training adds to the loss.
+        # Evaluations measure the plain cross-entropy, without label smoothing and z-loss.
         self._train_loss = build_chunk_loss(config.train.label_smoothing, config.train.z_loss_coef)
         self._eval_loss = build_chunk_loss()
 
@@ -80,7 +81,7 @@ class Pretraining(StatelessTask):
         if config.train.neftune_alpha:
             batch = add_embedding_noise(batch, config.seed, first_row, config.train.neftune_alpha)
         if config.data.has_single_row_sequences:
-            # One document a row, and padding only after it, without labels: plain causal attention is enough.
+            # A row is one document, followed by padding without labels: causal attention needs no document mask.
             batch = replace(batch, documents=None)
         return prepend_virtual_tokens(batch, self.spec)
 
@@ -91,8 +92,8 @@ class Pretraining(StatelessTask):
         return {"loss": 1.0, "balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
+        # The model calls this with the head's weight, while that is gathered.
         def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            # The model calls this while the head's weight is gathered.
             labels_BT = self._tokens.shard_context(batch.labels, fill=IGNORE_INDEX)
             factors_BT = None if batch.weights is None else self._tokens.shard_context(batch.weights)
             chunk = self._train_loss if torch.is_grad_enabled() else self._eval_loss
@@ -106,9 +107,9 @@ class Pretraining(StatelessTask):
         return total
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
-        """Measure the loss on the validation split of each source, and let the model continue the sample prompts.
+        """Measure the loss on the validation split of each source, and generate continuations of the sample prompts.
 
-        The sequences are divided over the sources by their shares of the run.
+        The number of sequences of each source is proportional to its share of the run's samples.
         """
         assert self._run is not None
         limit = self._run.config.evaluation.limit(final=final)

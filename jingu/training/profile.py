@@ -1,4 +1,4 @@
-"""Profile some steps of a run: a trace for each rank, and the operators that take most of the time."""
+"""Profiles of some steps of a run: a trace of each rank, and the operators that take the most time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jingu.runtime.files import write_text_atomically
 from jingu.runtime.log import log_info
 from jingu.watch.activity import Activity
 
+# Number of operators in the table of the log.
 _NUM_OPERATORS = 10
 
 
@@ -21,16 +22,16 @@ _NUM_OPERATORS = 10
 def profile_steps(
     folder: Path, steps: int, rank: int, first_step: int, activity: Activity
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; after `steps` steps and a first one it writes their trace.
+    """Yield a function to call after each step. It writes a trace after one warmup step and `steps` profiled steps.
 
     The trace is in Chrome's JSON format, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
     Args:
-        folder: where the traces are written, `step-S-rank-R.json`, which begins after step S, and with `.summary.json`
-            the times of all operators, for the report.
-        steps: 0: profile nothing.
-        first_step: steps that the run has taken before.
-        activity: the rank's record for the watchdog.
+        folder: folder for `step-S-rank-R.json`, the trace of the steps after step S, and `step-S-rank-R.summary.json`,
+            the times of all operators for the report.
+        steps: number of steps to profile; 0: none.
+        first_step: number of steps that the run took before this start.
+        activity: what this rank does, for the watchdog.
     """
     if not steps:
         yield lambda: None
@@ -38,7 +39,7 @@ def profile_steps(
     path = folder / f"step-{first_step + 1}-rank-{rank}.json"
 
     def write(profiler: torch.profiler.profile) -> None:
-        # A large trace takes long to write, which is no hang.
+        # Writing a large trace takes long. The phase `save` keeps the watchdog from taking it for a hang.
         activity.enter("save")
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
@@ -48,7 +49,7 @@ def profile_steps(
         log_info(f"The profile is {path}.\n{summarize(operators)}")
         activity.enter("between steps")
 
-    # The first step compiles and allocates: it counts as warmup. Only one trace is written.
+    # The first step is warmup, because it compiles and allocates. Write only one trace.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     activities = torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
@@ -57,7 +58,11 @@ def profile_steps(
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator in all profiled steps; `seconds` are of self time, on the accelerator if there is one."""
+    """Total time and number of calls of an operator in all profiled steps.
+
+    Attributes:
+        seconds: self time in seconds, on the accelerator if there is one, else on the CPU.
+    """
 
     name: str
     seconds: float
@@ -65,7 +70,7 @@ class Operator:
 
 
 def measure_operators(profiler: torch.profiler.profile) -> list[Operator]:
-    """Return all operators, those with the most self time first."""
+    """Return all operators, sorted by self time in descending order."""
     events = [event for event in profiler.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = any(event.self_device_time_total for event in events)
     operators = []
@@ -76,7 +81,7 @@ def measure_operators(profiler: torch.profiler.profile) -> list[Operator]:
 
 
 def summarize(operators: list[Operator]) -> str:
-    """Return a table of the operators with the most self time."""
+    """Return a table of the operators with the most self time, as text."""
     total = sum(operator.seconds for operator in operators) or 1.0
     lines = [f"{'self time (ms)':>14} {'share':>6} {'calls':>7}  operator"]
     for operator in operators[:_NUM_OPERATORS]:

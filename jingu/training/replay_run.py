@@ -1,6 +1,6 @@
-"""Replay a step of a run's layout on one rank: what `jingu.plan.replay` records of it.
+"""Replay of a step in a run's layout on one rank, which `jingu.plan.replay` records.
 
-All ranks but one may be pretended: their collectives then return at once. Values mean nothing then, sizes do.
+The other ranks may be simulated. Their collectives then return at once, so sizes are right, but values are meaningless.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jingu.training.step import train_step
 
 
 class _AnyText(Pretraining):
-    """Pretraining on tokens of which only the number matters."""
+    """Pretraining on arbitrary tokens, because only their number matters."""
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         length = self.config.batch.sequence_length
@@ -39,7 +39,11 @@ class _AnyText(Pretraining):
 def prepare_step(
     config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int
 ) -> tuple[Callable[[int], None], ParallelModel, torch.optim.Optimizer]:
-    """Build this rank's part of a run in an existing process group; return what takes a step, model and optimizer."""
+    """Build this rank's part of a run on the CPU, in an existing process group.
+
+    Returns:
+        A function that takes the step of a number, the model and the optimizer.
+    """
     sizes, plan = plan_layout(config, ranks, spec)
     mesh = build_mesh(sizes, torch.device("cpu"))
     model = materialize(spec, mesh, training_layout(config, compile=False), precision, config.seed)
@@ -53,16 +57,21 @@ def prepare_step(
 
 
 def replay_on_rank(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int) -> StepRecord:
-    """Build this rank's part of a run in an existing process group, take two steps, and return what the second did."""
+    """Build this rank's part of a run in an existing process group, take two steps, and return the second's record."""
     step, model, optimizer = prepare_step(config, spec, precision, ranks)
-    # The first step also builds what stays: schedules, buffers, the optimizer's kernels.
+    # The first step also builds schedules, buffers and the optimizer's kernels, which later steps reuse.
     step(0)
     state = [list(model.parameters()), list(optimizer.state.values())]
     return record_step(lambda: step(1), [state, list(model.buffers())])
 
 
 def replay_run(config: RunConfig, spec: ModelSpec, precision: Precision, ranks: int, rank: int) -> StepRecord:
-    """Return what one rank of a run does in a step; the others do not exist."""
+    """Return the record of a step on one rank of a run; the other ranks are simulated.
+
+    Args:
+        ranks: number of ranks of the run.
+        rank: the rank to replay.
+    """
     pretend_ranks(rank, ranks)
     try:
         with static_pipeline_stages(), hold_sent_tensors():

@@ -1,4 +1,4 @@
-"""Open a run: the spec of its model, checks that it can start, and the files in its folder."""
+"""Opening a run: the spec of its model, the checks before it starts, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class ResumeOptions:
     """What may differ when a run resumes from its checkpoint.
 
     Attributes:
-        allow: keys and sections of the configuration that may have changed though they make it another run.
-        fresh_optimizer: whether to load the weights alone and reset the optimizer.
+        allow: keys and sections of the configuration that may have changed (`--allow`), although resuming with another
+            value of them mixes two runs.
+        fresh_optimizer: whether to load only the weights, and to reset the optimizer (`--fresh-optimizer`).
     """
 
     allow: Collection[str] = ()
@@ -64,7 +65,7 @@ class ResumeOptions:
 
     @property
     def allows_other_samples(self) -> bool:
-        """Whether settings that decide about samples may have changed."""
+        """Whether settings that determine the training samples may have changed."""
         return bool({"data", "seed", "batch"} & {key.partition(".")[0] for key in self.allow})
 
 
@@ -76,10 +77,14 @@ class Run:
     """Everything that training reads, opened and checked. Opening a run writes nothing.
 
     Attributes:
+        folder: `runs_dir`/`name`.
+        spec: spec of the model, including adapters and frozen parameters.
+        source: the training data.
         validation: validation rows of each source; empty without evaluation.
         objective: how rows of text become inputs and labels; None: every token predicts the next one.
-        changes: settings that have changed since the last start of the run.
-        tasks: evaluation tasks to measure during training.
+        resume_options: what may differ from earlier starts of the run.
+        changes: settings that have changed since the last start of the run, each as `key: old → new`.
+        tasks: evaluation tasks that are measured during training.
     """
 
     config: RunConfig
@@ -99,7 +104,7 @@ class Run:
 
     @property
     def data_checksums(self) -> list[str]:
-        """Checksums of the shards of the training data, source by source, or of the prompts."""
+        """Checksums of the shards of the training data, source by source; for rollouts, the checksum of the prompts."""
         if isinstance(self.config.task, RolloutSettings):
             return [xxhash.xxh3_64_hexdigest(Path(self.config.task.prompts).read_bytes())]
         splits = [source.dataset.manifest.train for source in self.source.sources]
@@ -107,7 +112,7 @@ class Run:
 
     @property
     def data_records(self) -> list[Record]:
-        """What the training data are, source by source, for the record of the model."""
+        """Descriptions of the training data, one per source, for the record of what the model was trained on."""
         records = [
             {
                 "path": str(dataset.path.absolute()),
@@ -117,7 +122,7 @@ class Run:
             for dataset in (source.dataset for source in self.source.sources)
         ]
         if self.config.task.type != "pretraining":
-            # Preferences and rewards have data of their own, of which nothing is proved.
+            # Preferences and rewards have other data. The record names them, but has no checksums of them.
             records.append({"path": f"data of {self.config.task.type}", "checksums": [], "mixture": None})
         return records
 
@@ -126,10 +131,10 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     """Open tokenizer and data sets, build the spec, and check that they fit each other and the run's folder.
 
     Raises:
-        JinguError: something is missing, or two things do not belong together.
+        JinguError: a file or a package is missing, or parts of the run do not fit each other.
     """
     folder = Path(config.runs_dir) / config.name
-    # A run that has started before may not become another run.
+    # A folder belongs to one run: a changed setting must not mix two runs in it.
     changes = _check_changes(folder, config, resume_options.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
@@ -151,7 +156,7 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
 def _build_objective(
     config: RunConfig, spec: ModelSpec, source: MixtureDataset, tokenizer: Tokenizer
 ) -> Objective | None:
-    """Build the objective. Raise JinguError if it is one for an encoder and the model has none, or the reverse."""
+    """Build the objective. Raise JinguError if only one of objective and model has an encoder."""
     settings = config.data.objective
     needs_encoder = isinstance(settings, ENCODER_OBJECTIVES)
     has_encoder = spec.num_encoder_layers is not None
@@ -174,7 +179,7 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
     """Return the settings that have changed since the last start of the run.
 
     Raises:
-        JinguError: a setting has changed that makes it another run, and `allow` does not name it.
+        JinguError: a setting has changed with which resuming would mix two runs, and `allow` does not contain it.
     """
     stored = folder / "config.yaml"
     if not stored.exists():
@@ -193,6 +198,7 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
 
 
 def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise JinguError if data and task or noise and model do not fit, or a package of a tracker is missing."""
     if isinstance(config.data.objective, PreferenceSettings) and config.task.type == "pretraining":
         raise JinguError(
             "preference data has rejected answers, which pretraining would imitate too.",
@@ -214,6 +220,7 @@ def _check_train_settings(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Raise JinguError if a sample prompt and its continuation are longer than the model's context."""
     settings = config.evaluation
     if not settings.every:
         return
@@ -229,7 +236,12 @@ def _check_sample_prompts(config: RunConfig, spec: ModelSpec, tokenizer: Tokeniz
 
 
 def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[PreparedTask, ...]:
-    """Return the evaluation tasks of a run. Raise JinguError if one of them, or `checkpoint.best_metric`, is wrong."""
+    """Return the evaluation tasks of a run.
+
+    Raises:
+        JinguError: a task does not exist or does not fit the model, or `checkpoint.best_metric` names a task that is
+            not evaluated.
+    """
     settings = config.evaluation
     index = TaskIndex()
     limit = None if settings.task_documents == "all" else settings.task_documents
@@ -241,7 +253,7 @@ def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
         raise JinguError(what, where="checkpoint.best_metric", fix=fix)
     if not names:
         return ()
-    # They import the engine.
+    # Imported late, because these modules import the inference engine.
     from jingu.evaluate.evaluation import prepare_task
     from jingu.evaluate.smooth_measures import check_answers_fit
 
@@ -252,7 +264,7 @@ def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
 
 
 def _check_checkpoints(run: Run) -> None:
-    """Raise JinguError if the run may not resume from its newest checkpoint, or was trained on another data set."""
+    """Raise JinguError if the run may not resume (`checkpoint.resume=never`), or was trained on another data set."""
     steps = complete_steps(run.checkpoints)
     if steps and run.config.checkpoint.resume == "never":
         raise JinguError(
@@ -277,7 +289,7 @@ def _check_checkpoints(run: Run) -> None:
 
 @contextmanager
 def lock_run(run: Run) -> Iterator[None]:
-    """Create the run's folder, and keep other processes from training the same run while inside.
+    """Create the run's folder, and keep other processes from training the same run within the block.
 
     Raises:
         JinguError: the folder cannot be created, or another process trains the run.
@@ -294,7 +306,7 @@ def lock_run(run: Run) -> Iterator[None]:
     with suppress(OSError):
         name = owner.read_text(encoding="utf-8") or name
     with files.lock_folder(run.folder, f"{name} is training this run now.", fix):
-        with suppress(OSError):  # it only serves the message above
+        with suppress(OSError):  # the file serves only the message above
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         try:
             yield
@@ -304,7 +316,7 @@ def lock_run(run: Run) -> Iterator[None]:
 
 
 def write_run_files(run: Run) -> None:
-    """Write configuration, spec and tokenizer into the run's folder.
+    """Write configuration, spec, tokenizer, and the record of the training data into the run's folder.
 
     Raises:
         JinguError: the folder cannot be written.
@@ -322,6 +334,7 @@ def write_run_files(run: Run) -> None:
 
 
 def _copy_tokenizer(run: Run) -> None:
+    """Write the tokenizer into the run's folder, unless the same one is there already."""
     folder = run.folder / "tokenizer"
     if folder.exists() and Tokenizer.load(folder).fingerprint() == run.tokenizer.fingerprint():
         return
@@ -331,28 +344,42 @@ def _copy_tokenizer(run: Run) -> None:
 
 
 def run_write_error(error: OSError, where: Path) -> JinguError:
-    """Return the error for a file of the run that cannot be written."""
+    """Return the error for a file of the run that cannot be written.
+
+    Args:
+        where: path that the error names, unless `error` has one.
+    """
     return files.write_error(error, Path(error.filename or where), "choose another folder for runs (runs_dir=...)")
 
 
 def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> ModelSpec:
-    """Return the spec of a run's model: from its settings, or from the initial model and the settings beside it.
+    """Return the spec of a run's model, from its settings or from the initial model (`initialize.from`).
 
-    A run that has a checkpoint needs the initial model no longer.
+    Settings of `model` override those of the initial model, as long as the parameters keep their shapes. A run that has
+    a checkpoint no longer needs the initial model: it reads the stored spec instead.
+
+    Args:
+        folder: folder of the run.
+
+    Returns:
+        The spec without adapters and frozen parameters, which `apply_tuning` adds.
 
     Raises:
-        JinguError: the settings are wrong; or the initial model cannot be opened, has other parameters, or was trained
-            with another tokenizer.
+        JinguError: the settings are wrong; or the initial model cannot be opened, has parameters of other names or
+            shapes, or was trained with another tokenizer.
     """
     settings = config.model
     length = config.document_length
+    # 1. Random weights: the settings alone determine the spec.
     if config.initialize.from_ is None:
         return spec_from_settings(settings, tokenizer.vocab_size, length)
+    # 2. A run with a checkpoint: read the spec that its first start stored.
     stored_spec = folder / "model.json"
     if complete_steps(checkpoints_path(folder, config)) and stored_spec.is_file():
-        # `apply_tuning` adds the adapter again, to the model as it is without one.
+        # The stored spec includes the adapter. Remove it, because `apply_tuning` adds it again.
         spec = ModelSpec.from_json(stored_spec.read_bytes(), stored_spec).model_copy(update={"adapter": None})
         return spec_from_settings(settings, tokenizer.vocab_size, length, spec)
+    # 3. A new run: start from the spec of the initial model.
     initial = open_model(Path(config.initialize.from_))
     if initial.spec.adapter is not None:
         raise JinguError(
@@ -363,7 +390,7 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
     if initial.tokenizer_folder is not None:
         _check_tokenizers(tokenizer, Tokenizer.load(initial.tokenizer_folder), config)
     spec = spec_from_settings(settings, tokenizer.vocab_size, length, initial.spec)
-    # A preset beside the initial model must describe the same parameters.
+    # If there is also a preset, it must describe the same parameters as the initial model.
     described = spec if settings.preset is None else spec_from_settings(settings, tokenizer.vocab_size, length)
     if parameter_shapes(described) != parameter_shapes(initial.spec):
         initial_fields = flatten_fields(initial.spec)
@@ -381,7 +408,7 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
 
 
 def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfig) -> None:
-    """Raise JinguError unless an id means the same to the run as to the initial weights."""
+    """Raise JinguError unless each token of the initial model has the same id in the run's tokenizer."""
     ids = tokenizer.vocab()
     initial_ids = initial.vocab()
     moved = sum(ids.get(piece) != token_id for piece, token_id in initial_ids.items())
@@ -396,12 +423,13 @@ def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfi
 
 
 def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """Add to the spec what `task` and `tune` train: a score head; a part of the weights, or adapters.
+    """Return the spec with the heads that `task` needs, and with the adapters or frozen parameters of `tune`.
 
     Raises:
-        JinguError: the model or the configuration does not allow it.
+        JinguError: model, task and `tune` do not fit each other.
     """
     settings = config.tune
+    # 1. Heads: a score head for reward models, a value head for PPO with a shared critic.
     has_score_head = isinstance(config.task, RewardSettings)
     if spec.score_head and not has_score_head:
         raise JinguError(
@@ -411,8 +439,10 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         )
     has_value_head = isinstance(config.task, PpoSettings) and isinstance(config.task.critic, SharedCriticSettings)
     spec = spec.model_copy(update={"score_head": has_score_head, "value_head": has_value_head})
+    # 2. Full fine-tuning: all parameters are trained, except for frozen ones.
     if isinstance(settings, tune.FullSettings):
         return _freeze(spec, settings)
+    # 3. Adapters: build their spec, and check that it fits the model.
     if config.initialize.from_ is None:
         raise JinguError(
             "adapters are trained for an existing model, but the run starts from random weights.",
@@ -432,11 +462,11 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         check_saved_modules(list(parameter_shapes(tuned)), adapter, is_quantized=settings.quantization is not None)
         if adapter.init_lora_weights == "loftq" and settings.quantization is None:
             raise JinguError(
-                "LoftQ begins with what quantization loses, and nothing is quantized.",
+                "LoftQ starts from the quantization error, but nothing is quantized.",
                 where="tune.init_lora_weights",
                 fix="Set tune.quantization, or choose another initialization.",
             )
-    # Virtual tokens take positions of their own.
+    # 4. Virtual tokens occupy positions of the model's context.
     length = config.batch.sequence_length
     virtual_tokens = max(tuned.prompts)
     room = spec.max_position_embeddings - virtual_tokens
@@ -451,6 +481,7 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 
 def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
+    """Return the spec of the adapter, with target modules as patterns of jingu's module names."""
     if isinstance(settings, tune.LoraSettings):
         fields = settings.model_dump(include=Lora.model_fields.keys() - {"type"})
         for name, values in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
@@ -474,7 +505,14 @@ def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
 
 
 def _freeze(spec: ModelSpec, settings: tune.FullSettings) -> ModelSpec:
-    """Freeze the parameters that match `tune.freeze`, and the blocks before the last trainable ones."""
+    """Return the spec with frozen parameters.
+
+    These are the parameters that match `tune.freeze`. With `tune.num_trainable_layers`, embeddings and encoder are
+    frozen too, and all blocks but that many last ones.
+
+    Raises:
+        JinguError: a pattern matches no parameter, the model has fewer blocks, or nothing remains to train.
+    """
     names = list(parameter_shapes(spec))
     patterns = list(settings.freeze)
     for pattern in patterns:

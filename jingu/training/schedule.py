@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step."""
+"""Learning rate schedules, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from jingu.errors import JinguError, pluralize
 
 
 def learning_rate(schedule: settings.Schedule, peak: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step (counted from 0) of a run of `steps`.
+    """Return the learning rate of a step (counted from 0) of a run of `steps` steps.
 
-    Warm-up is linear and reaches the peak at its last step. The decay covers the rest, and arrives at `schedule.min_lr`
-    at the run's last step; if that is 0, one step later, since a step at rate 0 would be wasted. After warm-up, the
-    rate never falls below `schedule.min_lr`.
+    Warmup is linear and reaches the peak at its last step. The decay covers the other steps. Linear, cosine and WSD
+    schedules reach `schedule.min_lr` at the run's last step; if that is 0, they reach it one step later, because a step
+    with learning rate 0 would be wasted. After warmup, the learning rate never falls below `schedule.min_lr`.
+
+    Args:
+        peak: the highest learning rate, `optimizer.lr`.
     """
     warmup = settings.resolve_steps(schedule.warmup, steps)
     if step < warmup:
@@ -44,6 +47,12 @@ def check_schedule(config: RunConfig) -> None:
 
 
 def _decay(schedule: settings.Schedule, peak: float, step: int, steps: int, warmup: int, progress: float) -> float:
+    """Return the learning rate of a step after warmup, before the minimum is applied.
+
+    Args:
+        warmup: number of warmup steps.
+        progress: share of the steps after warmup that are taken, including this one, in (0, 1].
+    """
     range_ = peak - min(schedule.min_lr, peak)
     if isinstance(schedule, settings.ConstantSettings):
         return peak

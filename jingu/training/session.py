@@ -1,6 +1,6 @@
-"""A training session: from the opened run to the end of the loop. Every start of a run, also a restart, is one.
+"""A training session: one start (or restart) of a run, from the opened run to the end of the loop.
 
-It builds model, optimizer and task, compiled where that pays, loads the newest checkpoint, and runs the loop.
+It builds model, optimizer and task, compiles them if that saves time, loads the newest checkpoint, and runs the loop.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from jingu.training.task import TaskFactory
 from jingu.training.throughput import ThroughputMeter, training_flops_per_token
 from jingu.training.trackers import Trackers
 
-# Time to compile the blocks and the loss of a model on CPU; docs/log.md has the measurements.
+# Seconds that compiling the blocks and the loss of a model takes on CPU.
 COMPILE_SECONDS = 30.0
-# Share of a run's time that compiled blocks save, at least.
+# Share of a run's time that compiled blocks save at least.
 COMPILE_SAVING = 0.05
-# A run that diverges at a smaller share of its learning rate has another problem than the rate.
+# Rollbacks halve the learning rate down to this share of it. A run that still diverges has another problem.
 MIN_LR_SCALE = 1 / 32
 
 
@@ -76,17 +76,24 @@ def train_run(
     task_factory: TaskFactory,
     on_model: Callable[[ParallelModel], None] | None = None,
 ) -> bool:
-    """Build everything, resume, and run the loop.
+    """Build model, optimizer and task, load the newest checkpoint, and run the loop.
 
     Args:
-        on_model: called with the model before the first step.
+        plan: how the global batch is divided.
+        stop: lets all ranks stop at the same step.
+        task_factory: creates the task of the run.
+        on_model: called with the model, with its weights loaded, before the first step.
 
     Returns:
-        Whether the run is complete.
+        Whether the run is complete; False if a signal stopped it.
+
+    Raises:
+        JinguError: model, task or checkpoints do not allow the run to start.
+        DivergenceError: the run has diverged, as `train_loop` and `_roll_back` describe.
     """
     config = run.config
 
-    # 1. The mesh of ranks, and what it can compute in a second.
+    # 1. The mesh of ranks, and its peak in FLOP/s.
     precision = choose_precision(config.precision, ranks.device)
     mesh = build_mesh(resolve_axis_sizes(config.parallel, ranks.world, run.spec), ranks.device)
     dtype = matmul_dtype(precision.compute, ranks.device)
@@ -94,7 +101,7 @@ def train_run(
         training_flops_per_token(run), lambda: measure_peak_flops(ranks.device, dtype) * ranks.world
     )
 
-    # 2. Model, optimizer and task. Half of the peak is what training reaches, roughly.
+    # 2. Model, optimizer and task. The estimate of the training time assumes half of the peak.
     tokens = config.train.steps * plan.tokens_per_step
     training_seconds = tokens * meter.flops_per_token / (0.5 * meter.peak)
     compile = all_ranks_agree(should_compile(config, mesh, training_seconds))
@@ -109,30 +116,18 @@ def train_run(
     if on_model is not None:
         on_model(trainer.model)
 
-    # 4. A local copy of the data, made while training reads the original.
+    # 4. Copy the data to a local disk in the background, while training already reads the original.
     if config.data.local_cache is not None:
         copy_shards_in_background([source.dataset for source in run.source.sources], Path(config.data.local_cache))
 
     # 5. Report what is about to happen.
-    start = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "torch": torch.__version__,
-        "ranks": ranks.world,
-        "device": ranks.device.type,
-        "precision": precision.name,
-        "compile": trainer.is_compiled,
-        "parameters": sum(shape.numel() for shape in parameter_shapes(run.spec).values()),
-        "peak_flops": meter.peak,
-        "tokens_per_step": plan.tokens_per_step,
-        "stages": [stage.start_step for stage in config.data.stages],
-    }
+    start = _describe_start(trainer, precision.name)
     log_info(_summarize(run, start))
     if progress.is_complete(config):
         log_info(f"The run is complete already, with {pluralize(progress.step, 'step')}.")
         return True
 
-    # 6. Train.
+    # 6. Train. After a divergence, roll back and continue, or raise the error.
     with (
         Checkpointer(run, ranks, get_tensors, trainer.optimizer, memory) as checkpointer,
         _open_metrics(run, ranks, progress, start) as write,
@@ -145,8 +140,26 @@ def train_run(
                 progress = _roll_back(trainer, progress, load, error, write)
 
 
+def _describe_start(trainer: Trainer, precision: str) -> dict[str, Any]:
+    """Return what metrics.jsonl says about a start of the run."""
+    config = trainer.run.config
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "torch": torch.__version__,
+        "ranks": trainer.ranks.world,
+        "device": trainer.ranks.device.type,
+        "precision": precision,
+        "compile": trainer.is_compiled,
+        "parameters": sum(shape.numel() for shape in parameter_shapes(trainer.run.spec).values()),
+        "peak_flops": trainer.meter.peak,
+        "tokens_per_step": trainer.plan.tokens_per_step,
+        "stages": [stage.start_step for stage in config.data.stages],
+    }
+
+
 def _load_state(trainer: Trainer, get_tensors: GetTensors, memory: MemoryCopies | None) -> Progress:
-    """Fill model, optimizer and task from the newest checkpoint, or with their initial state."""
+    """Fill model, optimizer and task from the newest checkpoint, or with their initial state; return the progress."""
     progress = resume(trainer.run, trainer.model, trainer.ranks, get_tensors, memory)
     trainer.model.synchronize_tied_weights()
     trainer.task.load_state(progress.task)
@@ -154,7 +167,7 @@ def _load_state(trainer: Trainer, get_tensors: GetTensors, memory: MemoryCopies 
 
 
 def _state_tensors(trainer: Trainer) -> dict[str, TensorBlock]:
-    """Return all tensors of a checkpoint, by name."""
+    """Return all tensors of a checkpoint, including those of the task, by name."""
     return checkpoint_tensors(trainer.model, trainer.optimizer) | trainer.task.tensors()
 
 
@@ -163,8 +176,14 @@ def _roll_back(
 ) -> Progress:
     """Load the newest checkpoint, and return the progress from which to continue at half the learning rate.
 
+    Args:
+        diverged: progress of the run at the divergence.
+        load: loads the newest checkpoint, and returns its progress.
+        error: the divergence, which is raised again if the run cannot roll back.
+
     Raises:
-        DivergenceError: `train.on_divergence` is `stop`, there is no checkpoint, or the rate was halved often enough.
+        DivergenceError: `train.on_divergence` is `stop`, there is no checkpoint, or the factor on the learning
+            rate would fall below `MIN_LR_SCALE`.
     """
     scale = diverged.lr_scale / 2
     resumed = Progress()
@@ -180,7 +199,13 @@ def _roll_back(
 
 @contextmanager
 def _open_metrics(run: Run, ranks: RankInfo, progress: Progress, start: dict[str, Any]) -> Iterator[WriteMetrics]:
-    """Open metrics.jsonl on the first rank, and write the line of this start."""
+    """Yield a function that writes lines to metrics.jsonl, after it has written the line `start`.
+
+    On ranks other than the first, the function does nothing.
+
+    Args:
+        start: values of the line `start`.
+    """
     if not ranks.is_first:
         yield lambda *_, **__: None
         return
@@ -195,7 +220,7 @@ def _open_metrics(run: Run, ranks: RankInfo, progress: Progress, start: dict[str
 
 
 def _summarize(run: Run, start: dict[str, Any]) -> str:
-    """Return one line that says what is trained, on what, and for how long."""
+    """Return one line that describes the run: model, parameters, ranks, steps, tokens and epochs."""
     steps = run.config.train.steps
     tokens_per_step = start["tokens_per_step"]
     epochs = count_epochs(run.config, run.source)
@@ -223,18 +248,28 @@ def build_trainer(
     *,
     compile: bool,
 ) -> Trainer:
-    """Build model, optimizer and task, and try them once on a real micro-batch. If the compiler fails, build them again
-    without it."""
+    """Build model, optimizer and task, and run them once on a real micro-batch.
+
+    If compilation fails, it logs why, and builds all of them again without compilation.
+
+    Args:
+        compile: whether to compile blocks and loss.
+
+    Raises:
+        JinguError: the state or a micro-batch of this rank does not fit into memory.
+    """
+    # 1. Check the memory before anything is allocated: the system may kill a process that takes too much.
     if run.config.parallel.offload.type == "none":
-        # Before the system kills a process for it.
         sizes = resolve_axis_sizes(run.config.parallel, ranks.world, run.spec)
         memory = estimate_memory(run.config, run.spec, sizes, plan, precision)
-        owner = "this machine" if ranks.device.type == "cpu" else "the card"
+        owner = "this machine" if ranks.device.type == "cpu" else "the device"
         require_memory(memory, total_memory(ranks.device), owner)
+    # 2. Build, then shorten the timeout of collectives to that of training.
     task = task_factory.create(run, mesh, compile)
     model, optimizer = build_model_and_optimizer(run, mesh, precision, compile=compile)
     trainer = Trainer(run, plan, ranks, task, model, optimizer, meter, compile)
     set_group_timeouts(COLLECTIVE_TIMEOUT)
+    # 3. Try. Errors that are not the compiler's are raised.
     if compile:
         log_info("Compiling; the first step takes a while.")
     try:
@@ -244,7 +279,7 @@ def build_trainer(
         if not (compile and raised_by_compiler(error)):
             raise
         log_info(f"torch.compile failed ({_first_line(error)}); training continues without it.")
-    # Free the first model before the second one is built.
+    # 4. Build again without compilation. Free the first model before the second one is built.
     torch.compiler.reset()
     del trainer, model, optimizer, task
     return build_trainer(run, plan, ranks, mesh, precision, meter, task_factory, compile=False)
@@ -253,7 +288,7 @@ def build_trainer(
 def build_model_and_optimizer(
     run: Run, mesh: DeviceMesh, precision: Precision, *, compile: bool
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """Return this rank's part of the model, with initial weights, and its optimizer."""
+    """Return this rank's part of the model, with initial weights from the run's seed, and its optimizer."""
     config = run.config
     offload = config.parallel.offload
     disk = None
@@ -271,10 +306,10 @@ def training_layout(config: RunConfig, *, compile: bool) -> Layout:
 
 
 def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:
-    """Run forward and backward once on a real micro-batch: the compiler and the memory fail now or never.
+    """Run forward and backward once on a real micro-batch, so that compiler and memory fail before training starts.
 
     Raises:
-        JinguError: one micro-batch does not fit into the device's memory.
+        JinguError: one micro-batch does not fit into device memory.
     """
     plan = trainer.plan
     batch = trainer.task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_batch_size)
@@ -293,7 +328,9 @@ def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:
 
 
 def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float) -> bool:
-    """Return whether to compile: as `train.compile` says; `auto`, if there is a compiler and the run is long enough.
+    """Return whether to compile, by `train.compile`; `auto` compiles if the run is long enough to benefit.
+
+    Nothing is compiled if there is no compiler or the pipeline schedule does not support it.
 
     Args:
         training_seconds: rough estimate of how long the run takes.
@@ -316,7 +353,7 @@ def should_compile(config: RunConfig, mesh: DeviceMesh, training_seconds: float)
 
 
 def check_async_tensor_parallel(settings: ParallelSettings, device_type: str, *, compile: bool) -> None:
-    """Raise JinguError if asynchronous tensor parallelism is set where nothing does it."""
+    """Raise JinguError if asynchronous tensor parallelism is set, but the run does not compile or does not use CUDA."""
     if not settings.async_tensor_parallel or (compile and device_type == "cuda"):
         return
     where = "parallel.async_tensor_parallel"
@@ -327,5 +364,6 @@ def check_async_tensor_parallel(settings: ParallelSettings, device_type: str, *,
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of the micro-batches, reduce, clip, update."""
+"""One optimizer step: forward and backward of the micro-batches, gradient clipping, update."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jingu.training.task import Task
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step: scalars on the device, equal on all ranks. To read one waits for the device.
+    """Results of a step: scalars on the device, equal on all ranks. Reading one makes the host wait for the device.
 
     Attributes:
-        loss: mean loss over the units of the global batch, fp64.
+        loss: mean loss over the units (tokens, sequences or pairs) of the global batch, fp64.
         grad_norm: global norm of the gradient before clipping.
-        metrics: means of the other loss terms, and what the task has measured, by name.
-        skipped: whether the gradient overflowed and the weights stayed as they were (with a loss scale only).
+        metrics: means of the other loss terms, and the metrics of `Task.end_step`, by name.
+        skipped: whether the gradient overflowed, so that the weights were not updated (only with a loss scale).
     """
 
     loss: Tensor
@@ -38,7 +38,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether loss and gradient are finite. A gradient that overflows fp16 changes nothing, and does not count."""
+        """Whether loss and gradient are finite. The gradient of a skipped step does not count."""
         return self.loss.isfinite() & (self.grad_norm.isfinite() | self.skipped)
 
 
@@ -54,19 +54,21 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step.
 
-    The gradient is that of the summed loss, divided by the *global* number of units (tokens, sequences or pairs), so
-    that it depends on neither micro-batches nor ranks nor padding. The division comes once, at the end and in the
-    dtype of the master weights: what flows backward in a narrow dtype is then neither tiny nor rounded for it.
+    The gradient is that of the summed loss, divided by the *global* number of units (tokens, sequences or pairs). It
+    therefore does not depend on micro-batches, ranks or padding. The gradient is divided only once, after the backward
+    pass and in the dtype of the master weights, so that gradients in a narrow dtype neither underflow nor are rounded.
 
     Args:
         step: number of the step, counted from 0.
-        loss_scale: factor on the mean loss while it flows backward (fp16). A step whose gradient overflows is
-            skipped, on all ranks alike, since all compute the same norm. The host has to wait for that norm.
+        max_grad_norm: clip the global gradient norm to this value; None: do not clip.
+        loss_scale: factor on the mean loss in the backward pass (fp16); None: no loss scale. With it, a step whose
+            gradient overflows is skipped on all ranks, because all compute the same norm. The host must wait for that
+            norm.
     """
     mesh = model.sharding.mesh
     device = torch.device(mesh.device_type)
 
-    # 1. Get this rank's rows of the global batch, one micro-batch after another.
+    # 1. Get this rank's rows of the global batch, by micro-batch.
     model.activity.enter("rollout", step)
     task.begin_step(model, plan, step)
     model.activity.enter("data")
@@ -76,14 +78,14 @@ def train_step(
         for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
     ]
 
-    # 2. Sum the denominators over all ranks. Ranks that share a row count it once each.
+    # 2. Sum the denominators over all ranks. Ranks that share a row have each counted it, hence the division.
     model.activity.enter("gradients")
     units = copy_to_device(float(sum(task.denominator(batch) for batch in batches)), device, torch.float64)
     units = (sum_over_ranks(units) / num_row_replicas(mesh)).clamp_min(1.0)
     scale = torch.ones_like(units)
     if loss_scale is not None:
-        # The scale of the sum is that of the mean, divided by a power of two near the denominator, which rounds
-        # nothing: 2 ** floor(log2(units)).
+        # The loss in the backward pass is a sum, not a mean. Divide the scale by the largest power of two that is not
+        # above the denominator, 2 ** floor(log2(units)): unlike the denominator, it causes no rounding.
         scale = torch.ldexp(scale * loss_scale, 1 - torch.frexp(units).exponent)
 
     # 3. Forward and backward: gradients of the summed loss accumulate in the parameters.
@@ -119,13 +121,17 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def sum_losses(losses_n: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All-reduce sums of losses over all ranks, in place. The ranks of `tensor` and `pipeline` hold equal values, of
-    which one counts."""
+    """Return sums of losses over all ranks, and overwrite `losses_n`.
+
+    The ranks of `tensor` and `pipeline` hold equal values, which count once.
+    """
     return sum_over_ranks(losses_n) / num_ranks(mesh, "tensor", "pipeline")
 
 
 def scale_gradients(model: ParallelModel, factor: Tensor, max_norm: float | None) -> Tensor:
     """Multiply the gradients by `factor`, and clip their global norm to `max_norm`, in one multiplication.
+
+    It first sums the gradients of parameters that the ranks of `tensor` replicate. Call it only once per step.
 
     Returns:
         The global norm before clipping, fp64.
@@ -135,14 +141,14 @@ def scale_gradients(model: ParallelModel, factor: Tensor, max_norm: float | None
     if max_norm is not None:
         factor = factor * (max_norm / (norm + 1e-6)).clamp_max(1.0)
     gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    if gradients:  # a stage of a pipeline may train nothing
-        # Offloaded gradients lie in main memory, and the factor goes there.
+    if gradients:  # a pipeline stage may have only frozen parameters
+        # Offloaded gradients are in main memory, so the factor is copied there.
         foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 
 def _global_norm(model: ParallelModel) -> Tensor:
-    """Return the norm of all gradients, in which each number counts once, however many ranks hold it."""
+    """Return the norm of all gradients over all ranks. Elements of which several ranks hold copies count once."""
     gradients: dict[int, list[Tensor]] = {}  # by the number of ranks that hold a copy
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

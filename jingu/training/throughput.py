@@ -1,4 +1,4 @@
-"""Training speed: tokens per second, and the share of the machine's peak (model FLOPs utilization)."""
+"""Training speed: tokens per second, and model FLOPs utilization (MFU), the share of the machine's peak."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from jingu.model.decoder import parameter_shapes
 from jingu.training.checkpointing import Progress
 from jingu.training.run import Run
 
-# What an interval between two logged steps counts in the average speed, relative to the one after it: the average is
-# over about 20 intervals.
+# Weight of an interval between logged steps in the average speed, relative to the next interval. The average covers
+# about 20 intervals.
 _DECAY = 0.95
 
 
 class ThroughputMeter:
-    """A clock of training time, without evaluation and saving, that also knows how much is computed in it.
+    """Measures training time, without evaluation and saving, and computes the training speed from it.
 
     Args:
         flops_per_token: floating-point operations per token, forward and backward.
         measure_peak: measures the peak of all ranks together, in FLOP/s.
+
+    Attributes:
+        peak: the measured peak of all ranks together, in FLOP/s.
     """
 
     def __init__(self, flops_per_token: float, measure_peak: Callable[[], float]) -> None:
@@ -29,7 +32,7 @@ class ThroughputMeter:
         self._measure_peak = measure_peak
 
     def start(self, progress: Progress) -> None:
-        """Start the clock."""
+        """Start the clock. Call it before the first step."""
         self._start = time.perf_counter()
         self._logged_tokens = progress.tokens
         self._logged_seconds = progress.seconds
@@ -37,17 +40,17 @@ class ThroughputMeter:
         self._average_seconds = 0.0
 
     def update(self, progress: Progress) -> None:
-        """Add the time since the last call to the training time of the run."""
+        """Add the time since the last `start`, `update` or `skip` to the training time, `progress.seconds`."""
         now = time.perf_counter()
         progress.seconds += now - self._start
         self._start = now
 
     def skip(self) -> None:
-        """Discard the time since the last call."""
+        """Discard the time since the last `start`, `update` or `skip`."""
         self._start = time.perf_counter()
 
     def tokens_per_second(self, progress: Progress) -> float:
-        """Return the speed since the last call."""
+        """Return the tokens per second since the last call of this method."""
         tokens = progress.tokens - self._logged_tokens
         seconds = progress.seconds - self._logged_seconds
         self._logged_tokens = progress.tokens
@@ -57,14 +60,14 @@ class ThroughputMeter:
         return tokens / max(seconds, 1e-9)
 
     def average_tokens_per_second(self) -> float:
-        """Return the speed over the last calls of `tokens_per_second`, which predicts the time left."""
+        """Return the tokens per second over about 20 calls of `tokens_per_second`, to predict the time left."""
         return self._average_tokens / max(self._average_seconds, 1e-9)
 
     def peak_share(self, tokens_per_second: float) -> float:
-        """Return the share of the machine's peak that training reaches.
+        """Return the share of the machine's peak that training reaches at a speed, at most 1.
 
-        A share above 1 shows that the measurement of the peak was disturbed. It is then repeated, and what training
-        reached counts as a measurement, too.
+        If the speed is above the peak, the measurement of the peak was disturbed. It is then repeated, and the peak is
+        at least the FLOP/s of training.
         """
         flops = tokens_per_second * self.flops_per_token
         if flops > self.peak:
@@ -79,6 +82,6 @@ def training_flops_per_token(run: Run) -> float:
     objective = run.objective
     if objective is None or not objective.source_length:
         return flops_per_token(run.spec, shapes, length)
-    # An encoder-decoder computes source and target of a text; per token of the text, that is a share of the target's.
+    # An encoder-decoder divides a text of `length` tokens into source and target. Convert from target tokens to tokens.
     per_target_token = flops_per_token(run.spec, shapes, objective.target_length, objective.source_length)
     return per_target_token * objective.target_length / length

@@ -1,4 +1,4 @@
-"""Services that show the numbers of a run beside `metrics.jsonl`: TensorBoard, W&B, MLflow and Kubeflow Trainer."""
+"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow, Kubeflow Trainer."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from jingu.runtime.kubeflow import StatusServer, find_status_server
 from jingu.runtime.log import log_warning
 from jingu.tables import flatten
 
-# The time left follows from so many of the last lines of metrics, and is reported no more often than the server wishes.
+# Number of lines of metrics from which the time left is estimated, and minimum seconds between reports to Kubeflow.
 _RATE_LINES = 50
 _SECONDS_BETWEEN_POSTS = 5.0
 
 
 class Tracker:
-    """Receives the numbers of each line of metrics, and the samples."""
+    """A service that receives the numbers of each line of metrics, and the samples."""
 
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        """Receive numbers, by `kind/key` such as `train/loss`."""
         raise NotImplementedError
 
     def log_sample(self, prompt: str, text: str, step: int) -> None:
-        """Leave samples out."""
+        """Receive a sample. By default, it is ignored."""
 
     def close(self) -> None:
+        """Send what is pending, and end the connection."""
         raise NotImplementedError
 
 
 class TensorBoardTracker(Tracker):
-    """Writes events into the run's folder."""
+    """Writes TensorBoard events into a folder of the run."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events from the purged step on, which the run will repeat.
+        # The run repeats the steps after `resume_step`. TensorBoard hides their earlier events (`purge_step`).
         self._writer: Any = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
@@ -61,13 +63,17 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Sends numbers to W&B, whose own settings say where to. A run that resumes goes on in the same run there."""
+    """Sends numbers to W&B, as W&B's own settings say. A run that resumes continues the same W&B run.
+
+    Args:
+        run_id: id of the W&B run.
+    """
 
     def __init__(self, run_id: str, folder: Path, config: RunConfig) -> None:
         settings = flatten(config.model_dump(mode="json"))
         wandb = import_module("wandb")
         self._run: Any = wandb.init(id=run_id, resume="allow", name=config.name, config=settings, dir=str(folder))
-        # W&B drops what comes with an earlier step, as after a resume, unless the step is a number like the others.
+        # W&B drops values whose own step is lower than before, as after a resume. Log the step as a metric instead.
         self._run.define_metric("*", step_metric="step")
 
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
@@ -78,7 +84,11 @@ class WandbTracker(Tracker):
 
 
 class MlflowTracker(Tracker):
-    """Sends numbers to MLflow, whose own settings say where to and to which experiment."""
+    """Sends numbers to MLflow, to the server and experiment of MLflow's own settings.
+
+    Args:
+        run_id: id of the MLflow run to continue; None: create one.
+    """
 
     def __init__(self, run_id: str | None, config: RunConfig) -> None:
         self._mlflow: Any = import_module("mlflow")
@@ -88,7 +98,7 @@ class MlflowTracker(Tracker):
             self._mlflow.log_text(dump_yaml(config), "config.yaml")
 
     def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        # A slow server does not hold up training.
+        # Asynchronous, so that training does not wait for a slow server.
         self._mlflow.log_metrics(dict(numbers), step=step, run_id=self.run_id, synchronous=False)
 
     def close(self) -> None:
@@ -96,10 +106,10 @@ class MlflowTracker(Tracker):
 
 
 class KubeflowTracker(Tracker):
-    """Tells Kubeflow Trainer progress, time left, and the numbers of the last step, in a thread of its own.
+    """Reports progress, time left and the latest numbers to Kubeflow Trainer, from a separate thread.
 
     Args:
-        steps: of the run.
+        steps: number of steps of the run.
     """
 
     def __init__(self, server: StatusServer, steps: int) -> None:
@@ -121,6 +131,7 @@ class KubeflowTracker(Tracker):
             self._post()
 
     def _post(self) -> None:
+        """Start a thread that sends the status, unless one is still sending."""
         if not self._times or (self._thread is not None and self._thread.is_alive()):
             return
         (first, begin), (step, end) = self._times[0], self._times[-1]
@@ -136,13 +147,14 @@ class KubeflowTracker(Tracker):
         self._thread.start()
 
     def _send(self, status: Mapping[str, Any]) -> None:
+        """Send the status; keep an error for the next call of `log_numbers`, which raises it in the main thread."""
         try:
             self._server.post(status)
         except (OSError, HTTPException, ValueError) as error:
             self._error = error
 
     def close(self) -> None:
-        """Report the last progress, and wait until it has arrived."""
+        """Report the last progress, and wait until the server has received it."""
         if self._thread is not None:
             self._thread.join()
         self._post()
@@ -153,10 +165,11 @@ class KubeflowTracker(Tracker):
 
 
 class Trackers:
-    """All trackers of a run. One that fails is left out from then on, with a warning; training goes on.
+    """All trackers of a run. A tracker that fails is removed with a warning, and training continues.
 
     Args:
-        resume_step: of the checkpoint from which the run goes on; None for a new run.
+        folder: folder of the run.
+        resume_step: step of the checkpoint from which the run resumes; None for a new run.
     """
 
     def __init__(self, folder: Path, config: RunConfig, resume_step: int | None) -> None:
@@ -166,7 +179,7 @@ class Trackers:
         server = find_status_server()
         if server is not None:
             self._trackers["Kubeflow Trainer"] = KubeflowTracker(server, config.train.steps)
-        # The runs of the services under which this run is known there.
+        # The ids of this run in the services, which later starts use again.
         path = folder / "trackers.json"
         ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for name in config.train.trackers:
@@ -182,7 +195,7 @@ class Trackers:
                 _warn(name, error)
 
     def log(self, kind: str, values: Mapping[str, Any], step: int) -> None:
-        """Pass on the numbers of a line of metrics, named `kind/key`, and its sample if it is one."""
+        """Send the numbers of a line of metrics, named `kind/key`, and the texts of a line `sample`."""
         numbers = {
             f"{kind}/{key}": float(value)
             for key, value in values.items()
@@ -194,12 +207,13 @@ class Trackers:
                     tracker.log_numbers(numbers, step)
                 if kind == "sample":
                     tracker.log_sample(str(values.get("prompt")), str(values.get("text")), step)
-            # Whatever a service raises, it is no reason to end a run.
+            # No error of a service may end a run.
             except Exception as error:
                 _warn(name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
+        """Close all trackers; warn about those that fail."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()

@@ -1,4 +1,4 @@
-"""The validation splits of a run's sources, as rows to evaluate on."""
+"""The validation splits of a run's sources, as rows for evaluation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from jingu.training.batch_transforms import prepend_virtual_tokens
 
 @dataclass(frozen=True)
 class ValidationRows:
-    """Rows of one source that together predict each validation token once; for an encoder, whole windows of its text.
+    """Validation rows of one source.
+
+    Together they predict each token of the split once. For objectives with an encoder, they are the whole windows of
+    the split.
 
     Attributes:
         name: name of the source.
         share: share of the run's samples that come from the source.
-        document_mask: whether attention stays inside documents.
-        supervised: the rows of a supervised objective.
-        spec: spec of the model that the rows are for.
+        dataset: the validation split.
+        document_mask: whether attention stays within documents.
+        supervised: the rows of a supervised objective; None for text.
+        spec: spec of the model, whose virtual tokens are added to the rows.
+        objective: transforms the rows; None: every token predicts the next one.
     """
 
     name: str
@@ -53,17 +58,22 @@ class ValidationRows:
         return count_validation_windows(self.dataset, self.sequence_length)
 
     def count(self, limit: int | Literal["all"]) -> int:
-        """Return how many of these rows an evaluation on a number of rows of all sources reads."""
+        """Return the number of these rows that an evaluation reads: its share of `limit`, at least 1.
+
+        Args:
+            limit: number of rows over all sources.
+        """
         return len(self) if limit == "all" else min(max(round(limit * self.share), 1), len(self))
 
     def batch(self, first: int, count: int, end: int) -> Batch:
-        """Return rows [first, first + count); rows from `end` on are padding, without labels."""
+        """Return rows [first, first + count). Rows from `end` on are padding without labels."""
         if self.supervised is not None:
             batch = self.supervised.batch(first, count)
         else:
             batch = validation_batch(self.dataset, self.sequence_length, first, count, document_mask=self.document_mask)
         if self.has_encoder_inputs and self.supervised is None:
-            # The labels of a window are its text. Beyond the last whole window there are none.
+            # The objective reads the text of a window from its tokens: replace them by the labels, which are the text.
+            # Positions after the end of the split have no labels (-100).
             batch = replace(batch, tokens=batch.labels.clamp_min(0))
         if self.objective is not None:
             batch = self.objective.apply(batch, first)

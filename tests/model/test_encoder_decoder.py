@@ -156,7 +156,7 @@ def test_mistakes_are_told_in_words() -> None:
         "model.num_encoder_layers: the family 'llama' has no encoder. Leave it out, or choose a family that has one "
         "(t5)."
     )
-    with pytest.raises(JinguError, match="8 buckets of distances up to 4 leave none that grow"):
+    with pytest.raises(JinguError, match="with 8 buckets, the largest distance must exceed 4; it is 4"):
         replace_fields(spec_of("t5"), position=RelativeBias(num_buckets=8, max_distance=4))
     with pytest.raises(ValueError, match="needs an encoder's states, or a cache"):
         model_of(spec_of("t5"))(ids(1, 3))

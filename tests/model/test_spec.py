@@ -72,8 +72,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_size": 100, "num_heads": 6},
-        "model.num_heads: a width of 100 cannot be divided among 6 heads. Use a width of 96 or 102, another number of "
-        "heads, or set model.head_dim.",
+        "model.num_heads: a hidden size of 100 is not divisible by 6 heads. Use a hidden size of 96 or 102, another "
+        "number of heads, or set model.head_dim.",
     ),
     (
         {"num_kv_heads": 4},

@@ -345,10 +345,10 @@ def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train
     with pytest.raises(JinguError, match=r"rank_pattern: no matrix with an adapter has a name like .*gate"):
         train_on(1, adapted({"tune.rank_pattern": {"gate_proj": 4}}))
     for changes, words in (
-        ({"tune.target_modules": ["embedding"], "tune.use_dora": True}, "embedding and head take LoRA alone"),
+        ({"tune.target_modules": ["embedding"], "tune.use_dora": True}, "embedding and head support only LoRA"),
         ({"tune.target_modules": ["embedding"], "tune.trainable_token_indices": [1]}, "an embedding without LoRA"),
-        ({"tune.trainable_token_indices": [99999]}, "trained tokens are different ids below"),
-        ({"tune": {"type": "ia3", "target_modules": ["head"]}}, "embedding and head take LoRA alone"),
+        ({"tune.trainable_token_indices": [99999]}, "trained tokens must be distinct ids below"),
+        ({"tune": {"type": "ia3", "target_modules": ["head"]}}, "embedding and head support only LoRA"),
         ({"tune.modules_to_save": ["lm_hat"]}, "modules_to_save: lm_hat matches no module of the model"),
         ({"tune.modules_to_save": ["down_proj"]}, "matches modules that have an adapter"),
         ({"tune.modules_to_save": ["gate_proj"], "tune.quantization": "int8"}, "of the blocks, which are quantized"),

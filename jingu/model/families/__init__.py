@@ -14,16 +14,20 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 
 
 def map_tensors(spec: ModelSpec) -> list[TensorMapping]:
-    """Return the tensors that a model has in Hugging Face's files. Raises LookupError if it cannot have any."""
+    """Return the tensors of a model in Hugging Face's files, with jingu's parameters that each holds.
+
+    Raises:
+        LookupError: the family's names do not cover the model, so Hugging Face's files cannot represent it.
+    """
     from jingu.model.decoder import parameter_shapes
 
     return expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
 
 
 def equivalent_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the same model as one of a family that transformers has, if there is one that computes the same.
+    """Return the spec of an equal model in a family that transformers supports; otherwise the spec itself.
 
-    If the original normalizes the head's weight, this one expects it to be normalized.
+    If the original normalizes the head's weight, the weight must be normalized before it is used with this spec.
     """
     equivalent = FAMILIES[spec.family].equivalent
     if equivalent is None or (spec.normalize_lm_head and spec.tie_word_embeddings):

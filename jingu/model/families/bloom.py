@@ -1,6 +1,6 @@
-"""BLOOM (Scao et al., 2022): layer norm also after the embedding, ALiBi, plain feed-forward, biases, tied head.
+"""BLOOM (Scao et al., 2022): layer norms, one also after the embedding, ALiBi, plain feed-forward, biases, tied head.
 
-In Hugging Face's files one matrix holds q, k and v, head by head.
+In Hugging Face's files one matrix holds q, k and v, interleaved by head: [heads, 3, head size] rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def _to_jingu(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Rearrange rows from [heads, 3, head size] to [3, heads, head size]: q, k and v are then separate."""
     heads = spec.attention
     return tensor.unflatten(0, (heads.num_heads, 3, heads.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 def _to_hf(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_to_jingu`."""
     heads = spec.attention
     return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
 

@@ -1,7 +1,7 @@
-"""ChatGLM2 and ChatGLM3 (Zeng et al., 2024).
+"""ChatGLM2, ChatGLM3 and GLM-4 (Zeng et al., 2024).
 
-Interleaved rotary positions in half of each head, two key-value heads, biases on q, k and v. One matrix holds q, k and
-v, another one gate and up.
+They have interleaved rotary positions in half of each head, two key-value heads, and biases of q, k and v. In Hugging
+Face's files one matrix holds q, k and v, and another one gate and up.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def _feed_forward_size(width: int) -> int:
 
 
 def _biases(config: HFConfig) -> SpecValues:
+    """Read the biases: add_bias_linear means biases of all linear layers, add_qkv_bias only of q, k and v."""
     linear = bool(config.get("add_bias_linear"))
     qkv = linear or bool(config.get("add_qkv_bias"))
     return {"attention.qkv_bias": qkv, "attention.output_bias": linear, "feed_forward.bias": linear}
@@ -70,7 +71,7 @@ CHATGLM3 = Family(
 )
 
 
-# GLM-4: transformers' own class for the same architecture
+# GLM-4: the class of transformers for the same architecture
 
 
 def _read_rope(config: HFConfig) -> SpecValues:
@@ -97,7 +98,7 @@ GLM = Family(
         *SHARED_KEYS,
         *config_keys("glm"),
         ConfigKeys(_read_rope, _write_rope),
-        # Its default in transformers may be beyond the vocabulary.
+        # The default in transformers may be an id beyond the vocabulary.
         ConfigKeys(write=lambda spec: {"pad_token_id": None}),
     ),
     rules=name_rules("glm"),

@@ -1,8 +1,10 @@
-"""CPM-2 (Zhang et al., 2021): T5 version 1.1 for Chinese and English. Its mixture-of-experts model has 32 experts in
-every block; a frozen random projection chooses one of them for each token.
+"""CPM-2 (Zhang et al., 2021): T5 version 1.1 for Chinese and English.
 
-The names of tensors are those of the authors' code, whose shards of a tensor on several ranks are joined. There each
-expert has a norm of its own; here all share the block's. The key `experts` of a config is the spec's component.
+Its mixture-of-experts model has 32 experts in every block, and a frozen random projection selects one of them per
+token. In the authors' code each expert has its own norm; here all experts share the norm of the block.
+
+Tensors have the names of the authors' code, but tensors that were sharded over ranks are whole. The key `experts` of a
+config holds the `Experts` component of the spec.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ CPM2 = Family(
                 "experts": spec.feed_forward.model_dump() if isinstance(spec.feed_forward, Experts) else None
             },
         ),
-        # The authors' configuration says relu, but their code ignores it.
+        # The authors' configuration says relu, but their code ignores it and computes a gated gelu.
         ConfigKeys(write=lambda spec: {"feed_forward_proj": "gated-gelu"}),
     ),
     rules=(*name_rules("cpm2"), *_ROUTERS),

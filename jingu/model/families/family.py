@@ -1,4 +1,4 @@
-"""A model family: everything in which one Hugging Face architecture differs from another, in one object."""
+"""A model family: one object with all differences between one Hugging Face architecture and another."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, rep
 from jingu.tables import read_table
 
 HFConfig = Mapping[str, Any]
-# Values of a spec by their paths in it, such as `attention.num_heads`.
+# Fields of a spec by their paths, such as `attention.num_heads`.
 SpecValues = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of a `config.json` and the fields of a spec that they describe, in both directions.
+    """A conversion between keys of a `config.json` and fields of a spec, in both directions.
 
     Attributes:
-        read: returns the fields; raises JinguError for an option that would change the numbers.
-        write: returns the keys for a spec.
+        read: returns the fields of a config. Raises JinguError for an option that would change the model's results and
+            that jingu does not support.
+        write: returns the keys of a spec.
     """
 
     read: Callable[[HFConfig], SpecValues] = lambda config: {}
@@ -31,7 +32,7 @@ class ConfigKeys:
 
 
 def four_times_hidden_size(width: int) -> int:
-    """Return the usual intermediate size of a plain feed-forward."""
+    """Return four times the hidden size, the usual intermediate size of a plain feed-forward."""
     return 4 * width
 
 
@@ -51,16 +52,16 @@ class Family:
     """A family of models.
 
     Attributes:
-        architectures: names of its classes in Hugging Face configs; the first one is written on export.
+        architectures: class names of the family in Hugging Face configs. Exports write the first one.
         template: a spec with the family's defaults.
-        keys: keys of `config.json`, except for the special token ids.
+        keys: conversions of the keys of `config.json`, except for special token ids.
         rules: the map of tensor names.
         feed_forward_size: computes the default intermediate size from the hidden size.
-        model_type: Hugging Face's name of the family, if it differs.
+        model_type: Hugging Face's name of the family, if it differs from jingu's.
         base: prefix of tensor names that some checkpoints omit.
-        ignored: suffixes of names of tensors that are no parameters (masks, tables).
-        equivalent: if the family replaces code that comes with its models (`auto_map`, which is never run): a family
-            of transformers that can compute the same, as which models are exported.
+        ignored: suffixes of the names of tensors that are not parameters (masks, tables).
+        equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
+            transformers with the same computation, to which models are exported.
     """
 
     architectures: tuple[str, ...]
@@ -80,7 +81,7 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """Hugging Face's class of the family's reward models."""
+        """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
         return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
 
@@ -92,12 +93,12 @@ class Family:
 
     @property
     def experts(self) -> Experts | None:
-        """The family's mixture of experts: that of its template, or of one of its presets."""
+        """The family's default mixture of experts, from its template or a preset; None if the family has no experts."""
         parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
         return next((part for part in parts if isinstance(part, Experts)), None)
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
-        """Return the spec of a `config.json`. Raises JinguError for an option that would change the numbers."""
+        """Return the spec of a `config.json`. Raises JinguError for an option that jingu does not support."""
         quantization = config.get("quantization_config")
         if quantization is not None and not stores_fp8(quantization):
             raise unsupported_option("quantization_config", quantization, "expected None, or matrices in FP8")
@@ -105,7 +106,7 @@ class Family:
         for keys in self.keys:
             values |= keys.read(config)
         if self.classifier in (config.get("architectures") or []):
-            # transformers writes a name for each class, and means two where there are no names.
+            # transformers writes a name per label. A config without names means two labels ("ab").
             num_labels = len(config.get("id2label") or "ab")
             if num_labels != 1:
                 raise unsupported_option("num_labels", num_labels, "expected 1, of a reward model")
@@ -113,7 +114,7 @@ class Family:
         return self._build_spec(values)
 
     def _build_spec(self, values: SpecValues) -> ModelSpec:
-        """Return the template with these values, and with those that follow from them by default."""
+        """Return the template with these values, and with defaults that are derived from them."""
         derived = {
             "num_encoder_layers": self.template.num_encoder_layers and values["num_layers"],
             "attention.num_kv_heads": values["attention.num_heads"],
@@ -124,13 +125,13 @@ class Family:
         return replace_fields(self.template, **values, **missing)
 
     def hf_config(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return the `config.json` of a spec. Raises JinguError if it cannot express the spec."""
+        """Return the `config.json` of a spec. Raises JinguError if Hugging Face's class cannot represent the spec."""
         config: dict[str, Any] = {"model_type": self.model_type or self.name}
         if spec.score_head:
             config |= {"architectures": [self.classifier], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
         for keys in self.keys:
             config |= keys.write(spec)
-        # Read back what is written: every field must survive.
+        # Check that reading the config gives the same spec.
         read_back = flatten_fields(self.spec_from_hf(config))
         lost = [path for path, value in flatten_fields(spec).items() if read_back.get(path) != value]
         if lost:
@@ -144,10 +145,15 @@ class Family:
 
 
 def config_key(place: str, *names: str, default: Any = "required") -> ConfigKeys:
-    """Return one key. The first of its names that a config has is read; the first of all names is written.
+    """Return the conversion of one key, which may have several names.
+
+    It reads the first name that a config has, and writes the first of all names.
 
     Args:
-        default: of the field; or `required`; or `derived`, where the value follows from others (`Family._build_spec`).
+        place: path of the field in the spec.
+        names: names of the key.
+        default: value of the field if the key is missing; `required` raises JinguError; `derived` leaves the field to
+            `Family._build_spec`.
     """
 
     def read(config: HFConfig) -> SpecValues:
@@ -164,7 +170,7 @@ def config_key(place: str, *names: str, default: Any = "required") -> ConfigKeys
 
 
 def config_keys(family: str) -> tuple[ConfigKeys, ...]:
-    """Return the keys that families.toml lists for a family, and its constants."""
+    """Return the conversions of the keys and constants that families.toml lists for a family."""
     keys = []
     for place, entry in TABLES[family]["keys"].items():
         if isinstance(entry, dict):
@@ -181,13 +187,15 @@ def load_template(family: str) -> ModelSpec:
 
 
 def field_value(spec: ModelSpec, place: str) -> Any:
-    """Return the value of a field by its path; None if there is none."""
+    """Return the value of a field by its path; None if the spec has no such field."""
     return flatten_fields(spec).get(place)
 
 
 def supported_options(**values: Sequence[Any]) -> ConfigKeys:
-    """Return options that must be absent or have one of these values, as others change the numbers. The first value is
-    written."""
+    """Return a conversion that accepts options only if they are absent or have one of these values.
+
+    Other values would change the model's results. The first value of each option is written.
+    """
 
     def read(config: HFConfig) -> SpecValues:
         for name, choices in values.items():
@@ -200,6 +208,7 @@ def supported_options(**values: Sequence[Any]) -> ConfigKeys:
     return ConfigKeys(read, lambda spec: {name: choices[0] for name, choices in values.items()})
 
 
+# Names of activation functions in Hugging Face configs.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -208,12 +217,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# The inverse: of several names of one function, the one that every release of transformers knows.
+# The inverse. Of several names for a function, it has the one that all releases of transformers support.
 HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:
-    """Return the key that names the activation."""
+    """Return the conversion of the key `name` for the activation function."""
     return ConfigKeys(
         lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)},
         lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
@@ -221,14 +230,14 @@ def activation_key(name: str, default: str) -> ConfigKeys:
 
 
 def parse_activation(key: str, name: str) -> Activation:
-    """Return the activation that a config's key names. Raises JinguError if it is unknown."""
+    """Return the activation for the value `name` of a config's `key`. Raises JinguError if it is unknown."""
     if name not in ACTIVATIONS:
         raise unsupported_option(key, name, f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def stores_fp8(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a config says that matrices are stored in FP8: by transformers, or by compressed-tensors."""
+    """Return whether a `quantization_config` means FP8 matrices, stored by transformers or compressed-tensors."""
     if quantization.get("quant_method") == "fp8":
         return quantization.get("expert_dtype", "fp8") == "fp8"
     return quantization.get("quant_method") == "compressed-tensors" and quantization.get("format") == "float-quantized"

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): layer norm, learned positions, plain feed-forward, biases, tied head.
 
-In Hugging Face's files matrices are transposed ([inputs, outputs], Conv1D), and one matrix holds q, k and v.
+Hugging Face's files store matrices transposed ([inputs, outputs], `Conv1D`), with q, k and v in one matrix.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Llama and the families that share its shape: RMS norm, rotary positions, grouped heads, gated feed-forward.
+"""Llama and similar families: RMS norm, rotary positions, grouped-query attention, gated feed-forward.
 
 - Llama 1 to 3 (Touvron et al., 2023; Grattafiori et al., 2024)
 - Mistral (Jiang et al., 2023): with a sliding window
-- Qwen2 and Qwen2.5 (Yang et al., 2024): with biases on queries, keys and values
-- Qwen3 (Yang et al., 2025): with normalized queries and keys, and a head size that does not follow from the width
-- Mixtral (Jiang et al., 2024) and Qwen3-MoE: with a mixture of experts in every block. Their files have a tensor for
-  each matrix of each expert, whatever release of transformers wrote them.
-- Baichuan 2 (Yang et al., 2023): with q, k and v in one matrix, and a head whose rows have length 1. The 13B model has
+- Qwen2 and Qwen2.5 (Yang et al., 2024): with biases of queries, keys and values
+- Qwen3 (Yang et al., 2025): with normalized queries and keys, and a head size that is independent of the hidden size
+- Mixtral (Jiang et al., 2024) and Qwen3-MoE: with a mixture of experts in every block. Their files have one tensor per
+  matrix of each expert, in all releases of transformers.
+- Baichuan 2 (Yang et al., 2023): with q, k and v in one matrix, and a head whose rows are normalized. The 13B model has
   ALiBi instead of rotary positions.
 """
 
@@ -34,12 +34,15 @@ from jingu.model.spec import AlibiPositions, Experts, ModelSpec, RmsNorm, Rotary
 
 
 def _feed_forward_size(width: int) -> int:
-    """Return a multiple of 64 near 8/3 of the hidden size: three such matrices are as large as two of 4 times it."""
+    """Return 8/3 of the hidden size, rounded up to a multiple of 64.
+
+    Three matrices of this size have as many parameters as the two of a plain feed-forward with 4 times the hidden size.
+    """
     return -(-8 * width // (3 * 64)) * 64
 
 
 def _check_heads(spec: ModelSpec) -> dict[str, Any]:
-    """Raise JinguError for a spec that Hugging Face's Llama cannot build; write no keys."""
+    """Raise JinguError for a spec that Hugging Face's Llama class does not support. Return no keys."""
     if spec.hidden_size % spec.attention.num_heads:
         raise JinguError(
             f"Hugging Face's Llama needs a hidden size that is a multiple of its {spec.attention.num_heads} heads, not "
@@ -49,7 +52,7 @@ def _check_heads(spec: ModelSpec) -> dict[str, Any]:
     return {}
 
 
-# Keys that all families here share, except for positions.
+# Keys that all families in this file share, except for positions.
 SHARED_KEYS = (*config_keys("llama"), activation_key("hidden_act", "silu"))
 _ATTENTION_BIAS = ConfigKeys(
     lambda config: dict.fromkeys(("attention.qkv_bias", "attention.output_bias"), bool(config.get("attention_bias"))),
@@ -83,7 +86,7 @@ MISTRAL = replace(
         *SHARED_KEYS,
         ROPE,
         ConfigKeys(
-            # A config with `null` has no window.
+            # A config without the key has the default window; a config with `null` has none.
             lambda config: {"attention.sliding_window": config.get("sliding_window", 4096)},
             lambda spec: {"sliding_window": spec.attention.sliding_window},
         ),
@@ -95,9 +98,10 @@ MISTRAL = replace(
 
 
 def _read_window(config: HFConfig) -> SpecValues:
-    """Read the sliding window of Qwen2 and Qwen3, which must be that of all layers or of none."""
+    """Read the sliding window of Qwen2 and Qwen3. Raises JinguError if only some layers have it."""
     if not config.get("use_sliding_window"):
         return {"attention.sliding_window": None}
+    # As in transformers: `layer_types`, or by default all layers from `max_window_layers` on.
     layers = config.get("num_hidden_layers") or 0
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(layers)]
@@ -186,7 +190,8 @@ QWEN3_MOE = replace(
 
 
 def _read_positions(config: HFConfig) -> SpecValues:
-    """Read the positions: Baichuan's code has one base and no scaling, whatever the config says."""
+    """Read the positions. Baichuan's code ignores settings of their base and scaling."""
+    # The first Baichuan has the same class name.
     if config.get("vocab_size") == 64000:
         raise unsupported_option("vocab_size", 64000, "that of the first Baichuan, whose head differs")
     if "max_position_embeddings" in config:

@@ -1,9 +1,12 @@
-"""Name maps: the names and the layout of a family's parameters in Hugging Face's files, used in both directions.
+"""Name maps: names and layouts of a family's parameters in Hugging Face's files, for import and export.
 
-A map pairs modules of Hugging Face's with modules of jingu's. `*` stands for the number of the block. A second `*` in
-Hugging Face's name is the number of an expert: it has a tensor for each expert, and jingu has one tensor for all, with
-one more dim. `{a,b}` stands for several modules, which are paired one by one; or, if there is only one module of
-Hugging Face's, it holds all of jingu's, stacked along dim 0.
+A map pairs a module name of Hugging Face with a module name of jingu.
+
+- `*` stands for the number of the block.
+- A second `*` in Hugging Face's name stands for the number of an expert. Hugging Face has one tensor per expert, and
+  jingu has one tensor for all experts, with one more dim.
+- `{a,b}` stands for several modules. If both names have braces, they are paired one by one. If only jingu's name has
+  them, Hugging Face's module holds all of jingu's, concatenated along dim 0.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transform:
-    """A rearrangement and its inverse. Both must also work on the meta device, where they give the shapes."""
+    """A rearrangement of a tensor and its inverse. Both must also work on the meta device, where they give shapes."""
 
     to_jingu: Rearrange
     to_hf: Rearrange
@@ -40,9 +43,12 @@ TRANSPOSE = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: tens
 
 @dataclass(frozen=True)
 class NameRule:
-    """One tensor of Hugging Face's, and the parameters of jingu's that it holds, stacked, after the transform.
+    """One tensor of Hugging Face, and the parameters of jingu that it holds.
 
     Attributes:
+        hf_name: name of the tensor, with `*` for numbers.
+        jingu_names: names of the parameters, with `*` for numbers.
+        transform: converts the tensor to the parameters, concatenated along dim 0.
         when: whether the rule applies to a spec; other specs have these parameters under other names.
     """
 
@@ -54,12 +60,14 @@ class NameRule:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A rule applied to one block of a model.
+    """A rule applied to one block of a model, and to one expert if there are experts.
 
     Attributes:
         hf_name: name of Hugging Face's tensor.
         jingu_shapes: names and shapes of jingu's parameters; with experts, the shape of one expert's matrix.
-        expert: which slice of jingu's parameter the tensor is; None: all of it.
+        transform: the rule's transform.
+        spec: spec of the model, which the transform needs.
+        expert: index of the expert whose matrix the tensor is; None: the tensor holds the whole parameters.
     """
 
     hf_name: str
@@ -76,7 +84,7 @@ class TensorMapping:
         return self._join([torch.empty(shape, device="meta") for shape in self.jingu_shapes.values()]).shape
 
     def to_jingu(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return jingu's parameters (of an expert: its slice), as views of Hugging Face's tensor if possible."""
+        """Return jingu's parameters (of an expert: its matrices), as views of Hugging Face's tensor if possible."""
         whole = self.transform.to_jingu(tensor, self.spec)
         pieces = (
             [whole] if len(self.jingu_shapes) == 1 else whole.split([shape[0] for shape in self.jingu_shapes.values()])
@@ -99,7 +107,14 @@ def name_rules(
     transform: Transform = IDENTITY,
     when: Callable[[ModelSpec], bool] = lambda spec: True,
 ) -> tuple[NameRule, ...]:
-    """Return the rules of the tables of families in families.toml, for weights and biases."""
+    """Return the rules for weights and biases in the tables of families.toml.
+
+    Args:
+        families: the families whose tables apply; later ones override earlier ones.
+        table: name of the table in each family.
+        transform: the transform of all these rules.
+        when: whether these rules apply to a spec.
+    """
     rules: list[NameRule] = []
     names = {hf_name: name for family in families for hf_name, name in TABLES[family][table].items()}
     for hf_name, jingu_name in names.items():
@@ -119,33 +134,40 @@ def _expand_braces(names: str) -> list[str]:
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
 
 
+# Rules for the score head of reward models, in all families.
 _CLASSIFIER_RULES = name_rules("classifier")
 
 
 def expand_rules(
     rules: Sequence[NameRule], spec: ModelSpec, parameters: Mapping[str, torch.Size]
 ) -> list[TensorMapping]:
-    """Return the rules that apply to a spec, expanded for every block, in the order of the model.
+    """Return the rules that apply to a spec, expanded for every block and expert, in module order.
 
-    A rule applies if the model has its parameters (`parameters` maps names to shapes), with experts if the rule has
-    them. A tied head, for example, is not a parameter.
+    A rule applies if the model has all of its parameters, and these have an expert dim exactly if the rule has a `*`
+    for it. For example, the rule for the head does not apply to a tied head, which is not a parameter.
+
+    Args:
+        parameters: names and shapes of the model's parameters.
 
     Raises:
-        LookupError: not every parameter belongs to exactly one rule (a bug in the family).
+        LookupError: a parameter belongs to no rule or to several.
     """
     mappings: list[TensorMapping] = []
     rules = (*rules, *_CLASSIFIER_RULES)
     layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
     for rule in (rule for rule in rules if rule.when(spec)):
         for layer in map(str, layers if "*" in rule.hf_name else (0,)):
+            # Insert the number of the block. A `*` that remains stands for the expert.
             hf_name = rule.hf_name.replace("*", layer, 1)
             names = tuple(name.replace("*", layer) for name in rule.jingu_names)
+            # Skip rules for parameters that this model does not have, or has with (or without) an expert dim.
             if any(name not in parameters for name in names) or ("*" in hf_name) != (len(parameters[names[0]]) == 3):
                 continue
+            # One mapping per expert, or one mapping of the whole parameters.
             experts = range(parameters[names[0]][0]) if "*" in hf_name else (None,)
             shapes = {name: parameters[name][1:] if "*" in hf_name else parameters[name] for name in names}
             mappings += [TensorMapping(hf_name.replace("*", str(n)), shapes, rule.transform, spec, n) for n in experts]
-    # Every parameter must come from exactly one rule.
+    # Every parameter must come from exactly one rule. Count the tensors of experts once, by expert 0.
     mapped = [name for entry in mappings if not entry.expert for name in entry.jingu_shapes]
     if sorted(mapped) != sorted(parameters):
         raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(parameters)}")
@@ -154,10 +176,13 @@ def expand_rules(
 
 
 def read_parameter(name: str, holders: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return the parameter `name`, and others that its tensors hold; one tensor is in memory at a time.
+    """Return the parameter `name`, together with other parameters that the same tensor holds (not with experts).
+
+    Only one tensor at a time is in memory.
 
     Args:
-        holders: all tensors of Hugging Face's that hold the parameter.
+        holders: all tensors of Hugging Face that hold the parameter; with experts, one per expert in order.
+        read: reads a tensor of Hugging Face by name.
     """
     first = holders[0].to_jingu(read(holders[0].hf_name))
     if holders[0].expert is None:

@@ -1,4 +1,7 @@
-"""Rotary positions in a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` since release 5."""
+"""Rotary positions in a Hugging Face config.
+
+The keys are `rope_theta` and `rope_scaling`, or since release 5 of transformers `rope_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any, get_args
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
 from jingu.model.spec import Component, DynamicScaling, ModelSpec, RopeScaling, RotaryPositions
 
-# The kinds of scaling by their type.
+# Components of scaling by the value of `rope_type`.
 _KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])
 SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS}
 
 
 def _read(config: HFConfig) -> SpecValues:
+    """Read positions and context length, from the keys of any release. Raises JinguError for unknown scaling."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     base, context = rope.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -24,16 +28,18 @@ def _read(config: HFConfig) -> SpecValues:
         raise unsupported_option("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
     scaling = None if kind == "default" else _scaling(kind, rope, config, context)
     position = RotaryPositions.model_validate({"theta": float(base or 10000.0), "scaling": scaling})
+    # With dynamic scaling, the config has the original context length, and the model can handle a longer one.
     if isinstance(position.scaling, DynamicScaling):
         context = int(position.scaling.factor * context)
     return {"position": position, "max_position_embeddings": context}
 
 
 def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[str, Any]:
+    """Return the fields of the scaling component `kind`, with the defaults of transformers."""
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     values = {
         **rope,
-        # transformers ignores original_max_position_embeddings if the base is dynamic.
+        # With dynamic scaling, transformers ignores original_max_position_embeddings.
         "original_max_position_embeddings": (original if kind != "dynamic" else None) or context,
     }
     if kind == "yarn":
@@ -44,7 +50,7 @@ def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[
 
 
 def _attention_factor(factor: float, rope: HFConfig) -> float:
-    """Return 0.1·ln(factor) + 1 (Peng et al., 2023), or the quotient of two such values."""
+    """Return 0.1·ln(factor) + 1 (YaRN, Peng et al., 2023), or the quotient of two such values if `mscale` is set."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
@@ -54,7 +60,7 @@ def _attention_factor(factor: float, rope: HFConfig) -> float:
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys of all releases."""
+    """Return the keys of all releases of transformers."""
     position, context = spec.position, spec.max_position_embeddings
     if not isinstance(position, RotaryPositions):
         return {}
@@ -73,5 +79,5 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-# Positions, and the context length, which depends on their scaling.
+# Positions and context length. They are one conversion, because the context length depends on the scaling.
 ROPE = ConfigKeys(_read, _write)

@@ -1,8 +1,8 @@
-"""T5 (Raffel et al., 2020): an encoder-decoder with relative position biases, unscaled attention scores, RMS norm and
-no biases in linear layers.
+"""T5 (Raffel et al., 2020): an encoder-decoder with relative position biases, unscaled attention scores and RMS norm.
 
-Version 1.0 has a plain feed-forward, and a scaled head that is tied to the embedding. Version 1.1 has a gated
-feed-forward and an untied head. mT5 (Xue et al., 2021) is version 1.1 with a vocabulary for many languages.
+Linear layers have no biases. Version 1.0 has a plain feed-forward, and a scaled head that is tied to the embedding.
+Version 1.1 has a gated feed-forward and an untied head. mT5 (Xue et al., 2021) is version 1.1 with a multilingual
+vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SHARED_KEYS = (
 
 
 def _feed_forward_key(default: str) -> ConfigKeys:
-    """Return the key that names type and activation of the feed-forward."""
+    """Return the conversion of the key `feed_forward_proj`, which names type and activation of the feed-forward."""
 
-    # `gated-gelu` has always meant the tanh approximation of gelu.
+    # In T5, `gated-gelu` means the tanh approximation of gelu.
     def read(config: HFConfig) -> SpecValues:
         name: str = config.get("feed_forward_proj") or default
         gated, function = name.startswith("gated-"), name.removeprefix("gated-")
@@ -50,8 +50,9 @@ def _feed_forward_key(default: str) -> ConfigKeys:
 
 
 def _read_tie(config: HFConfig) -> SpecValues:
-    # Release 5 of transformers writes tie_word_embeddings=true for every model; whether the head is scaled tells the
-    # versions apart.
+    """Read whether the head is tied and scaled: both or neither."""
+    # Release 5 of transformers writes tie_word_embeddings=true for every model. There, scale_decoder_outputs tells
+    # version 1.0, with a tied and scaled head, from version 1.1.
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True) is not False)
     return dict.fromkeys(("tie_word_embeddings", "scale_lm_head"), bool(scaled))
 
