@@ -1,6 +1,6 @@
 """`python -m bench [NAME[=ARGUMENT] ...]`: run benchmarks and update docs/benchmarks.md.
 
-NAME=tiny runs a small version, where there is one, and does not update the page. The benchmarks are:
+NAME=tiny runs a small version, if the benchmark has one, and does not update the page. The benchmarks are:
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ on one machine, with both sides measured in turn. Absolute figures depend on the
 
 
 def describe_machine() -> str:
-    """Return CPU, Python, torch and date as one line."""
+    """Return cores, CPU, vector instructions, versions of Python and torch, and the date as one line."""
     import torch
 
     from jingu.runtime.gpus import num_usable_cores

@@ -1,13 +1,18 @@
 """Alignment compared with TRL: training steps of DPO on a random Llama, and of GRPO with its rollouts on SmolLM2-135M.
 
 Each side runs in its own process, with the same weights, rows and batch, on one thread. Times are CPU times, which
-other programs hardly change. TRL runs without checkpointing of activations, which is its fastest setting. Both sides of
-DPO compute the reference's log-probabilities before training, which counts for memory and not for time. Hardly any
-answer of GRPO ends before its last token, so both sides sample and train equally many. Its prompts have 30 tokens; or
-250, as questions with instructions and a template have; or 500, as those with examples have. `jingu serve` answers the
-same prompts with as many tokens; generation in training, with the arrangement of the weights and the rewards, is
-compared with it. `tiny` is a quick check, on a random Llama; `grpo` leaves DPO out. In bf16, which is measured on CPUs
-with units for it, both sides keep master weights in fp32.
+other programs hardly influence. TRL runs without activation checkpointing, its fastest setting. With bf16 (measured
+only on CPUs with bf16 units), both sides keep master weights in fp32.
+
+*DPO.* Both sides compute the log-probabilities of the reference model before training. This counts for memory, but not
+for time.
+
+*GRPO.* Hardly any answer ends before the maximum length, so both sides sample and train the same number of tokens.
+Prompts have 30 tokens, or 250 (a question with instructions and a template), or 500 (a question with examples).
+`jingu serve` answers the same prompts with the same number of tokens, for comparison with generation in training, which
+includes prepacking the weights and computing rewards.
+
+Argument `tiny` is a quick check with a random Llama; `grpo` leaves DPO out.
 """
 
 from __future__ import annotations
@@ -41,16 +46,16 @@ LAYERS, WIDTH, HEADS, FEED_FORWARD = 6, 384, 6, 1024
 PAIRS, LENGTH = 4, 512
 """Pairs per step of DPO, and the sequence length of jingu's rows. A row has room for both answers of a pair."""
 ANSWERS, NEW_TOKENS = 8, 64
-"""Answers to each prompt of GRPO, and tokens of an answer."""
+"""Answers per prompt in GRPO, and tokens per answer."""
 PROMPT_LENGTHS = {"short": 30, "long": 250, "few-shot": 500}
-"""Tokens of a prompt of GRPO."""
+"""Tokens per prompt in GRPO."""
 PROMPTS = {"short": 2, "long": 2, "few-shot": 1}
-"""Prompts per step of GRPO. With two of 500 tokens, TRL needs more than 24 GB."""
+"""Prompts per step of GRPO. With two prompts of 500 tokens, TRL needs more than 24 GB."""
 WARMUP = 1
 PRECISIONS = ("fp32", "bf16")
 END = "<|endoftext|>"
 MODELS = {"dpo": "model", "short": "smollm2", "long": "smollm2", "few-shot": "smollm2"}
-"""Folder of the model that a task trains: DPO, and GRPO by the length of its prompts."""
+"""Folder of the model for each task. Tasks are DPO, and GRPO with each length of prompts."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,12 @@ class Measurement:
     """Figures of one side."""
 
     seconds: float
-    """Median CPU time of a step."""
+    """Median CPU seconds per step."""
     peak_bytes: int
     generation: float = 0.0
-    """Median time in the generation engine, for GRPO."""
+    """GRPO: median CPU seconds of generation per step."""
     bookkeeping: float = 0.0
-    """Median time between generation and the update, for GRPO: rewards, advantages, records."""
+    """GRPO: median CPU seconds between generation and update per step: rewards, advantages, records."""
 
 
 Figures = dict[tuple[str, str, str], Measurement]
@@ -71,7 +76,7 @@ Figures = dict[tuple[str, str, str], Measurement]
 
 
 def reward(completions: list[str], **_others: Any) -> list[float]:
-    """Score answers by their vowels. Both sides call this."""
+    """Return the number of vowels of each answer. Both sides use this reward."""
     return [float(sum(text.count(vowel) for vowel in "aeiou")) for text in completions]
 
 
@@ -79,7 +84,8 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
     """Write a tokenizer, a random Llama, SmolLM2, pairs and prompts to `folder`. The text is Python's standard library.
 
     Args:
-        has_smollm2: False: a copy of the random Llama takes the place of SmolLM2.
+        layers: blocks of the random Llama.
+        has_smollm2: False: use a copy of the random Llama instead of SmolLM2.
     """
     import torch
     from tokenizers import Tokenizer
@@ -88,6 +94,7 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
     from jingu.formats.export import convert
     from jingu.text.tokenizer_training import train_tokenizer
 
+    # Tokenizer and models.
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = [file.read_text(encoding="utf-8") for file in sorted(library.glob("*.py"))]
     train_tokenizer(iter(texts), VOCABULARY, [END]).save(folder / "model")
@@ -108,7 +115,7 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
         start = rng.randrange(len(whole) - size)
         return whole[start : start + size]
 
-    # About 30 tokens of a prompt, and 20 to 180 of an answer.
+    # Pairs: about 30 tokens per prompt, and 20 to 180 per answer. Then prompts of exact lengths.
     pairs = [
         {"prompt": text(100), **{name: text(rng.randrange(60, 600)) for name in ("chosen", "rejected")}}
         for _ in range(200)
@@ -123,7 +130,12 @@ def prepare(folder: Path, layers: int, has_smollm2: bool) -> None:
 
 
 class StepTimer:
-    """Collects times of steps, and of functions within them."""
+    """Collects the CPU times of steps, and of functions that are called in them.
+
+    Attributes:
+        ends: CPU time of the process at the end of each step.
+        inside: CPU seconds of each call of a wrapped function, by its name.
+    """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -133,7 +145,7 @@ class StepTimer:
         self.ends.append(time.process_time())
 
     def wrap(self, place: Any, name: str) -> None:
-        """Measure the calls of a function, which is an attribute of `place`."""
+        """Replace attribute `name` of `place`, a function, by one that also records its CPU time."""
         function: Callable[..., Any] = getattr(place, name)
         seconds = self.inside.setdefault(name, [])
 
@@ -146,7 +158,7 @@ class StepTimer:
         setattr(place, name, measure)
 
     def seconds(self) -> float:
-        """Return the median time from the end of a step to that of the next one, without the first steps."""
+        """Return the median CPU seconds from the end of one step to the end of the next, without warm-up steps."""
         starts = self.ends[WARMUP - 1 :]
         return median(end - start for start, end in pairwise(starts))
 
@@ -163,6 +175,7 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
     from jingu.runtime.device import peak_memory
     from jingu.training import loop
 
+    # The configuration: first the common settings, then the settings of the task.
     model = folder / MODELS[task]
     settings: dict[str, Any] = {
         "runs_dir": str(folder / f"runs-{precision}"),
@@ -193,7 +206,7 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
                 "max_new_tokens": NEW_TOKENS,
                 "rewards": [{"type": "python", "function": "bench.alignment:reward"}],
             },
-            # A bound, with room for a prompt whose text has a few more tokens.
+            # The maximum length. The text of a prompt may be tokenized again to a few more tokens.
             "batch": {
                 "sequence_length": PROMPT_LENGTHS[task] + NEW_TOKENS + 10,
                 "micro_batch_size": PROMPTS[task] * ANSWERS,
@@ -206,6 +219,7 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
     if task == "dpo":
         prepare_rows(config)
 
+    # Measure steps and functions by wrapping them, and train.
     timer = StepTimer()
     train_step = loop.train_step
 
@@ -222,6 +236,7 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
     peak = peak_memory(torch.device("cpu"))
     if task == "dpo":
         return Measurement(timer.seconds(), peak)
+    # `begin_step` contains generation; the rest of it is bookkeeping.
     begin = timer.inside["begin_step"][WARMUP:]
     generation = timer.inside["_collect"][WARMUP:]
     others = [whole - part for whole, part in zip(begin, generation, strict=True)]
@@ -237,6 +252,7 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
 
     from jingu.runtime.device import peak_memory
 
+    # Model, tokenizer and rows.
     torch.set_num_threads(THREADS)
     model = LlamaForCausalLM.from_pretrained(folder / MODELS[task], dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast(
@@ -261,6 +277,7 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
     }
     kind = "pairs" if task == "dpo" else task
     rows = load_dataset("json", data_files=str(folder / f"{kind}.jsonl"), cache_dir=str(folder / "cache"))["train"]
+    # The trainer of the task.
     if task == "dpo":
         dpo = DPOConfig(per_device_train_batch_size=PAIRS, precompute_ref_log_probs=True, **common)
         trainer = DPOTrainer(
@@ -290,7 +307,7 @@ def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurem
 
 
 def measure_server(task: str, precision: str, folder: Path, rounds: int) -> float:
-    """Return the median CPU time in which `jingu serve` answers the prompts of a step, each time with other prompts."""
+    """Return the median CPU seconds in which `jingu serve` answers the prompts of a step; each round has new ones."""
     model = str(folder / MODELS[task])
     command = [sys.executable, "-m", "jingu", "serve", model, "--port", "0", "--precision", precision]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -307,6 +324,7 @@ def measure_server(task: str, precision: str, folder: Path, rounds: int) -> floa
         with urllib.request.urlopen(request) as reply:
             assert json.load(reply)["usage"]["completion_tokens"] == NEW_TOKENS * ANSWERS
 
+    # Send the prompts of a step together, and measure the CPU time of the server's process.
     try:
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
@@ -360,6 +378,7 @@ def run(argument: str = "") -> str:
 
 
 def _dpo_table(figures: Figures) -> list[str]:
+    """Return the lines of the table of DPO."""
     lines = [
         f"| DPO, {PAIRS} pairs (targets: 1.5 × TRL, less memory) | pairs per CPU second | × TRL | peak memory, MiB |",
         "|---|---|---|---|",
@@ -373,6 +392,7 @@ def _dpo_table(figures: Figures) -> list[str]:
 
 
 def _grpo_table(figures: Figures) -> list[str]:
+    """Return the lines of the table of GRPO."""
     lines = [
         f"| GRPO, {ANSWERS} answers of {NEW_TOKENS} tokens to a prompt (targets: 3 × TRL, half its memory, bookkeeping"
         " at most 5%) | CPU s/step | × TRL | generation, s | update, s | bookkeeping | peak memory, MiB | of TRL's |",
@@ -383,7 +403,7 @@ def _grpo_table(figures: Figures) -> list[str]:
             continue
         theirs = figures[task, precision, "trl"]
         rest = one.seconds - one.generation - one.bookkeeping
-        # TRL's is part of what is left.
+        # The bookkeeping of TRL is not measured separately; it is part of `rest`.
         share = f"{one.bookkeeping / one.seconds:.1%}" if side == "jingu" else ""
         lines.append(
             f"| {_describe_prompts(task)}: {side} {precision} | {one.seconds:.2f} | {theirs.seconds / one.seconds:.2f}"
@@ -394,6 +414,7 @@ def _grpo_table(figures: Figures) -> list[str]:
 
 
 def _server_table(figures: Figures, servers: dict[tuple[str, str], float]) -> list[str]:
+    """Return the lines of the table that compares generation in training with `jingu serve`."""
     lines = [
         "| generation (target: 0.9 of the server's rate) | in training, CPU s/step | `jingu serve`, CPU s | ratio |",
         "|---|---|---|---|",

@@ -1,8 +1,8 @@
-"""Training beside programs that keep all cores busy: tokens/s with no, one and three busy loops on two cores.
+"""Training beside programs that keep the cores busy: tokens/s with 0, 1 and 3 busy loops on two cores.
 
-A small model (that of the quickstart) has many short parallel operations, between which threads wait for each other.
-Each figure is of its own process; sides and numbers of loops alternate, so ratios of one run can be compared even on a
-machine that is not quiet. The share is that of the same side without loops.
+A small model (that of the quickstart) has many short parallel operations, after each of which threads wait for each
+other. Each measurement runs in its own process. Sides and numbers of loops alternate, so ratios within one run are
+comparable even if other programs run. The share in parentheses is relative to the same side without loops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import median
 from jingu.errors import pluralize
 
 LOOPS = (0, 1, 3)
-# Whose training step each side takes. Only the first one lets threads sleep while the machine is busy.
+# The training step that each side runs. Only the first side lets threads sleep while the machine is busy.
 SIDES = {"jingu": "jingu", "jingu, always spinning": "jingu", "transformers": "transformers"}
 SHAPE = {"LAYERS": 4, "WIDTH": 128, "HEADS": 2, "FEED_FORWARD": 344, "VOCABULARY": 2048, "SEQUENCE": 256, "BATCH": 8}
 WARMUP, SECONDS = 2.0, 6.0
@@ -38,7 +38,7 @@ def measure(side: str) -> None:
     step = {"jingu": train_step._jingu, "transformers": train_step._transformers}[SIDES[side]]("fp32", False)
     tokens = torch.randint(0, train_step.VOCABULARY, (train_step.BATCH, train_step.SEQUENCE + 1))
     with sleep_on_busy_machine() if side == "jingu" else nullcontext():
-        # Long enough for the watcher to look at the machine several times.
+        # Long enough for the watcher of `sleep_on_busy_machine` to measure several times.
         start = time.perf_counter()
         while time.perf_counter() < start + WARMUP:
             step(tokens)
@@ -47,13 +47,13 @@ def measure(side: str) -> None:
         while time.perf_counter() < start + SECONDS:
             step(tokens)
             steps += 1
-    # The mean: on a busy machine some steps take much longer than others.
+    # The mean, not the median: on a busy machine some steps take much longer than others.
     print(json.dumps(train_step.BATCH * train_step.SEQUENCE * steps / (time.perf_counter() - start)))
 
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Keep as many processes computing inside of this context."""
+    """Run `count` processes that compute in an endless loop, within the block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -1,6 +1,6 @@
-"""The parts of `python -m bench cuda`: each yields rows of figures as it measures them.
+"""The parts of `python -m bench cuda`. Each part is a generator of rows of figures.
 
-A figure that cannot be measured is a row with its problem and its traceback, and the part goes on.
+If a figure cannot be measured, its row contains the problem and the traceback, and the part continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Seconds of one part.
+# Time limit of one part in seconds.
 SECONDS = 480
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
@@ -27,7 +27,13 @@ Rows = Iterator[Row]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to measure: settings of it, tokens of a row, and rows of a training step."""
+    """A model to measure.
+
+    Attributes:
+        settings: settings of the section `model`.
+        sequence: tokens per row.
+        rows: rows per training step.
+    """
 
     settings: Row
     sequence: int
@@ -55,12 +61,20 @@ SHAPES = {
     ),
 }
 SMALL = Shape({"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 128, "vocab_size": 512}, 64, 2)
+# Numbers of sequences that decode at the same time.
 STREAMS = (1, 8, 64)
+# Target modules of LoRA.
 ADAPTED = ("*attention.*", "*.feed_forward.*")
 
 
 class Place:
-    """The device of a part, and how large it may be."""
+    """The device that a part measures, and the size of its models.
+
+    Attributes:
+        device: the device.
+        small: whether to use a tiny model in place of every model.
+        steps: number of measured training steps.
+    """
 
     def __init__(self, device_type: str, small: bool) -> None:
         import torch
@@ -83,13 +97,14 @@ class Place:
         return spec_from_settings(ModelSettings(**settings), 0, shape.sequence), shape.sequence, shape.rows
 
     def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
         from jingu.runtime.device import device_module
 
         if self.device.type != "cpu":
             device_module(self.device).synchronize()
 
     def reset_memory(self) -> None:
-        """Free what the last figure has left, and count the peak anew."""
+        """Free the memory of the previous figure, and reset the peak memory."""
         from jingu.runtime.device import device_module
 
         gc.collect()
@@ -98,7 +113,11 @@ class Place:
             device_module(self.device).reset_peak_memory_stats()
 
     def seconds(self, step: Callable[[], object], count: int) -> float:
-        """Return the median seconds of a step, after two that do not count."""
+        """Return the median seconds per step, after two warm-up steps.
+
+        Args:
+            count: number of measured steps; fewer if they would take more than an eighth of the part's time.
+        """
         times = []
         for number in range(count + 2):
             self.synchronize()
@@ -112,7 +131,7 @@ class Place:
 
 
 def attempt(place: Place, figures: Row, measure: Callable[[], Row]) -> Row:
-    """Return the figures with those measured, or with the problem, such as too little memory or a missing library."""
+    """Return a row: `figures`, and the measured figures or the problem (such as out of memory, a missing library)."""
     place.reset_memory()
     try:
         return {**figures, **measure()}
@@ -122,7 +141,7 @@ def attempt(place: Place, figures: Row, measure: Callable[[], Row]) -> Row:
 
 
 def reached(place: Place, value: float, least: float, most: float = float("inf")) -> str:
-    """Say whether a figure reached its target. Small models have none."""
+    """Return whether a figure is in its target range, as a cell. Targets do not apply to small models and CPUs."""
     if place.small or place.device.type == "cpu":
         return "not measured"
     return "yes" if least <= value <= most else "no"
@@ -132,7 +151,7 @@ def reached(place: Place, value: float, least: float, most: float = float("inf")
 
 
 def probe(place: Place) -> Rows:
-    """What the device is: peak of its products, bandwidth, memory; and which kernels and libraries there are."""
+    """Describe the device: peak FLOP/s of matmuls, bandwidth, memory, compiler, and installed libraries."""
     import torch
 
     from jingu.runtime.device import device_name, has_compiler, measure_peak_flops, total_memory
@@ -158,7 +177,7 @@ def _version(module: str) -> str:
 
 
 def measure_bandwidth(place: Place) -> float:
-    """Return the bytes that a copy reads and writes in a second."""
+    """Return the bytes per second that a copy on the device reads and writes."""
     import torch
 
     elements = 2**20 if place.small else 2**28
@@ -168,7 +187,7 @@ def measure_bandwidth(place: Place) -> float:
 
 
 def checks(place: Place) -> Rows:
-    """The tests that are marked `cuda`: training, tuning and generation equal the CPU's; copies and memory."""
+    """Run the tests that are marked `cuda`: training, tuning and generation as on CPU; copies; memory."""
     words = ["-m", "cuda", "-vv", "-p", "no:cacheprovider", "--device-type", place.device.type, "tests/card"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "pytest", *words],
@@ -192,7 +211,7 @@ def checks(place: Place) -> Rows:
 
 
 def train(place: Place, name: str) -> Rows:
-    """Train in bf16 beside transformers with the same attention: tokens/s, share of the peak, memory."""
+    """Train in bf16, compared with transformers with the same attention: tokens per second, MFU, memory."""
     target = {"gpt2-124m": 0.55, "llama-1.3b": 0.6}[name]
     row = attempt(place, {"side": "jingu", "model": name}, lambda: _train_figures(place, name, _jingu_step))
     if "MFU" in row:
@@ -202,13 +221,13 @@ def train(place: Place, name: str) -> Rows:
     yield attempt(
         place, {"side": "transformers", "model": name}, lambda: _train_figures(place, name, _transformers_step)
     )
-    # Documents in a row: attention stays within them (FlexAttention on CUDA).
+    # Several documents per row, with a document mask (FlexAttention on CUDA).
     step = partial(_jingu_step, documents=True)
     yield attempt(place, {"side": "jingu, documents", "model": name}, lambda: _train_figures(place, name, step))
 
 
 def train_fp8(place: Place) -> Rows:
-    """Train in FP8 with both kinds of scales, beside bf16."""
+    """Train in FP8 with one scale per tensor and per row, compared with bf16."""
     plain = 0.0
     for scaling in (None, "tensor", "row"):
         step = partial(_jingu_step, scaling=scaling)
@@ -223,7 +242,7 @@ def train_fp8(place: Place) -> Rows:
 
 
 def tune(place: Place) -> Rows:
-    """LoRA of a model with random weights beside peft."""
+    """Train LoRA adapters of a model with random weights, compared with peft."""
     theirs = attempt(place, {"side": "peft"}, lambda: _train_figures(place, "llama-8b", _transformers_step, lora=True))
     yield theirs
     row = attempt(place, {"side": "jingu"}, lambda: _train_figures(place, "llama-8b", _jingu_step, lora=True))
@@ -234,6 +253,11 @@ def tune(place: Place) -> Rows:
 
 
 def _train_figures(place: Place, name: str, build: Callable[..., Any], lora: bool = False) -> Row:
+    """Return the figures of training steps.
+
+    Args:
+        build: returns a function that runs a step, and the planned memory in bytes or None.
+    """
     import torch
 
     from jingu.model.count import flops_per_token
@@ -248,7 +272,7 @@ def _train_figures(place: Place, name: str, build: Callable[..., Any], lora: boo
     first_seconds = time.perf_counter() - start
     rate = sequence * rows / place.seconds(step, place.steps)
     memory = peak_memory(place.device)
-    # A frozen weight needs no gradient: two products of three.
+    # A frozen weight needs no gradient, so two of three matmuls remain.
     flops = flops_per_token(spec, parameter_shapes(spec), sequence) * (2 / 3 if lora else 1)
     peak = measure_peak_flops(place.device, torch.bfloat16)
     figures = {"tokens/s": rate, "MFU": flops * rate / peak, "first step, s": first_seconds}
@@ -267,7 +291,12 @@ def _jingu_step(
     scaling: str | None = None,
     documents: bool = False,
 ) -> tuple[Callable[[], object], float]:
-    """Return a training step, and the bytes that the plan says it takes."""
+    """Return a function that runs a training step of jingu, and the memory in bytes that jingu's plan predicts.
+
+    Args:
+        scaling: scales of FP8, `tensor` or `row`; None: bf16.
+        documents: whether each row has four documents with a document mask.
+    """
     import torch
 
     from jingu.config.batch_plan import BatchPlan
@@ -285,11 +314,13 @@ def _jingu_step(
     from jingu.training.pretraining import Pretraining
     from jingu.training.step import train_step
 
+    # The configuration of the run.
     if lora:
         spec = spec.model_copy(update={"adapter": Lora(rank=16, alpha=32, target_modules=ADAPTED)})
     precision_settings = {"type": "fp8", "scaling": scaling} if scaling else {"type": "bf16"}
     batch_settings = {"sequence_length": sequence, "global_batch_size": rows, "micro_batch_size": rows}
     config = RunConfig.model_validate({"name": "bench", "precision": precision_settings, "batch": batch_settings})
+    # The model with random weights, and its optimizer.
     sizes = resolve_axis_sizes(config.parallel, 1, spec)
     mesh = build_mesh(sizes, place.device)
     compiled = has_compiler(place.device) and not place.small
@@ -304,11 +335,13 @@ def _jingu_step(
     )
     optimizer = build_optimizer(AdamWSettings(), model)
     tokens = torch.randint(0, spec.vocab_size, (rows, sequence + 1))
-    # Four documents a row.
+    # Four documents per row.
     numbers = torch.arange(sequence).mul(4).div(sequence, rounding_mode="floor").expand(rows, -1)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], documents=numbers.contiguous() if documents else None)
 
     class Constant(Pretraining):
+        """A task whose batch is the same in every step."""
+
         def batch(self, step: int, first: int, count: int) -> Batch:
             return batch
 
@@ -325,7 +358,7 @@ def _shapes(spec: Any) -> Any:
 
 
 def _random(shape: Any, device: Any) -> Any:
-    """Return small random numbers: their values matter to no figure."""
+    """Return small random weights. No figure depends on their values."""
     import torch
 
     return torch.randn(shape, device=device).mul_(0.02)
@@ -334,6 +367,7 @@ def _random(shape: Any, device: Any) -> Any:
 def _transformers_step(
     place: Place, spec: Any, sequence: int, rows: int, lora: bool = False
 ) -> tuple[Callable[[], object], None]:
+    """Return a function that runs the same training step with transformers (and peft), and None for the plan."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -342,7 +376,7 @@ def _transformers_step(
     values = FAMILIES[spec.family].hf_config(spec)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with place.device:
-        # With adapters, peers keep the frozen weights in bf16; else fp32 masters and autocast.
+        # As is usual: frozen weights in bf16 with adapters; otherwise fp32 master weights and autocast.
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16 if lora else torch.float32, attn_implementation="sdpa"
         )
@@ -370,7 +404,13 @@ def _transformers_step(
 
 @dataclass(frozen=True)
 class Way:
-    """A way to decode."""
+    """A configuration of decoding.
+
+    Attributes:
+        graphs: whether to use CUDA graphs.
+        compiled: whether blocks are compiled.
+        backend: the engine's attention backend.
+    """
 
     graphs: bool = False
     compiled: bool = False
@@ -382,15 +422,18 @@ class Way:
 
 
 def decode(place: Place, name: str) -> Rows:
-    """Decode with several streams: tokens/s beside the bandwidth bound, which reads every weight once a step."""
+    """Decode with 1, 8 and 64 streams: tokens per second, compared with the bandwidth bound.
+
+    The bound is the time to read every weight once per step.
+    """
     bandwidth = measure_bandwidth(place)
     model = _inference_model(place, name)
     ways = [Way()]
     if place.device.type == "cuda":
-        # Compiled blocks stay compiled, so they come last.
+        # Compiling changes the blocks for good, so this comes last.
         flex = Way(graphs=True, backend="flex")
         ways = [flex, Way(graphs=True), Way(graphs=True, backend="flash"), Way(), replace(flex, compiled=True)]
-    # Compiled blocks are shared by all figures of compiled ways.
+    # The models by whether they are compiled. The compiled one is shared by all figures that need it.
     models = {False: model}
     for way in ways:
         single = 0.0
@@ -404,7 +447,11 @@ def decode(place: Place, name: str) -> Rows:
 
 
 def _decode_targets(place: Place, name: str, row: Row, single: float) -> Row:
-    """Compare a row with the targets, which are those of the 8B shape."""
+    """Compare a row with the targets, which exist for the 8B model with 1 and 64 streams.
+
+    Args:
+        single: tokens per second of one stream.
+    """
     if name != "llama-8b" or row["streams"] == 8:
         return {}
     if row["streams"] == 1:
@@ -415,6 +462,7 @@ def _decode_targets(place: Place, name: str, row: Row, single: float) -> Row:
 
 
 def _inference_model(place: Place, name: str) -> Any:
+    """Return a model with random weights in bf16 for the engine."""
     import torch
 
     from jingu.infer.inference_model import InferenceModel
@@ -430,6 +478,12 @@ def _inference_model(place: Place, name: str) -> Any:
 
 
 def _decode_figures(place: Place, models: dict[bool, Any], way: Way, streams: int, bandwidth: float) -> Row:
+    """Return the figures of decoding.
+
+    Args:
+        models: models by whether they are compiled; the compiled one is added when it is first needed.
+        bandwidth: memory bandwidth in bytes per second.
+    """
     from jingu.infer.model_runner import compile_blocks
 
     if way.compiled not in models:
@@ -458,7 +512,7 @@ def _decode_figures(place: Place, models: dict[bool, Any], way: Way, streams: in
 
 
 def _decoding_engine(place: Place, model: Any, way: Way, streams: int) -> Any:
-    """Return an engine in which all streams decode."""
+    """Return an engine with `streams` sequences that have finished prefill and warmed up decoding."""
     from jingu.infer.cuda_graphs import CudaGraphRunner
     from jingu.infer.engine import Engine
     from jingu.infer.engine_interface import EngineSettings
@@ -467,12 +521,12 @@ def _decoding_engine(place: Place, model: Any, way: Way, streams: int) -> Any:
 
     settings = EngineSettings(max_num_seqs=streams, attention_backend=way.backend)
     engine = Engine(model, settings, None, CudaGraphRunner() if way.graphs else None)
-    # All steps have keys in one span, so that one graph serves them.
+    # These lengths keep the number of keys in one range throughout, so that one CUDA graph serves all steps.
     prompt, answer = (8, 16) if place.small else (130, 120)
     for number in range(streams):
         ids = tuple((number + place_in_row) % 200 for place_in_row in range(prompt))
         engine.submit(Request(ids, SamplingParams(), answer, ignore_eos=True))
-    # Warm up with four steps in which all of them decode: a graph is captured in the second one.
+    # Warm up with four steps in which all streams decode. The second one captures the graph.
     warm = 0
     while warm < 4:
         before = engine.stats().generated_tokens
@@ -482,13 +536,13 @@ def _decoding_engine(place: Place, model: Any, way: Way, streams: int) -> Any:
 
 
 def _device_seconds(place: Place, step: Callable[[], object], count: int) -> float:
-    """Return the seconds of a step in which the device computes."""
+    """Return the seconds per step during which the device computes, averaged over `count` steps."""
     events = _profile(place, lambda: [step() for _ in range(count)])
     return sum(event.self_device_time_total for event in events) / 1e6 / count
 
 
 def _profile(place: Place, function: Callable[[], object]) -> Any:
-    """Return the profiler's sums by operation."""
+    """Return the profiler's totals per operation for a call of `function`."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -501,7 +555,7 @@ def _profile(place: Place, function: Callable[[], object]) -> Any:
 
 
 def profile(place: Place) -> Rows:
-    """Where the time of a training step and of decoding goes: the slowest operations on the device."""
+    """Profile a training step and decoding: the eight slowest operations of each, as shares of the time."""
     name = "gpt2-124m"
     spec, sequence, rows = place.shape(name)
 

@@ -1,9 +1,12 @@
 """Checkpoints of a model with 300 MB of state, compared with plain reads and writes: cost for training, and speed.
 
 All measurements use one disk and alternate within one run; the table shows medians. Reads start with a cold page cache.
-"Another layout" is a checkpoint that two ranks have written, each half of every tensor (rows or columns), loaded by one
-rank; for the memory of a load it is the other way round. A copy costs less time than steps differ from each other, so
-it is measured with pairs of short steps: one of the two, alternately the first and the second, runs during a copy.
+
+"Another layout": one rank loads a checkpoint that two ranks have written, each half of every tensor (rows or columns).
+For the memory of a load it is the reverse: one of two ranks loads the checkpoint of one rank.
+
+The cost of a copy is smaller than the variation between steps. So it is measured with pairs of short steps. One of the
+two, alternately the first and the second, runs during a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ LAYERS, WIDTH = 6, 480
 SHORT_SEQUENCE = 128
 ROUNDS = 5
 READS = 5  # per round, because the rates of two reads differ by a fifth
-STALLS = 40
+STALLS = 40  # pairs of short steps
 
 
 def build_state(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dict[str, Any]]:
@@ -92,7 +95,7 @@ def read_sequentially(folder: Path) -> None:
 
 
 def save_as_two_ranks(folder: Path, tensors: dict[str, Any]) -> None:
-    """Save as two ranks would, each with half of the rows or columns of each tensor."""
+    """Write a checkpoint as two ranks would, each with half of the rows or columns of every tensor."""
     from jingu.checkpoint.save_folder import finish_save, partial_path
     from jingu.checkpoint.store import write_blocks
 
@@ -141,17 +144,18 @@ def make_step(model: Any, optimizer: Any, batch: int = BATCH, sequence: int = SE
 def measure_stalls(
     saver: Any, tensors: dict[str, Any], step: Callable[[], float], folder: Path
 ) -> Iterator[tuple[float, float]]:
-    """Yield for each save the seconds that training is blocked, and the seconds that it loses in all.
+    """Yield, for each save, the seconds for which training is blocked, and the seconds that it loses in total.
 
-    The writer process is stopped during these steps, because its cost is measured separately, as throughput.
+    The writer process is paused during these steps, because `measure_throughput` measures its cost separately.
     """
     from jingu.checkpoint.resume import step_folder
     from jingu.checkpoint.retention import Retention
 
+    # Record the time that the optimizer waits for the copy.
     settle_seconds = [0.0]
     saver.wait_for_copy = partial(lambda wait: settle_seconds.append(time_call(wait)), saver.wait_for_copy)
     for number in range(STALLS):
-        step()  # warms up, after the wait for the disk
+        step()  # warms up after the previous save has waited for the disk
         os.kill(saver._process.pid, signal.SIGSTOP)
         target = step_folder(folder, number)
         save_seconds = 0.0
@@ -166,9 +170,10 @@ def measure_stalls(
 
 
 def load_peak(folder: Path, ranks: int) -> float:
-    """Return the peak memory of a load beyond the rank's own state, relative to that state.
+    """Return the peak memory of a load beyond the rank's own state, relative to that state. Runs in a child process.
 
-    Runs in a child process. One of two ranks has half of each tensor.
+    Args:
+        ranks: 1: the rank loads all tensors; 2: it loads half of each tensor.
     """
     import torch
 
@@ -195,7 +200,10 @@ def load_peak(folder: Path, ranks: int) -> float:
 def measure_memory_copies(
     rank: int, ranks: int, folder: Path, rounds: int, layers: int, width: int
 ) -> list[tuple[float, float, float]]:
-    """Return seconds of a synchronous save, of an in-memory copy, and of loading that copy. Runs on two ranks."""
+    """Return, for each round, the seconds of a synchronous save, of an in-memory copy, and of loading that copy.
+
+    Runs on two ranks.
+    """
     from jingu.checkpoint.memory_copies import MemoryCopies
     from jingu.checkpoint.resume import step_folder
     from jingu.checkpoint.store import load, save
@@ -220,7 +228,11 @@ def measure_memory_copies(
 
 
 def measure_disk(folder: Path, tensors: dict[str, Any], number: int, note: Callable[[str, float], None]) -> None:
-    """One round of plain writes and reads, synchronous saves and loads."""
+    """Measure one round of plain writes and reads, synchronous saves and loads, and the memory of loads.
+
+    Args:
+        note: records a figure by name.
+    """
     from jingu.checkpoint.resume import step_folder
     from jingu.checkpoint.store import load, save
 
@@ -249,7 +261,7 @@ def measure_disk(folder: Path, tensors: dict[str, Any], number: int, note: Calla
 
 
 def measure_throughput(saver: Any, tensors: dict[str, Any], step: Callable[[], float], target: Path) -> float:
-    """Return the training throughput during an asynchronous save, relative to the undisturbed one."""
+    """Return the training throughput during an asynchronous save, relative to the throughput without a save."""
     from jingu.checkpoint.retention import Retention
 
     step()
@@ -263,7 +275,7 @@ def measure_throughput(saver: Any, tensors: dict[str, Any], step: Callable[[], f
 
 def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
     """Return the table as Markdown."""
-    # Threads of a real-time policy do not share a core, and here some must.
+    # Use the default scheduling policy: with a real-time policy, threads would not share a core, and here some must.
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     from jingu.checkpoint.async_save import AsyncSaver
     from jingu.checkpoint.resume import step_folder
@@ -279,16 +291,19 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
     Path("build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="build") as name:
         folder = Path(name)
+        # Rates, and the throughput during asynchronous saves.
         saver = AsyncSaver(tensors, optimizer)
         for number in range(rounds):
             measure_disk(folder, tensors, number, note)
             target = step_folder(folder / "background", number)
             note("throughput", measure_throughput(saver, tensors, step, target))
+        # The cost of a copy.
         short_step = make_step(model, optimizer, 1, SHORT_SEQUENCE)
         for blocked, lost in measure_stalls(saver, tensors, short_step, folder / "stalls"):
             note("blocked", blocked)
             note("lost", lost)
         saver.close()
+        # Copies in memory, with two ranks.
         pool = RankPool()
         results = pool.run(measure_memory_copies, 2, folder / "two", rounds, layers, width)[0]
         pool.close()
@@ -301,7 +316,13 @@ def run(rounds: int = ROUNDS, layers: int = LAYERS, width: int = WIDTH) -> str:
 
 
 def format_table(medians: dict[str, float], size: int) -> str:
-    """Return the table as Markdown. `size` is that of the state in bytes."""
+    """Return the table as Markdown.
+
+    Args:
+        medians: medians of the figures, by name.
+        size: bytes of the state.
+    """
+    # Ratios, with their targets.
     sync_save = medians["sync save"]
     rows = [
         (
@@ -324,6 +345,7 @@ def format_table(medians: dict[str, float], size: int) -> str:
         ("the same, one of two ranks loading the checkpoint of one rank", medians["load peak, half"], "at most 0.1"),
     ]
     lines = [f"| {what} | {value:.3f} | {target} |" for what, value, target in rows]
+    # Absolute figures, in one sentence.
     rates = {
         "sequential write": size / medians["plain write"],
         "synchronous save": size / sync_save,

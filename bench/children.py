@@ -1,4 +1,4 @@
-"""Processes that benchmarks start, and what they need."""
+"""Run jingu and modules of this package in child processes, and prepare their data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# The beginning of the configuration of a run on little text.
+# Beginning of the configuration of a run on little text.
 LITTLE_DATA = """
 tokenizer: {path: tokenizer, vocab_size: 512}
 data: {input: text, path: data}
@@ -23,7 +23,10 @@ def run_jingu(folder: Path, *words: str) -> None:
 
 
 def prepare_data(folder: Path, config: str) -> None:
-    """Write run.yaml, train its tokenizer and build its data. The text is there already, or is a module's source."""
+    """Write run.yaml to `folder`, train the tokenizer and build the data set.
+
+    If the folder has no text yet, the source of a Python module becomes the text.
+    """
     if not (folder / "text").exists():
         (folder / "text").mkdir()
         for number in range(20):
@@ -35,7 +38,7 @@ def prepare_data(folder: Path, config: str) -> None:
 
 
 def measure_in_child(module: str, *arguments: object) -> Any:
-    """Run a module of this package with arguments, and return what it prints last, which is JSON."""
+    """Run a module of this package with arguments; return the JSON value of the last line that it prints."""
     command = [sys.executable, "-m", f"bench.{module}", *map(str, arguments)]
     process = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if process.returncode:

@@ -1,6 +1,7 @@
-"""The search for evaluation rows in a corpus: MB/s of one core, and the size of a table of 10^7 n-grams.
+"""The search for evaluation rows in a corpus: MB/s per core, and the size of a table of 10^7 n-grams.
 
-The corpus is the standard library of Python as JSON Lines, twelve times, and Chinese text of about that size.
+The corpora, in JSON Lines, are the source of Python's standard library, repeated twelve times, and random Chinese text
+of about that size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Import and export compared with `cp` of the same files: a Hugging Face folder of random weights, half a gigabyte.
 
 Both sides end with the data on disk: jingu syncs the folder before it renames it, so `cp` is followed by `sync` of its
-files. The sides alternate, with the source in the page cache. The table shows the best round of each, because other
-users of the disk can only slow a round down.
+files. The sides alternate, with the source in the page cache. The table shows the best round of each side, because
+other users of the disk can only slow a round down.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def run(rounds: int = ROUNDS) -> str:
             with contextlib.redirect_stdout(io.StringIO()):
                 convert(source, to, dtype, check)
 
+        # Rates are relative to the first side.
         sides: dict[str, Callable[[], None]] = {
             "`cp -r`, then `sync` of the copied files": copy_to_disk,
             "`cp -r` alone": copy,

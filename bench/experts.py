@@ -1,13 +1,15 @@
 """Expert offloading with a quarter of the experts resident, compared with all of them in memory.
 
-There are two models. One is SmolLM2-135M grown to 8 experts per block, 2 per token, each a copy of the feed-forward
-with noise of 0.3 of its standard deviation: 1.3 GB in bf16, with random routers. The other is small and trained here,
-including its routers. Both continue real text, one stream and several together; both sides alternate in one process.
+There are two models. One is SmolLM2-135M grown to 8 experts per block, 2 per token: 1.3 GB in bf16, with random
+routers. Each expert is a copy of the feed-forward with added noise of 0.3 of its standard deviation. The other model is
+small, and is trained here together with its routers. Both continue real text, with one stream and with several streams
+together. Both sides (all experts resident, a quarter resident) alternate in one process.
 
 The minimum number of bytes is what a clairvoyant policy (Belady) would read for the same routing with the same number
-of slots. The table also shows a lower bound for policies without foresight, under the assumption that one access of a
-layer says nothing about its next one: the most popular experts are always resident, the accesses of each layer come in
-random order, and the clairvoyant policy knows this order. Memory is measured in separate processes.
+of slots. The table also shows a lower bound for policies without foresight. It assumes that one access of a layer says
+nothing about its next one: the accesses of each layer are put in random order; the policy keeps the most popular
+experts resident, and is compared with the clairvoyant policy, which knows this order. Memory is measured in separate
+processes.
 
 `python -m bench experts=FOLDER` stores the trained mixture in FOLDER, and reuses it the next time.
 """
@@ -61,11 +63,15 @@ device: {{type: cpu, threads: {threads}}}
 evaluation: {{every: 0}}
 checkpoint: {{every: 0}}
 """
+# The accesses to experts in order: the layer, and the experts that its tokens need.
 Trace = Sequence[tuple[int, tuple[int, ...]]]
 
 
 def train_mixture(folder: Path, steps: int) -> Path:
-    """Train a mixture on the standard library's source and return its exported folder, inside `folder`."""
+    """Train a mixture of experts on the standard library's source and return its exported folder, inside `folder`.
+
+    If the exported folder already exists, nothing is trained.
+    """
     from examples.quickstart import collect
 
     if not (folder / "exported").exists():
@@ -79,7 +85,7 @@ def train_mixture(folder: Path, steps: int) -> Path:
 
 
 def validation_ids(folder: Path, loaded: InferenceModel) -> list[int]:
-    """Return ids of real text that the trained mixture has not seen."""
+    """Return token ids of real text that the model has not been trained on."""
     if not (folder.parent / "data").exists():
         return loaded.tokenizer.encode(Path(str(textwrap.__file__)).read_text(encoding="utf-8"))
     validation = open_dataset(folder.parent / "data", "validation")
@@ -95,7 +101,7 @@ def build_requests(ids: list[int], streams: int, tokens: int, first: int) -> lis
 
 
 def run_requests(engine: Engine, requests: list[Request]) -> tuple[list[Event], float]:
-    """Run requests together; return their events, ordered by request, and the seconds."""
+    """Run requests together; return their events, ordered by request, and the wall time in seconds."""
     started = time.perf_counter()
     ids = [engine.submit(request) for request in requests]
     events = []
@@ -106,10 +112,11 @@ def run_requests(engine: Engine, requests: list[Request]) -> tuple[list[Event], 
 
 
 def count_optimal_reads(trace: Trace, slots: int) -> int:
-    """Return the number of experts that Belady's policy reads: it evicts the expert that is needed last.
+    """Return the number of experts that Belady's policy reads: it evicts the expert whose next use is latest.
 
-    Of the experts of one access, resident ones come first, then those whose next use is latest, so that their slots can
-    be reused. Compared with every order on small traces, this reads more than the minimum in 2% of them, mostly by one.
+    Within one access, experts that are resident come first, and then those whose next use is latest, so that their
+    slots can be reused. This order is a heuristic: of small traces, 2% have a better order, which mostly reads one
+    expert less.
     """
     # Backward pass: for each access, when each of its experts is needed next.
     next_uses: list[dict[tuple[int, int], int]] = []
@@ -132,9 +139,9 @@ def count_optimal_reads(trace: Trace, slots: int) -> int:
 
 
 def bound_without_foresight(trace: Trace, slots: int) -> float:
-    """Return the reads of a policy that keeps the most popular experts, relative to the clairvoyant policy.
+    """Return the reads of a policy that keeps the most popular experts resident, relative to the clairvoyant policy.
 
-    The accesses of each layer are in random order.
+    The accesses of each layer are shuffled first.
     """
     rng = random.Random(0)
     by_layer: dict[int, list[tuple[int, ...]]] = {}
@@ -179,7 +186,7 @@ def compare(folder: Path, streams: int, tokens: int, rounds: int) -> str:
 
 
 def worker(folder: str, resident: str, tokens: int) -> None:
-    """Generate, and print the peak memory and the bytes of resident and of all experts. Runs in a child process."""
+    """Generate; print the peak memory, the bytes of resident experts and of all experts. Runs in a child process."""
     torch.set_num_threads(THREADS)
     model = load(Path(folder), "bf16", "cpu", resident_experts=resident)
     run_requests(Engine(model), build_requests(validation_ids(Path(folder), model), 1, tokens, 0))

@@ -1,9 +1,9 @@
 """Generation with SmolLM2-135M on 2 threads, for one client and 16, in the default precision of the machine.
 
-It is compared with transformers, llama.cpp and the matrix products alone. `python -m bench infer=FOLDER` takes
-llama.cpp from a folder in which `npm install --ignore-scripts node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64` was run;
-it reads the same GGUF file and computes with 4-bit matrices. All sides alternate in one process, except generate_batch,
-which runs last. Tokens/s are those of decoding, after the prompts.
+It is compared with transformers, with llama.cpp, and with the matmuls alone. `python -m bench infer=FOLDER` uses
+llama.cpp from a folder in which `npm install --ignore-scripts node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64` was run.
+llama.cpp reads the same GGUF file and computes with its 4-bit matrices. All sides alternate in one process, except
+generate_batch, which runs last. Tokens/s are those of decoding, without prefill (generate_batch: including prefill).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(llama: str = "", size: str = "full") -> str:
     """Return the table as Markdown.
 
     Args:
-        llama: the folder of node-llama-cpp.
+        llama: the folder in which node-llama-cpp is installed; empty: llama.cpp is left out.
         size: `full`, or `tiny` for a quick check.
     """
     import torch
@@ -40,6 +40,7 @@ def run(llama: str = "", size: str = "full") -> str:
     torch.set_num_threads(THREADS)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(100, 40_000, (clients, prompt), generator=generator).tolist()
+    # Sides alternate; each round measures all of them.
     with TemporaryDirectory() as folder:
         path = find_smollm2(Path(folder))
         model = load(path)
@@ -68,6 +69,7 @@ def run(llama: str = "", size: str = "full") -> str:
     bandwidth = _measure_bandwidth()
     # Last, because it slows down everything after it in this process.
     figures["transformers' generate_batch"] = [_run_generate_batch(reference, prompts, answer) for _ in range(rounds)]
+    # The table, and the ratios with their targets.
     rates = {name: median(values) for name, values in figures.items()}
     one = rates["one client"]
     together = rates[f"{clients} clients"]
@@ -94,7 +96,10 @@ def _format_rate(rate: float) -> str:
 
 
 def _run_engine(model: Any, prompts: list[list[int]], answer: int) -> tuple[float, float, float]:
-    """Return tokens/s, the share of time outside the model, and the share of empty positions in the KV cache."""
+    """Decode; return tokens/s, the share of time outside the model, and the share of empty positions in used blocks.
+
+    Prefill is not measured.
+    """
     from jingu.infer.engine import Engine
     from jingu.infer.request import Request
     from jingu.infer.sampling import SamplingParams
@@ -131,7 +136,7 @@ def _load_transformers(path: Path, folder: Path, dtype: Any) -> Any:
 
 
 def _run_transformers(model: Any, prompt: list[int], answer: int) -> float:
-    """Return the tokens/s of decoding with transformers' generate."""
+    """Return the tokens/s of decoding with transformers' generate: the time of one token (prefill) is subtracted."""
     import torch
 
     ids = torch.tensor([prompt])
@@ -145,14 +150,14 @@ def _run_transformers(model: Any, prompt: list[int], answer: int) -> float:
 
 
 def _run_generate_batch(model: Any, prompts: list[list[int]], answer: int) -> float:
-    """Return the tokens/s of transformers' generate_batch, prompts included; NaN if it does not run here."""
+    """Return the tokens/s of transformers' generate_batch, including prefill; NaN if it does not run here."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     start = time.perf_counter()
     try:
         outputs = model.generate_batch(prompts, generation_config=settings)
-    except Exception as error:  # it is written for accelerators
+    except Exception as error:  # generate_batch is written for accelerators
         print(f"generate_batch: {error}")
         return math.nan
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
@@ -169,7 +174,7 @@ def _run_llama(folder: str, path: Path, prompt: list[int], answer: int) -> float
 
 
 def _matrix_shapes(model: Any) -> list[tuple[int, int]]:
-    """Return the shapes of all matrices that one token is multiplied with."""
+    """Return the shapes [outputs, inputs] of all matrices that multiply a token."""
     spec = model.spec
     part, inner, width = spec.attention, spec.feed_forward.intermediate_size, spec.hidden_size
     heads = part.num_heads * part.head_dim
@@ -178,7 +183,13 @@ def _matrix_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def _run_products(model: Any, rows: int, passes: int, *, packed: bool) -> float:
-    """Return the rows/s of `passes` products with random matrices of the model's shapes."""
+    """Return the rows/s of matmuls with random matrices of the model's shapes.
+
+    Args:
+        rows: rows of inputs per matmul.
+        passes: number of passes over all matrices.
+        packed: whether matrices are in the layout of the engine, rather than PyTorch's.
+    """
     import torch
 
     from jingu.model.matmul_kernels import linear
@@ -199,7 +210,7 @@ def _run_products(model: Any, rows: int, passes: int, *, packed: bool) -> float:
 
 
 def _measure_bandwidth() -> float:
-    """Return the bytes/s that two threads read."""
+    """Return the memory bandwidth in bytes/s when all threads of PyTorch read; the best of five trials."""
     import torch
 
     data = torch.ones(2**26)

@@ -1,4 +1,4 @@
-"""A Llama as transformers has it, of a size in jingu's words."""
+"""A transformers configuration of a Llama, given its size in jingu's terms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ NAMES = {
 
 
 def llama_config(size: Mapping[str, int], vocabulary: int, context: int, **more: Any) -> LlamaConfig:
-    """Return the configuration of a Llama; `more` are fields of transformers."""
+    """Return the configuration of a Llama.
+
+    Args:
+        size: dimensions by jingu's names.
+        vocabulary: entries of the vocabulary.
+        context: maximum sequence length.
+        more: further fields of transformers' `LlamaConfig`.
+    """
     from transformers import LlamaConfig
 
     sizes = {NAMES.get(name, name): value for name, value in size.items()}

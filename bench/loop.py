@@ -1,7 +1,7 @@
 """The training loop compared with a bare loop around the same model: the cost of checkpoints, metrics and FSDP2.
 
-The bare loop is what one writes in a notebook: the same Decoder and loss, real data, torch's fused AdamW, gradient
-clipping. Each side runs in its own processes; the sides alternate.
+The bare loop is a loop as in a notebook: the same `Decoder` and loss, real data, PyTorch's fused AdamW, gradient
+clipping. Each measurement runs in its own process; the sides alternate.
 """
 
 from __future__ import annotations
@@ -58,16 +58,19 @@ def run_bare_loop(folder: Path) -> None:
     from jingu.model.weight_init import init_weights
     from jingu.training.loss import linear_cross_entropy
 
+    # The data of the run, without jingu's prefetching.
     torch.set_num_threads(THREADS)
     config = load_config(folder / "run.yaml", [])
     windows = WindowDataset(open_dataset(folder / "data", "train"), SEQUENCE, 0)
     source = MixtureDataset((windows,), plan_mixture([(0, [1.0])], [None]), BATCH)
+    # The model of the run, without FSDP, and PyTorch's optimizer.
     spec = spec_from_settings(config.model, VOCABULARY, SEQUENCE)
     with torch.device("meta"):
         model = Decoder(spec)
     model.to_empty(device="cpu")
     init_weights(model, spec, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    # The loop.
     seconds = []
     for step in range(STEPS):
         started = time.perf_counter()

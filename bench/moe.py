@@ -1,6 +1,7 @@
-"""A mixture of experts (8, 2 per token) compared with a dense feed-forward with the same number of active parameters.
+"""A mixture of 8 experts, 2 per token, compared with a dense feed-forward with the same number of active parameters.
 
-Forward and backward of the layer alone; both sides alternate in one process (A B A B …), on the same threads.
+Only the forward and backward pass of the layer is measured. Both sides alternate in one process (A B A B …), with the
+same number of threads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jingu.model.layers import FeedForwardLayer
 from jingu.model.spec import Experts, GatedFeedForward
 
 WIDTH, SIZE, EXPERTS, ACTIVE, ROWS, SEQUENCE, THREADS = 384, 512, 8, 2, 8, 512, 2
-"""Two experts of 512 have as many parameters as a dense feed-forward of 1024."""
+"""Two experts with 512 intermediate dims have as many parameters as a dense feed-forward with 1024."""
 
 
 def one_pass(layer: torch.nn.Module, x_BTD: torch.Tensor, upstream_BTD: torch.Tensor) -> float:
@@ -32,7 +33,7 @@ def one_pass(layer: torch.nn.Module, x_BTD: torch.Tensor, upstream_BTD: torch.Te
 
 
 def compare(dtype: torch.dtype, rounds: int) -> list[str]:
-    """Return rows of the table: tokens/s, absolute and relative to the dense layer."""
+    """Return rows of the table for a dtype: tokens/s, absolute and relative to the dense layer."""
     layers = {
         "dense": FeedForwardLayer(GatedFeedForward(intermediate_size=ACTIVE * SIZE), WIDTH),
         "experts": MoELayer(

@@ -1,7 +1,8 @@
 """Training with master weights and optimizer state on disk, compared with training in memory.
 
-Each side runs in its own process, one after the other. The table shows the peak of anonymous memory between steps
-(RssAnon, which the system cannot write back to a file) and the tokens/s. Both sides use activation checkpointing.
+Each side runs in its own process, one after the other. The table shows tokens/s and the peak anonymous memory (RssAnon,
+which the system cannot write back to a file), measured after each optimizer step. Both sides use activation
+checkpointing.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ def train_child(folder: str) -> None:
         num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, intermediate_size=FEED_FORWARD, tie_word_embeddings=True
     )
     spec = spec_from_settings(settings, VOCABULARY, SEQUENCE)
+    # Build the model on the meta device, then allocate its parameters in memory or on disk.
     with torch.device("meta"):
         model = Decoder(spec)
     disk = DiskStorage(Path(folder)) if folder else None
     model = model.to_empty(device="cpu") if disk is None else model._apply(disk.zeros_like)
     init_weights(model, spec, 0)
-    # Whoever is short of memory uses activation checkpointing too.
+    # A run that is short of memory uses activation checkpointing too.
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     optimizer = build_optimizer(AdamWSettings(), model, disk)
+    # Train, and record the memory after each optimizer step, when gradients still exist.
     rows = torch.randint(VOCABULARY, (STEPS, ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     seconds = []
     peak = 0

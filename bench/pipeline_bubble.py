@@ -1,7 +1,7 @@
-"""Idle time of pipeline schedules (the bubble), simulated from the schedules' own lists of actions.
+"""The bubble (idle time) of pipeline schedules, simulated from the schedules' own lists of actions.
 
 No ranks run. Each schedule of `torch.distributed.pipelining` defines the order of actions on each rank. An action
-starts when its rank is free and its inputs are available; communication takes no time.
+starts when its rank is free and its inputs are available. Communication takes no time.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def schedule_actions(settings: ParallelSettings, ranks: int, micro_batches: int)
 
 
 def bubble_fraction(order: list[list[Action]], seconds: Mapping[str, float]) -> float:
-    """Return the share of a step in which ranks wait.
+    """Return the share of a step, averaged over ranks, in which ranks wait.
 
     Args:
         order: actions of each rank.
-        seconds: duration of each kind of action on one stage; a backward pass takes as long as its two parts.
+        seconds: duration of each kind of action (F, I, W) on one stage; B takes as long as I and W together.
     """
     stages = 1 + max(action.stage for rank in order for action in rank)
     times = {**seconds, "B": seconds["I"] + seconds["W"]}
@@ -117,7 +117,7 @@ def bubble_fraction(order: list[list[Action]], seconds: Mapping[str, float]) -> 
 
 
 def _dependencies(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """Return the actions that must end before this one. I also stands for a full backward pass."""
+    """Return the actions that must end before this one. The end of a full backward pass is recorded as that of I."""
     kind, stage, micro_batch = action
     if kind == "F":
         return [("F", stage - 1, micro_batch)] if stage else []
@@ -133,6 +133,8 @@ def relative_bubble(
     schedule: str, ranks: int, micro_batches: int, seconds: Mapping[str, float], num_stages: int | str = "auto"
 ) -> float:
     """Return the idle share of a schedule in units of (p - 1) / (m + p - 1), with p ranks and m micro-batches.
+
+    That unit is the bubble of gpipe and 1f1b.
 
     Args:
         seconds: duration of each kind of action for all blocks of a rank; its stages have equal shares.

@@ -1,8 +1,8 @@
 """Three real runs on four CPU ranks, planned before they start: plan and actual by term, before and after calibration.
 
-`doctor` measures the machine with as many ranks as the runs have, all computing at once, since they share its cores.
-Then each run is planned, and trains. The first steps calibrate the plan, the later ones are compared with it. Gaps of a
-tenth of a step or more are attributed to their terms.
+`jingu doctor` measures the machine with as many ranks as the runs have, all computing at the same time, because ranks
+share its cores. Then each run is planned and trained. Its first steps calibrate the plan; the later steps are compared
+with the plan. Terms with a gap of a tenth of a step or more are marked.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from jingu.plan.machine import find_machine
 from jingu.training.plan_calibrate import read_run
 
 RANKS = 4
-# Logged steps that calibrate, and those that are compared.
+# Numbers of logged steps for calibration and for comparison.
 CALIBRATING, COMPARED = 20, 40
+# Gaps of a term, as a share of the step, that are marked.
 GAP = 0.1
 SHAPE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8}
 TINY = {"num_layers": 4, "hidden_size": 128, "num_heads": 4}
@@ -62,21 +63,28 @@ def run_file(family: str, parallel: dict[str, Any], steps: int, shape: dict[str,
 
 
 def jingu(folder: Path, *words: str, launched: bool = False) -> str:
-    """Run `jingu WORDS...` in a folder, on all ranks if it is launched; return what it prints."""
+    """Run `jingu WORDS...` in a folder and return its output.
+
+    Args:
+        launched: whether torchrun starts the command on all ranks.
+    """
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m"] if launched else ["-m"]
-    # Threads are those of training: the cores, divided over the ranks.
+    # Without these variables, each rank has its share of the cores as threads, as in training.
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     result = subprocess.run(
         [sys.executable, *start, "jingu", *words], cwd=folder, capture_output=True, text=True, env=clean, check=False
     )
-    # A plan that does not fit ends with 1; so does torchrun when a check fails.
+    # `jingu plan` exits with 1 if the run does not fit into memory, and torchrun if a check of `doctor` fails.
     if result.returncode not in (0, 1):
         raise RuntimeError(f"jingu {' '.join(words)}:\n{result.stderr[-3000:]}")
     return result.stdout
 
 
 def compare_terms(planned: Mapping[str, float], actual: Mapping[str, float], step: float) -> list[str]:
-    """Return rows of a table: each term as planned and as measured, and their gap as a share of the step."""
+    """Return rows of a table: each term as planned and as measured, and the gap as a share of the step.
+
+    Terms below 0.5% of the step are left out.
+    """
     rows = []
     for term in {**planned, **actual}:
         before, after = planned.get(term, 0.0), actual.get(term, 0.0)
@@ -88,7 +96,11 @@ def compare_terms(planned: Mapping[str, float], actual: Mapping[str, float], ste
 
 
 def calibrated_error(measurement: Measurement, steps: int) -> tuple[float, float]:
-    """Return the errors of the plan on the later steps: before, and after calibration with the first ones."""
+    """Return the relative errors of the plan on the later steps, before and after calibration with the first steps.
+
+    Args:
+        steps: number of steps for calibration.
+    """
     first = replace(measurement, logged=measurement.logged[:steps], seconds=median(measurement.logged[:steps]))
     seconds = median(measurement.logged[steps:])
     start = measurement.machine.efficiency
@@ -108,22 +120,22 @@ def run(argument: str = "") -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collect(folder / "text")
-        # 1. The machine, as four ranks find it.
+        # 1. Measure the machine with four ranks.
         table = jingu(folder, "doctor", "--machine", "machine.yaml", launched=True)
         if not (folder / "machine.yaml").exists():
             raise RuntimeError(f"doctor has not written the machine:\n{table}")
         machine = find_machine(str(folder / "machine.yaml"))
         for number, (title, (family, parallel)) in enumerate(RUNS.items()):
-            # The first logged step is left out: it warms up.
+            # One step more, because the first logged step warms up and is left out.
             settings = {"name": f"run{number}"} | run_file(family, parallel, CALIBRATING + COMPARED + 1, shape)
             (folder / "run.yaml").write_text(json.dumps(settings), encoding="utf-8")
             if not number:
                 jingu(folder, "tokenizer", "train", "run.yaml")
                 jingu(folder, "data", "build", "run.yaml")
-            # 2. The plan, before the run.
+            # 2. Plan the run.
             words = ("--on", "machine.yaml", "--gpus", str(RANKS), "--json")
             plan = json.loads(jingu(folder, "plan", "run.yaml", *words))
-            # 3. The run.
+            # 3. Train, and compare.
             jingu(folder, "train", "run.yaml", "--processes", str(RANKS))
             lines = (folder / "runs" / f"run{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             actual = next(line for line in map(json.loads, reversed(lines)) if line["type"] == "plan")

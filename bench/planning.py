@@ -1,7 +1,7 @@
-"""The planner against published runs: seconds of a step, and memory of the fullest card.
+"""Compare the planner with published runs: seconds per step, and memory of the fullest GPU.
 
-The rows are in bench/planning/, each file with its source on top. `python -m bench planning=FOLDER` also tries the
-rows of files with the same columns in another folder, with the constants that were fitted on the rows here.
+The rows are in bench/planning/; the head of each file names its source. `python -m bench planning=FOLDER` also predicts
+the rows of another folder, whose files have the same columns, with the efficiency that was fitted to the rows here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from jingu.plan.memory import fullest_stage
 from jingu.plan.workload import Software, Workload, model_sizes
 
 FOLDER = Path(__file__).parent / "planning"
+# Most rows to which an efficiency is fitted.
 MAX_FIT = 20
 Row = dict[str, str]
 
-# How the systems of published runs execute a step. Megatron-LM of 2021 to 2023: fp16 weights and gradients with fp32
-# master weights and moments, dropout, scores in memory, nothing overlaps.
+# How the frameworks of the published runs execute a step.
+# Megatron-LM of 2021 to 2023: fp16 weights and gradients with fp32 master weights and moments, dropout, attention
+# scores in memory, no overlap of communication.
 MEGATRON = Software(
     weight_bytes=2.0,
     gradient_bytes=2.0,
@@ -45,17 +47,18 @@ MEGATRON = Software(
     kernels=60,
     overlap=0.0,
 )
-# OneFlow of 2021 stores fp32 weights and casts them, and gradients in both dtypes, logits and their gradient in fp32,
-# too. Collectives run between products (nccl_use_compute_stream), hidden states travel beside them.
+# OneFlow of 2021: fp32 weights that are cast to fp16, gradients in both dtypes, logits and their gradient also in fp32.
+# Collectives run between matmuls (nccl_use_compute_stream); sends of hidden states overlap with matmuls.
 ONEFLOW = replace(MEGATRON, gradient_bytes=6.0, logit_bytes=10.0, overlaps_sends=True)
-# Eager elementwise operations in fp32; attention by an early Triton kernel.
+# llm-foundry: eager elementwise operations in fp32, attention with an early Triton kernel.
 FOUNDRY = Software(reduce_bytes=2.0, traffic=2.5)
-# Megatron-Core and NeMo of 2024 to 2026. Products in fp8 beside casts of their inputs; kernels of a mixture by how the
-# host launches them: two rows that it limits (in mixtures.csv) give those of eager blocks.
+# Megatron-Core and NeMo of 2024 to 2026. The speed of fp8 matmuls includes the casts of their inputs. The number of
+# kernels of a mixture of experts depends on how the host launches them; for eager blocks it is inferred from two rows
+# of mixtures.csv in which the host is the bottleneck.
 MCORE = Software(weight_bytes=2.0, reduce_bytes=2.0, traffic=1.0)
 MIXTURE_FP8_SPEED = 1.3
 EXPERT_KERNELS = {"eager": 300, "graphs": 100, "drop": 100}
-# Layers and hidden size of MPT models; a head has 64 or 128 dims.
+# Layers, hidden size and heads of MPT models; a head has 64 or 128 dims.
 MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
@@ -71,12 +74,16 @@ MPT = {
 
 @dataclass(frozen=True)
 class Case:
-    """A published row: the step, its machine, and what was measured.
+    """A published row: a step, the machine, and the measurements.
 
     Attributes:
-        gib: memory of the fullest card, if it was measured.
-        nic_gbs: of a card's share of the network, if it is not that of the library.
-        reserved: measured memory as a multiple of the tensors', with fragments; context: GiB of driver and libraries.
+        work: the step.
+        machine: name of the machine in jingu's library.
+        seconds: measured seconds per step.
+        gib: measured memory of the fullest GPU in GiB; None: not measured.
+        nic_gbs: network bandwidth per GPU in GB/s, if it differs from the library's machine.
+        reserved: measured memory relative to that of the tensors, because of fragmentation.
+        context: GiB of driver and libraries that the measurement includes.
     """
 
     work: Workload
@@ -89,29 +96,29 @@ class Case:
 
     @property
     def memory_error(self) -> float | None:
-        """Planned over measured memory, less 1."""
+        """Relative error of the planned memory: planned / measured - 1; None: not measured."""
         if self.gib is None:
             return None
         return (fullest_stage(self.work)[1].total / 2**30 * self.reserved + self.context) / self.gib - 1
 
 
 def read_rows(name: str, folder: Path) -> list[Row]:
-    """Return the rows of a file, without its comments; none if there is no such file."""
+    """Return the rows of a CSV file, without comments; an empty list if the file does not exist."""
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    # One header begins with a number sign.
+    # In one file, the header also begins with a number sign.
     return list(csv.DictReader(line for line in lines if not line.startswith("#") or line.startswith("# GPUs,")))
 
 
 def whole(row: Row, *keys: str) -> list[int]:
-    """Return numbers of a row."""
+    """Return cells of a row as integers."""
     return [int(float(row[key])) for key in keys]
 
 
 def gpt(layers: int, hidden: int, heads: int, sequence: int, vocab: int = 51200, **fields: Any) -> ModelSpec:
-    """Return a GPT of published dimensions."""
+    """Return the spec of a GPT-2 with the given dimensions."""
     dims = {
         "attention.num_heads": heads,
         "attention.num_kv_heads": heads,
@@ -135,9 +142,11 @@ def workload(
     """Return the step of a published run.
 
     Args:
-        axes: sizes of the axes of the mesh.
-        rows: sequences of a step.
-        parallel: further settings of the layout.
+        axes: sizes of the mesh axes; the others are 1.
+        micro: micro-batch size.
+        rows: sequences per step.
+        software: how the framework executes a step.
+        parallel: further settings of the section `parallel`.
     """
     sizes = AxisSizes(**{axis: axes.get(axis, 1) for axis in (*AXES, "expert")})
     settings = ParallelSettings(**({"zero_stage": 0} | parallel))
@@ -157,7 +166,10 @@ def workload(
 
 
 def vtrain(name: str, folder: Path) -> list[Case]:
-    """vTrain's rows. Those of 175B reach 61% of the peak if all is computed again; so only attention was."""
+    """Return vTrain's rows.
+
+    The rows of 175B would mean 61% of the peak FLOP/s with full recomputation, so only attention was recomputed.
+    """
     cases = []
     for row in read_rows(name, folder):
         tensor, data, pipeline = whole(row, *(f"{axis} parallelism" for axis in ("tensor", "data", "pipeline")))
@@ -173,7 +185,7 @@ def vtrain(name: str, folder: Path) -> list[Case]:
 
 
 def sc21(folder: Path) -> list[Case]:
-    """Table 1 of Narayanan et al., 2021."""
+    """Return table 1 of Narayanan et al., 2021. It gives TFLOP/s per GPU, counted with the formula of the paper."""
     cases = []
     for row in read_rows("megatron_sc21_table1", folder):
         tensor, pipeline, cards, hidden, layers, batch = whole(row, "tp", "pp", "gpus", "hidden", "layers", "gbs")
@@ -185,7 +197,7 @@ def sc21(folder: Path) -> list[Case]:
 
 
 def korthikanti(folder: Path) -> list[Case]:
-    """Tables 3 and 5 of Korthikanti et al., 2022."""
+    """Return tables 3 and 5 of Korthikanti et al., 2022."""
     cases = []
     for row in read_rows("korthikanti_2022", folder):
         layers, hidden, heads, tensor, pipeline, chunks = whole(row, "layers", "hidden", "heads", "tp", "pp", "vp")
@@ -202,7 +214,11 @@ def korthikanti(folder: Path) -> list[Case]:
 
 
 def foundry(kind: str, folder: Path) -> list[Case]:
-    """llm-foundry's MPT models under FSDP."""
+    """Return llm-foundry's MPT models with FSDP.
+
+    Args:
+        kind: beginning of the GPU's name.
+    """
     cases = []
     for row in read_rows("llm_foundry_mpt_fsdp", folder):
         if not row["GPU"].startswith(kind):
@@ -221,7 +237,7 @@ def foundry(kind: str, folder: Path) -> list[Case]:
 
 
 def zero_bubble(folder: Path) -> list[Case]:
-    """The rows of Qi et al., 2023, with schedules that jingu has."""
+    """Return the rows of Qi et al., 2023, whose schedules jingu has: 1F1B, and interleaved 1F1B."""
     cases = []
     for row in read_rows("zero_bubble", folder):
         if not row["samples_s_gpu"] or row["schedule"] not in ("1F1B", "1F1B-I"):
@@ -229,7 +245,7 @@ def zero_bubble(folder: Path) -> list[Case]:
         layers, heads, hidden, ranks, micro, batches = whole(
             row, "layers", "heads", "hidden", "pp", "mbs", "microbatches"
         )
-        # Embedding and head count as a layer each.
+        # Embedding and head count as one layer each when layers are divided over stages.
         sizes = [(layers + 2) // ranks - (rank in (0, ranks - 1)) for rank in range(ranks)]
         parallel: dict[str, Any] = {"layers_per_stage": sizes}
         if row["schedule"] == "1F1B-I":
@@ -242,7 +258,7 @@ def zero_bubble(folder: Path) -> list[Case]:
 
 
 def oneflow(folder: Path) -> list[Case]:
-    """OneFlow's GPT on V100 cards. Its pipelines buffer three micro-batches a stage, and all stages are equal."""
+    """Return OneFlow's GPT on V100 GPUs. Its pipelines buffer three micro-batches per stage; all stages are equal."""
     cases = []
     for row in read_rows("oneflow_gpt_v100", folder):
         data, tensor, pipeline, batch, micro = whole(row, "dp", "tp", "pp", "gbs", "mbs")
@@ -251,22 +267,23 @@ def oneflow(folder: Path) -> list[Case]:
         software = replace(ONEFLOW, in_flight=3 * pipeline)
         equal = [layers // pipeline] * pipeline
         work = workload(gpt(layers, hidden, heads, 2048), axes, micro, batch, software, layers_per_stage=equal)
-        # The nodes of this cluster share one link of 100 Gbit/s among eight cards.
         gib = float(row["mem_mib"]) / 1024
-        # Memory is that of the whole process, with driver and NCCL.
+        # Network: the eight GPUs of a node share a link of 100 Gbit/s, 12.5 GB/s. Memory: that of the whole process,
+        # including driver and NCCL.
         cases.append(Case(work, "v100-16", float(row["iter_ms"]) / 1e3, gib, 12.5 / 8, context=0.6))
     return cases
 
 
 def torchtitan(folder: Path) -> list[Case]:
-    """torchtitan's Llama 3.1, in the versions of its page."""
+    """Return torchtitan's Llama 3.1, from several versions of its page of benchmarks."""
     cases = []
     for row in read_rows("torchtitan", folder):
         cards, shard, tensor, pipeline, context, sequence = whole(row, "gpus", "fsdp", "tp", "pp", "cp", "seq")
         preset = FAMILIES["llama"].presets[row["model"].replace("llama3.1", "llama-3.1")]
         spec = replace_fields(preset, max_position_embeddings=sequence)
         compiled = row["compile"] == "yes"
-        # Selective: every second product. The loss of all tokens at once, since 2025 compiled.
+        # Selective activation checkpointing saves every second matmul. The loss is computed from the logits of all
+        # tokens; since June 2025 it is compiled.
         logits = 6.0 if row["source"] >= "202506" else (12.0 if compiled else 14.0)
         software = Software(
             whole_logits=True,
@@ -283,13 +300,13 @@ def torchtitan(folder: Path) -> list[Case]:
         machine = "h200" if "H200" in row["source"] else "h100-96"
         seconds = work.tokens_per_step / (float(row["tps_gpu"]) * cards)
         gib = float(row["mem_gib"]) if row["mem_gib"] else None
-        # torchtitan prints what the allocator has reserved.
+        # torchtitan reports the memory that the allocator has reserved.
         cases.append(Case(work, machine, seconds, gib, reserved=1.03))
     return cases
 
 
 def mixtures(machines: tuple[str, ...], folder: Path) -> list[Case]:
-    """Mixtures of experts in NVIDIA's frameworks, on cards of some machines."""
+    """Return mixtures of experts in NVIDIA's frameworks, on the given machines."""
     presets = FAMILIES["mixtral"].presets | FAMILIES["qwen3_moe"].presets
     cases = []
     for row in read_rows("mixtures", folder):
@@ -304,16 +321,17 @@ def mixtures(machines: tuple[str, ...], folder: Path) -> list[Case]:
             expert_kernels=EXPERT_KERNELS[row["host"]],
             sends_to_nodes=row["dispatcher"] != "alltoall",
             overlaps_experts=row["overlap"] == "yes",
-            # Chunks of blocks let states travel during computation.
+            # Interleaved stages (chunks) let sends of hidden states overlap with computation.
             overlaps_sends=chunks > 1,
         )
-        # Experts are not divided over `tensor` there, but over more ranks: a rank has as many of their numbers.
+        # There, `tensor` does not divide experts, but more ranks share them: a rank has the same number of elements.
         axes = {"tensor": tensor, "pipeline": pipeline, "shard": cards // tensor // pipeline}
         axes["expert"] = max(1, expert // tensor)
         parallel: dict[str, Any] = {"zero_stage": 3 if row["sharded"] == "yes" else 1}
         if chunks > 1:
             parallel |= {"pipeline_schedule": "interleaved", "stages_per_rank": chunks}
         work = workload(spec, axes, micro, batch, software, row["recompute"], **parallel)
+        # A row gives seconds per step, tokens per second and GPU, or TFLOP/s per GPU.
         tokens = work.tokens_per_step
         if row["step_s"]:
             seconds = float(row["step_s"])
@@ -345,7 +363,7 @@ SETS: dict[str, Callable[[Path], list[Case]]] = {
 
 
 def measurement(case: Case) -> Measurement:
-    """Return a row as calibration takes it."""
+    """Return a row in the form that calibration expects."""
     machine = find_machine(case.machine)
     if case.nic_gbs is not None:
         machine = machine.model_copy(update={"nic_gbs": case.nic_gbs})
@@ -353,23 +371,26 @@ def measurement(case: Case) -> Measurement:
 
 
 def time_errors(measurements: Sequence[Measurement]) -> list[float]:
-    """Return the errors of the library alone."""
+    """Return the relative errors of predictions with the library's default efficiency."""
     return prediction_errors(measurements, Efficiency())
 
 
 def fitted(fit: Sequence[Measurement], tried: Sequence[Measurement]) -> list[float]:
-    """Return the errors on rows with the constants that were fitted on others."""
+    """Return the relative errors on rows `tried`, with the efficiency fitted to rows `fit`."""
     return prediction_errors(tried, fit_efficiency(fit))
 
 
 def split_key(case: Case) -> tuple[int, ...]:
-    """Return what rows are sorted by, so that every n-th of them spreads over layouts."""
+    """Return the key by which rows are sorted, so that every n-th row is a sample of all sizes and layouts."""
     work = case.work
     return (work.spec.hidden_size, work.sizes.tensor, work.micro_batch, *work.sizes.shape, work.accumulation)
 
 
 def held_out(cases: list[Case]) -> tuple[list[float], int]:
-    """Return errors on rows that the fit has not seen, and how many rows a fit has: at most 20, or in six folds."""
+    """Return the errors on rows that the fit has not seen, and the number of rows that it has seen.
+
+    With more than 40 rows, 20 are for the fit. Otherwise, six-fold cross-validation.
+    """
     rows = [measurement(case) for case in sorted(cases, key=split_key)]
     if len(rows) > 2 * MAX_FIT:
         stride = len(rows) // MAX_FIT
@@ -384,7 +405,7 @@ def held_out(cases: list[Case]) -> tuple[list[float], int]:
 
 
 def constant_mfu(cases: list[Case]) -> list[float]:
-    """Return the errors of one share of the peak for all rows: the median of theirs."""
+    """Return the errors of a baseline that predicts every row with the same MFU, the median of all rows."""
     shares = []
     for case in cases:
         work, machine = case.work, find_machine(case.machine)
@@ -394,11 +415,16 @@ def constant_mfu(cases: list[Case]) -> list[float]:
 
 
 def mean_error(errors: Sequence[float]) -> str:
+    """Return the mean absolute error as a cell."""
     return f"{fmean(map(abs, errors)):.1%}" if errors else "–"
 
 
 def run(argument: str = "") -> str:
-    """Return the errors of all sets as tables."""
+    """Return the errors of all sets as a table.
+
+    Args:
+        argument: folder with further rows on which the fitted efficiency is tried; empty or `tiny`: none.
+    """
     folder = Path(argument) if argument not in ("", "tiny") else None
     lines = [
         "| rows | number | library alone: median | fitted, unseen rows: mean | constant MFU: mean | memory: mean "

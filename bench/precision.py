@@ -1,4 +1,4 @@
-"""Losses in bf16 and fp16 compared with fp32: a real run of 200 steps on Python's standard library in each."""
+"""Losses in bf16 and fp16 compared with fp32: a real run of 200 steps in each, on Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ checkpoint: {{every: 0}}
 
 
 def train_losses(folder: Path, kind: str) -> tuple[list[float], float, float]:
-    """Train and return the mean losses of every `EVERY` steps, the validation loss, and the number of skipped steps."""
+    """Train; return the mean loss of each logged interval, the validation loss, and the number of skipped steps."""
     run_jingu(folder, "train", "run.yaml", f"name={kind}", f"precision.type={kind}")
     lines = (folder / f"runs/{kind}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

@@ -1,8 +1,8 @@
-"""8-bit and 4-bit quantization compared with the default: speed of one stream of SmolLM2-135M, and loss of quality.
+"""8-bit and 4-bit quantization compared with the default precision: speed of one stream of SmolLM2-135M, and quality.
 
-The weights of the GGUF file are already quantized to 4 bits (Q4_1), and quantizing them again would recover the same
-groups. To measure quality, the hidden and intermediate dims are therefore shuffled: in bf16 the model is equivalent,
-but every group of 32 contains different elements.
+The weights of the GGUF file are already quantized to 4 bits (Q4_1), and quantizing the same groups again would lose
+almost nothing. So the hidden and intermediate dims are shuffled before quality is measured: the model is equivalent,
+but every group of 32 contains other elements.
 """
 
 from __future__ import annotations

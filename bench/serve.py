@@ -1,7 +1,7 @@
-"""The server: time to first token with 16 streams and without, and the time spent outside the model.
+"""The server: time to first token on an idle server and with 16 streams, and the time spent outside the model.
 
-The server is a separate process; the clients run here, on one event loop. Prompts have no common beginning, so prefix
-caching has no effect.
+The server is a separate process; the clients run here, on one event loop. No two prompts have a common prefix, so
+prefix caching has no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Client:
         return reader, writer
 
     async def stream(self, prompt: list[int], tokens: int) -> list[float]:
-        """Return the seconds from sending a completion request to each of its events."""
+        """Send a completion request; return the seconds from sending it to each of the streamed events."""
         body = {"model": "tgi", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         started = time.perf_counter()
         reader, writer = await self._send("POST /v1/completions", json.dumps({**body, "logprobs": 0}).encode())
@@ -57,12 +57,18 @@ class Client:
 
 
 def build_prompt(number: int, vocab_size: int) -> list[int]:
-    """Return the ids of a prompt that shares no beginning with another one."""
+    """Return the token ids of a prompt that shares no prefix with the prompts of other numbers."""
     return [(number * 7919 + position * 104_729) % (vocab_size - 300) + 200 for position in range(PROMPT)]
 
 
 async def measure(client: Client, vocab_size: int, tokens: int, probes: int) -> dict[str, float]:
-    """Return the figures of the table by name."""
+    """Return the figures of the table by name.
+
+    Args:
+        tokens: tokens per answer of the streams that load the server.
+        probes: number of requests whose time to first token is measured, for each state of the server.
+    """
+    # Time to first token on an idle server, after a warm-up request.
     numbers = iter(range(1, 10_000))
     await client.stream(build_prompt(next(numbers), vocab_size), 8)
     idle = [(await client.stream(build_prompt(next(numbers), vocab_size), 2))[0] for _ in range(probes)]
@@ -72,6 +78,7 @@ async def measure(client: Client, vocab_size: int, tokens: int, probes: int) -> 
         while not stop.is_set():
             await client.stream(build_prompt(next(numbers), vocab_size), tokens)
 
+    # The same while other streams decode.
     streams = [asyncio.ensure_future(generate_until_stopped()) for _ in range(STREAMS)]
     while (await client.metrics())["vllm:num_requests_running"] < STREAMS:
         await asyncio.sleep(0.05)

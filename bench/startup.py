@@ -1,4 +1,4 @@
-"""Startup time: of `jingu --help`, of plans, and of the first training step of a tiny model without compilation."""
+"""Time to run `jingu --help`, plans, and the first training step of a tiny model without compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ batch: {{sequence_length: 64, global_batch_size: 4}}
 train: {{steps: 1, log_every: 1, compile: false}}
 """
 
-# What is planned, the words of the command, and the seconds that it may take.
+# Plans: a title, the arguments of `jingu plan`, and the target in seconds.
 PLANS = (
     (
         "llama-3-8b on 8 cards, one layout",

@@ -1,7 +1,7 @@
 """A training step of a 17M Llama in jingu and in transformers: tokens/s and peak memory.
 
-Each side runs in its own processes with the same number of threads; the sides alternate (A B A B …). Ratios are those
-of the medians.
+Each measurement runs in its own process, with the same number of threads. The sides alternate (A B A B …). Ratios are
+ratios of medians.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEQUENCE, BATCH, THREADS, WARMUP = 512, 4, 2, 1
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one process."""
+    """Figures of one process; `start_bytes` is its peak memory before the first step."""
 
     tokens_per_second: float
     peak_bytes: int
@@ -30,7 +30,11 @@ class Measurement:
 
 
 def measure(side: str, precision: str, steps: int) -> None:
-    """Run `steps` steps after a warm-up step, and print the figures as JSON. Runs in a child process."""
+    """Run `steps` steps after a warm-up step, and print the figures as JSON. Runs in a child process.
+
+    Args:
+        side: `jingu` (compiled blocks), `jingu-eager` or `transformers`.
+    """
     import torch
 
     from jingu.runtime.device import peak_memory
@@ -53,7 +57,7 @@ def measure(side: str, precision: str, steps: int) -> None:
 
 
 def make_step(precision: str, compiled: bool):
-    """Return a function that does what `jingu train` does in a step, on one rank."""
+    """Return a function that runs a training step on a batch as `jingu train` does, on one rank."""
 
     from jingu.config.schema import RunConfig
     from jingu.config.sections.model import ModelSettings
@@ -83,7 +87,7 @@ def make_step(precision: str, compiled: bool):
 
 
 def step_on_batch(model, optimizer, spec, mesh, config, compiled: bool):
-    """Return a function that does a training step on a batch."""
+    """Return a function that runs a training step on a batch, as one micro-batch."""
     from jingu.config.batch_plan import BatchPlan
     from jingu.training.pretraining import Pretraining
     from jingu.training.step import train_step
@@ -108,7 +112,7 @@ def _size() -> dict[str, int]:
 
 
 def _jingu(precision: str, compiled: bool):
-    """Return a function that runs a step of jingu on rows of tokens."""
+    """Return a function that runs a training step of jingu on rows of tokens."""
     from jingu.data.batch import Batch
 
     step = make_step(precision, compiled)
@@ -116,7 +120,7 @@ def _jingu(precision: str, compiled: bool):
 
 
 def _transformers(precision: str, _compiled: bool):
-    """Return the same step as written with transformers: the model's own loss, autocast, torch's AdamW, clipping."""
+    """Return the same step with transformers: the model's own loss, autocast, PyTorch's AdamW, gradient clipping."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -137,7 +141,7 @@ def _transformers(precision: str, _compiled: bool):
 
 
 def compare(precision: str, rounds: int, steps: int) -> list[str]:
-    """Return rows of the table: the figures and ratios of each side."""
+    """Return rows of the table: the figures of each side, and their ratio to transformers."""
     sides: dict[str, list[Measurement]] = {"jingu": [], "jingu-eager": [], "transformers": []}
     for _ in range(rounds):
         for side, figures in sides.items():

@@ -4,8 +4,9 @@ Each side runs in its own process. The model has the shape of SmolLM2-135M. `pyt
 instruction rows, such as alpaca_en_demo.json of the package llamafactory; otherwise rows of similar lengths are
 generated. `tiny` is a quick check.
 
-Padding works as usual: rows in random order, each batch padded to its longest row (rounded up to an eighth of the
-sequence length, because code is compiled for each length). Both sides of that table compute in the same way.
+Padding works as usual: rows are in random order, and each batch is padded to its longest row (rounded up to a multiple
+of an eighth of the sequence length, because blocks are compiled for each length). Apart from packing and padding, both
+sides of that table compute in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.train_step import step_on_batch
 
 THREADS, BATCH, RANK = 2, 8, 16
 SEQUENCE = {"jingu": 256, "peft": 256, "packed": 512, "padded": 512}
-"""Sequence length of each side. A third of Alpaca's rows is longer than 256 tokens, a fortieth longer than 512."""
+"""Sequence length of each side. A third of Alpaca's rows are longer than 256 tokens, a fortieth longer than 512."""
 SMOLLM2 = {"num_layers": 30, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "intermediate_size": 1536}
 TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 96}
 VOCABULARY = 49152
@@ -46,7 +47,7 @@ class Measurement:
     trained: float
     """Trained tokens/s."""
     padding: float
-    """Share of padding in the batches."""
+    """Share of positions of the batches that are padding."""
     peak_bytes: int
 
 
@@ -103,7 +104,7 @@ def prepare_run(
 
 
 def measure(side: str, size: dict[str, int], steps: int, rows: list[dict[str, str]]) -> Measurement:
-    """Measure one side in this process, after two warm-up steps for each length of a batch."""
+    """Measure one side in this process, after two warm-up steps for each sequence length of the batches."""
     import torch
 
     from jingu.runtime.device import peak_memory
@@ -129,7 +130,7 @@ def measure(side: str, size: dict[str, int], steps: int, rows: list[dict[str, st
 
 
 def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
-    """Return a function that does what `jingu train` does in a LoRA step, on one rank."""
+    """Return a function that runs a LoRA training step as `jingu train` does, on one rank."""
     import torch
 
     from jingu.config.sections.model import ModelSettings
@@ -141,6 +142,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     from jingu.training.precision import choose_precision
     from jingu.training.session import build_model_and_optimizer
 
+    # The process group, which has one rank, the spec and the mesh.
     length = config.batch.sequence_length
     group = join_process_group("cpu", THREADS)
     ranks = group.__enter__()
@@ -151,6 +153,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     mesh = build_mesh(resolve_axis_sizes(config.parallel, 1, spec), ranks.device)
     compiles = has_compiler(ranks.device)
 
+    # The model and its optimizer, as `jingu train` builds them for a run.
     run: Any = SimpleNamespace(spec=spec, config=config, folder=Path(config.runs_dir))
     model, optimizer = build_model_and_optimizer(
         run, mesh, choose_precision(config.precision, ranks.device), compile=compiles
@@ -162,7 +165,7 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
 
 
 def _peft(size: dict[str, int]) -> Callable[[Any], None]:
-    """Return the same step as written with peft: accelerate's bf16 autocast around the model's own loss."""
+    """Return the same step with peft: accelerate's bf16 autocast around the model's own loss."""
     import torch
     from accelerate import Accelerator
     from peft import LoraConfig, get_peft_model
@@ -189,7 +192,7 @@ def _peft(size: dict[str, int]) -> Callable[[Any], None]:
 
 
 def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
-    """Return a row with the rows/s of one process, with the tokenizer and with cached tokenizer results."""
+    """Return a row of the table: the rows/s of one process, with the tokenizer and with cached tokenizer results."""
     from jingu.text.document_reader import ReadCounts
     from jingu.text.tokenizer import Tokenizer
     from jingu.tune.prepare import plan_encoding, row_tokenizers
@@ -205,7 +208,7 @@ def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
 
     with prepare_run(rows[:50], TINY, 1, 256) as config:
         file = Path(config.data.input[0] if isinstance(config.data.input, list) else config.data.input)
-        # Rows differ in a number, so that no caching of texts helps.
+        # Rows differ in a number, so that a cache of texts has no effect.
         with file.open("w", encoding="utf-8") as stream:
             for number in range(count):
                 row = rows[number % len(rows)]

@@ -1,6 +1,6 @@
 """CPU seconds to train a Unigram tokenizer on real text: the manual of Perl (Debian's package perl-doc), 8.8 MB.
 
-An argument is another folder with `.pod` or `.txt` files.
+The argument names another folder with `.pod` or `.txt` files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def run(folder: str = "/usr/share/perl/*/pod") -> str:
-    """Return the table: CPU seconds, seconds and peak memory of `jingu tokenizer train`, with all it starts."""
+    """Return the table: CPU seconds and peak memory of `jingu tokenizer train`, including its child processes."""
     place_of_text = next(Path("/").glob(folder.lstrip("/")), Path(folder))
     files = [str(path) for path in sorted(place_of_text.rglob("*")) if path.suffix in (".pod", ".txt")]
     size = sum(Path(path).stat().st_size for path in files)

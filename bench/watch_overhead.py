@@ -1,4 +1,4 @@
-"""CPU time that watching takes: of the watchdog of a node beside its ranks, and of the records that ranks write."""
+"""CPU time of watching a run: of the watchdog of a node, and of the records that ranks write for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORDS = 200_000
 LOOKS = 500
 NODE_RANKS = 8
 RANKS = 4
-# A little model, of which a step is short: a record costs the more beside it.
+# A small model with short steps, so that the share of a record is large.
 CONFIG = f"""{LITTLE_DATA}
 name: watched
 model: {{num_layers: 2, hidden_size: 128, num_heads: 4}}
@@ -33,7 +33,7 @@ checkpoint: {{every: 0}}
 
 
 def measure_record() -> float:
-    """Return the seconds of one record."""
+    """Return the CPU seconds of writing one record (`Activity.enter`)."""
     activity = Activity(mmap.mmap(-1, SLOT_BYTES))
     start = time.process_time()
     for number in range(RECORDS):
@@ -42,7 +42,7 @@ def measure_record() -> float:
 
 
 def measure_beat() -> float:
-    """Return the seconds for which a rank's thread runs when it wakes up, twice a second."""
+    """Return the CPU seconds of a rank's reporter thread each time that it wakes up, twice per second."""
     slot = mmap.mmap(-1, SLOT_BYTES)
     reporter = _Reporter(slot, Path(os.devnull))
     waits = iter([False] * LOOKS + [True])
@@ -54,7 +54,7 @@ def measure_beat() -> float:
 
 
 def measure_look(folder: Path) -> float:
-    """Return the seconds of one look at the ranks of a node."""
+    """Return the CPU seconds that the watchdog needs to check all ranks of a node once."""
     own = {"host": "node", "pid": os.getpid(), "start_time": start_time(os.getpid()), "thread": "0"}
     for rank in range(NODE_RANKS):
         (folder / f"rank-{rank:05d}.slot").write_bytes(bytes(SLOT_BYTES))
@@ -72,8 +72,12 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def measure_run(folder: Path, seconds: float) -> dict[str, float]:
-    """Return the CPU time of the watchdog as a share of that of the ranks of a run; and of a rank the CPU seconds and
-    the records of a step, and its share of a core."""
+    """Train with a watchdog for some seconds, and return figures by name.
+
+    Returns:
+        `share`: CPU time of the watchdog relative to that of all ranks; `step`: CPU seconds per step and rank;
+        `records`: records per step and rank; `core`: CPU seconds per second of a rank.
+    """
     prepare_data(folder, CONFIG)
     command = [sys.executable, "-m", "jingu", "train", "run.yaml", "--processes", str(RANKS)]
     launcher = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
@@ -108,7 +112,7 @@ def run(seconds: str = "120") -> str:
         look = measure_look(Path(name))
     with tempfile.TemporaryDirectory() as name:
         figures = measure_run(Path(name), float(seconds))
-    # The thread wakes up twice a second, however much of a core its rank has.
+    # Records scale with steps. The thread wakes up twice per second, whatever CPU time its rank gets.
     in_rank = figures["records"] * record / figures["step"] + 2 * beat / figures["core"]
     return "\n".join(
         [

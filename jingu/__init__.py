@@ -1,4 +1,4 @@
-"""jingu: from raw text to a served language model with one tool, one file and one training loop."""
+"""jingu: from raw text to a served language model, with one tool, one file and one training loop."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `jingu.api`, and with it PyTorch, when one of its names is first used."""
+    """Import `jingu.api`, and with it PyTorch, only when one of its names is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jingu import api

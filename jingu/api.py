@@ -1,6 +1,6 @@
 """The Python interface: everything that `jingu` exports. Its names and parameters are stable.
 
-`import jingu` is quick: PyTorch is imported when the first of these names is used.
+`import jingu` is fast: PyTorch is imported only when one of these names is first used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AnyConfig = Config | Mapping[str, Any] | AnyPath
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """The options of `Model.generate`."""
+    """The options of `Model.generate`, which documents them."""
 
     max_tokens: int | None
     stop: Sequence[str]
@@ -59,12 +59,12 @@ def load(
 
     Args:
         path: a run, a checkpoint of a run, a Hugging Face folder, a GGUF file, or the name of a packaged model.
-        precision: fp32, bf16, fp64, or int8, int4 or fp8 for quantized weights; auto: bf16 where the device is fast at
+        precision: fp32, bf16 or fp64; int8, int4 or fp8 quantize the weights; auto: bf16 if the device has hardware for
             it, else fp32.
         device: cpu, cuda, xpu, npu or mps; auto: the machine's accelerator if there is one.
         adapters: LoRA adapters by name: runs that trained them, or peft folders. `generate` selects one by its name.
         template: name or file of a chat template; None: the model's own.
-        max_num_seqs: maximum number of sequences that are generated at the same time.
+        max_num_seqs: maximum number of sequences that the engine generates at the same time.
 
     Raises:
         JinguError: the model, an adapter or the template cannot be loaded.
@@ -79,12 +79,12 @@ def load(
 
 
 class Model:
-    """A model for inference; `jingu.load` makes it. It is not thread-safe.
+    """A model for inference; `jingu.load` creates it. It is not thread-safe.
 
     Attributes:
         inference_model: the weights, the tokenizer and the special tokens.
         chat_format: the chat template; None: the model has none.
-        engine: the inference engine, for what the methods here do not offer.
+        engine: the inference engine; use it for features that these methods do not offer.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Model:
         """Continue a prompt, or several prompts in one batch.
 
         Args:
-            prompts: a text, or a list of texts. For an encoder-decoder it is what the encoder reads.
-            max_tokens: maximum number of new tokens; None: 128, or fewer if the model's context ends before.
-            stop: the text ends before the first of these.
-            adapter: name of an adapter that `load` was given.
-            sampling: sampling parameters; by default as the model's generation_config.json, or else greedy.
+            prompts: a text, or a list of texts. In an encoder-decoder, the encoder reads them.
+            max_tokens: maximum number of new tokens; None: 128, or fewer if the model's context is full before.
+            stop: stop strings. The answer ends before the first of them.
+            adapter: name of an adapter that was passed to `load`.
+            sampling: sampling parameters. Defaults: the model's generation_config.json, or greedy decoding without one.
 
         Returns:
             The new text, without the prompt; for a list of prompts, a list of texts.
@@ -146,17 +146,19 @@ class Model:
         """Answer a conversation with the model's chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}` in order, or one user message as a text.
-            max_tokens: maximum number of new tokens, or fewer if the model's context ends before.
-            tools: definitions of the tools that the model may call. The answer has the calls as the model writes them.
-            adapter: name of an adapter that `load` was given.
-            sampling: sampling parameters; by default as the model's generation_config.json, or else greedy.
+            messages: the messages `{"role": ..., "content": ...}` in order, or one user message as a text.
+            max_tokens: maximum number of new tokens, or fewer if the model's context is full before.
+            tools: definitions of the tools that the model may call. The answer contains the calls as the model writes
+                them.
+            adapter: name of an adapter that was passed to `load`.
+            sampling: sampling parameters. Defaults: the model's generation_config.json, or greedy decoding without one.
 
         Returns:
             The text of the assistant's answer.
 
         Raises:
-            JinguError: the model has no chat template, the template refuses the conversation, or it is too long.
+            JinguError: the model has no chat template, the template rejects the conversation, the conversation is too
+                long, or a sampling parameter is out of range.
         """
         if self.chat_format is None:
             raise JinguError(
@@ -178,16 +180,16 @@ class Model:
     def score(
         self, context: str, continuations: Sequence[str | Sequence[int]], *, adapter: str | None = None
     ) -> list[Score]:
-        """Return the log-probabilities of texts after a context, which is computed once for all of them.
+        """Return the log-probabilities of continuations of a context. The context is computed once for all of them.
 
         Args:
-            context: the text before; for an encoder-decoder, what the encoder reads.
+            context: the text before the continuations; in an encoder-decoder, the encoder reads it.
             continuations: texts, which are tokenized separately from the context, or token ids.
-            adapter: name of an adapter that `load` was given.
+            adapter: name of an adapter that was passed to `load`.
 
         Returns:
-            For each continuation: `logprob` (the sum, in nats), `token_logprobs`, and `is_greedy`, whether greedy
-            decoding would generate it.
+            For each continuation: `logprob` (the sum, in nats), `token_logprobs`, and `is_greedy` (whether greedy
+            decoding would generate the continuation).
 
         Raises:
             JinguError: a continuation is empty, or does not fit the model's context.
@@ -207,7 +209,7 @@ class Model:
             [len(texts), hidden_size] array.
 
         Raises:
-            JinguError: the model is no decoder, or a text is empty or does not fit its context.
+            JinguError: the model is not a decoder, or a text is empty or does not fit the model's context.
         """
         rows = self.engine.embed([self.inference_model.encode(text) for text in texts], pooling)
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.inference_model.spec.hidden_size)
@@ -225,19 +227,19 @@ class Model:
 
 
 def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> Path:
-    """Train a run, or resume it, as `jingu train` does.
+    """Train a run, or resume it, like `jingu train`.
 
     Args:
         config: the path of a YAML file, a mapping with the same keys, or a `Config`.
-        overrides: settings to change, such as `"optimizer.lr=3e-4"`.
-        processes: number of ranks on this machine; with more than one they are processes of their own.
+        overrides: settings to override, such as `"optimizer.lr=3e-4"`.
+        processes: number of ranks on this machine. None or 1 trains in this process; more ranks are new processes.
 
     Returns:
-        The folder of the run, which `jingu.load` opens.
+        The folder of the run. `jingu.load` opens it.
 
     Raises:
-        JinguError: the configuration is wrong, or its tokenizer or data set is missing.
-        KeyboardInterrupt: Ctrl-C stopped the run; it was saved, and the same call resumes it.
+        JinguError: the configuration is wrong, its tokenizer or data set is missing, or training failed.
+        KeyboardInterrupt: Ctrl-C stopped the run. The run was saved, and the same call resumes it.
     """
     from jingu.align.commands import train as train_command
 
@@ -252,7 +254,7 @@ def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> P
 
 
 def train_tokenizer(config: AnyConfig, *overrides: str) -> Path:
-    """Train the tokenizer of a run, as `jingu tokenizer train` does, and return its folder."""
+    """Train the tokenizer of a run, like `jingu tokenizer train`, and return its folder."""
     from jingu.text.tokenizer_commands import train as train_command
 
     run_config = _resolve_config(config, overrides)
@@ -263,7 +265,7 @@ def train_tokenizer(config: AnyConfig, *overrides: str) -> Path:
 def build_dataset(config: AnyConfig, *overrides: str) -> list[Path]:
     """Build the data sets of a run, and return their folders.
 
-    Like `jingu data build`, or for instruction data (objective `supervised`) `jingu tune prepare`, or for preference
+    The same as `jingu data build`; for instruction data (objective `supervised`) `jingu tune prepare`; for preference
     data (objective `preference`) `jingu align prepare`.
     """
     from jingu.align.commands import build_data
@@ -274,12 +276,12 @@ def build_dataset(config: AnyConfig, *overrides: str) -> list[Path]:
 
 
 def export(model: AnyPath, to: AnyPath, dtype: str = "auto") -> Path:
-    """Write any model as a Hugging Face folder, as `jingu export` does, and return the folder.
+    """Write a model as a Hugging Face folder, like `jingu export`, and return the folder.
 
     Args:
-        model: whatever `jingu.load` opens.
+        model: any model that `jingu.load` opens.
         to: the folder to write; it must not exist.
-        dtype: fp32, bf16 or fp16; auto: as most of the weights are stored.
+        dtype: fp32, bf16 or fp16; auto: the dtype of most of the stored weights.
 
     Raises:
         JinguError: the model cannot be read, or `to` cannot be written.
@@ -290,12 +292,14 @@ def export(model: AnyPath, to: AnyPath, dtype: str = "auto") -> Path:
 
 
 class Dataset(Sequence[Int64Array]):
-    """One split of a built data set, as a sequence of documents. Files are memory-mapped, so opening it is quick.
+    """One split of a built data set, as a sequence of documents (arrays of token ids).
+
+    Files are memory-mapped by default, so opening a data set is fast.
 
     Args:
         path: the data set's folder (`data.path`), or the prefix of Megatron's .bin and .idx files.
         split: train or validation.
-        reader: how files are read, as `data.reader`.
+        reader: how files are read; see the setting `data.reader`.
 
     Raises:
         JinguError: there is no such data set, it has no such split, or a file is damaged.
@@ -303,7 +307,7 @@ class Dataset(Sequence[Int64Array]):
 
     def __init__(self, path: AnyPath, split: SplitName = "train", reader: ReaderType = "mmap") -> None:
         self._dataset = open_dataset(Path(path), split, reader)
-        # First document of each shard, and the total.
+        # Number of the first document of each shard, then the total number of documents.
         self._first_documents = np.cumsum([0, *(len(shard) for shard in self._dataset.readers)])
 
     def __len__(self) -> int:
@@ -326,32 +330,37 @@ class Dataset(Sequence[Int64Array]):
         return (self.document(number) for number in range(len(self)))
 
     def document(self, index: int) -> Int64Array:
-        """Return the token ids of a document, with the end token that closes it."""
+        """Return the token ids of a document, including its EOS token. A negative index counts from the end."""
         shard, number = self._locate(index)
         start, length = self._dataset.document_range(shard, number)
         return self._dataset.gather(np.array([start]), length)[0]
 
     def source(self, index: int) -> str:
-        """Return the file of the corpus and the place in it that a document comes from; empty if it is unknown."""
+        """Return the file of the corpus from which a document comes, and its position in the file; "" if unknown."""
         return self._dataset.document_origin(*self._locate(index))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, end tokens included."""
+        """Number of tokens, including EOS tokens."""
         return self._dataset.tokens
 
     @property
     def eos_token_id(self) -> int:
-        """The token after every document."""
+        """Id of the token at the end of every document."""
         return self._dataset.eos_token_id
 
     def tokens(self, start: int = 0, length: int | None = None) -> Int64Array:
-        """Return consecutive token ids, across documents; the end of the split if there are fewer than `length`."""
+        """Return consecutive token ids, across documents; fewer than `length` at the end of the split.
+
+        Args:
+            start: position of the first token in the split.
+            length: number of tokens; None: all up to the end of the split.
+        """
         stop = self.num_tokens if length is None else min(start + length, self.num_tokens)
         return self._dataset.gather(np.array([start]), stop - start)[0]
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Return the shard of a document, and its number in the shard."""
+        """Return the shard of a document and its number in the shard. Raises IndexError if it does not exist."""
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"document {index} of {len(self)}")

@@ -1,4 +1,4 @@
-"""The command line. A command's module is imported only when the command runs."""
+"""The command line. The module of a command is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from jingu.runtime.spinning import sleep_on_busy_machine
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
+    Args:
+        argv: the arguments; None: those of this process.
+
     Returns:
-        The exit code: 0, or what the command returned; 2 for an error that the user can fix, 130 after Ctrl-C.
+        The exit code: the command's (0 for success); 2 for an error that the user can fix; 130 after Ctrl-C; 141 if
+        the reader of stdout has gone.
     """
     if os.getpid() == 1:
-        # In a container the system ignores signals that its first process does not handle.
+        # As the first process of a container, jingu must handle SIGTERM itself: the system has no default action.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with sleep_on_busy_machine():
@@ -40,19 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_stdout_closed():
             raise
-        # Otherwise Python complains when it flushes stdout at exit.
+        # Otherwise Python reports an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _is_stdout_closed() -> bool:
-    """Return whether the reader of our output is gone, as in `jingu ... | head`."""
+    """Return whether the reader of stdout has gone, as in `jingu ... | head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLERR)
     return bool(poll.poll(0))
 
 
 def _run(words: list[str]) -> int:
+    """Run the command that the arguments name; return its exit code."""
+    # Help and version.
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview(list(COMMANDS)))
         return 0
@@ -60,13 +66,14 @@ def _run(words: list[str]) -> int:
         print(f"jingu {__version__}")
         return 0
     name, rest = _find_command(words)
-    if name not in COMMANDS:  # a group, whose help was asked for
+    if name not in COMMANDS:  # the name of a group, with --help
         print(_overview([member for member in COMMANDS if member.startswith(f"{name} ")]))
         return 0
     entry = COMMANDS[name]
     options = parse(name, entry, rest)
     if options is None:  # the command's help was printed
         return 0
+    # Start the command again as several ranks, unless this process is one of them.
     if entry.on_ranks and (processes := options.pop("processes") or 1) > 1:
         from jingu.runtime.launcher import launch_local_ranks
         from jingu.runtime.ranks import is_launched
@@ -83,9 +90,12 @@ def _run(words: list[str]) -> int:
 
 
 def _find_command(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that the first words name, and the rest; or the name of a group whose help is asked for."""
+    """Return the name of the command at the beginning of the arguments, and the remaining arguments.
+
+    For `GROUP --help`, return the name of the group. Raises JinguError if there is no such command.
+    """
     first = words[0]
-    # A command such as `evaluate` has subcommands too.
+    # A command such as `evaluate` can be a group too, so look for a subcommand first.
     if " ".join(words[:2]) in COMMANDS:
         return " ".join(words[:2]), words[2:]
     if first in COMMANDS:
@@ -108,7 +118,11 @@ def _find_command(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _unknown_command(words: list[str], choices: list[str]) -> JinguError:
-    """Return the error, with the choice most similar to the first word or two, or one that ends in it (`build`)."""
+    """Return the error for an unknown command, with a guess.
+
+    The guess is the choice most similar to the first two words, or to the first one, or else a command whose last word
+    is the first word (such as `build`).
+    """
     close = [get_close_matches(name, choices, n=1) for name in (" ".join(words[:2]), words[0])]
     same_ending = [name for name in COMMANDS if name.endswith(f" {words[0]}")]
     guess = next((names[0] for names in [*close, same_ending] if names), None)
@@ -117,6 +131,7 @@ def _unknown_command(words: list[str], choices: list[str]) -> JinguError:
 
 
 def _overview(names: list[str]) -> str:
+    """Return the help text that lists commands."""
     width = max(map(len, names))
     lines = "\n".join(f"  {name:<{width}}  {COMMANDS[name].help}" for name in names)
     return (
@@ -128,7 +143,7 @@ def _overview(names: list[str]) -> str:
 
 
 def _wrap(text: str) -> str:
-    """Wrap text to the width of the terminal; return it unchanged if stderr is no terminal."""
+    """Wrap text to the width of the terminal; return it unchanged if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return text
     width = max(40, os.get_terminal_size(sys.stderr.fileno()).columns)

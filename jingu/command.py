@@ -1,4 +1,4 @@
-"""One command of the command line: its arguments, and how they are parsed."""
+"""A command of the command line: its arguments, their types, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from typing import Any, NoReturn, TypeVar, is_typeddict
 from jingu.errors import JinguError, join_words
 
 T = TypeVar("T")
-# Larger numbers are no seeds, and no sizes of anything.
+# Largest integer argument: larger seeds and sizes make no sense.
 _MAX_INTEGER = 10**18
-# Keys of an entry of the table that argparse does not have.
+# Keys of an entry in the table of commands that are not keywords of argparse.
 _OWN_KEYS = frozenset({"name", "type", "min", "above", "max", "choices", "repeat", "mode"})
 
-# The name of an argument, and argparse's keywords for it. The command's function has a parameter of the same name.
+# The name of an argument and its keywords for argparse. The command's function has a parameter of the same name.
 Argument = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """A command.
 
     Attributes:
-        help: one line.
-        target: the function that runs it, as module:function within `jingu`. A parameter whose type is a dataclass or a
-            TypedDict takes all options that are its fields.
-        arguments: its options and positional arguments.
-        run_file: whether it takes RUN.yaml and overrides. Its function's first argument is then the configuration.
-        on_ranks: whether it takes --processes, and runs on that many ranks.
+        help: one line of help.
+        target: the function that runs the command, as module:function within `jingu`. A parameter of the function
+            whose type is a dataclass or a TypedDict receives all options that are its fields.
+        arguments: options and positional arguments.
+        run_file: whether the command takes RUN.yaml and overrides. The function's first argument is then the
+            configuration.
+        on_ranks: whether the command takes --processes, and runs on that many ranks.
     """
 
     help: str
@@ -45,18 +46,19 @@ class Command:
     on_ranks: bool
 
     def run(self, options: dict[str, Any], *positional: Any) -> int:
-        """Call the function, and return the exit code."""
+        """Call the function with parsed options, and return the exit code."""
         function = self.function()
         return function(*positional, **group_options(function, options)) or 0
 
     def function(self) -> Callable[..., int | None]:
         """Import the function and return it."""
-        # What an import creates stays: looking for garbage in it, now or later, would be a tenth of its time.
+        # Imported objects live until the end, so garbage collection during an import finds nothing, but takes a tenth
+        # of its time. Freeze these objects, so that later collections skip them too.
         gc.disable()
         try:
             function: Callable[..., int | None] = pkgutil.resolve_name(f"jingu.{self.target}")
         finally:
-            # Once only: a program that runs several commands may have garbage of earlier ones by then.
+            # Only the first time: a program that runs several commands may have garbage of earlier ones.
             if not gc.get_freeze_count():
                 gc.freeze()
             gc.enable()
@@ -64,7 +66,11 @@ class Command:
 
 
 def group_options(function: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by the parameters of a function, some of which take several; None means their default."""
+    """Return the options as keyword arguments of a function.
+
+    Options that are fields of a parameter's dataclass or TypedDict are combined into an object of that type; those
+    that are None keep the default of their field.
+    """
     ungrouped = dict(options)
     groups = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -80,8 +86,10 @@ def read_argument(entry: Mapping[str, Any]) -> Argument:
     """Return an argument of a command, given its entry in the table.
 
     Args:
-        entry: `type` (text by default), `min`, `above` and `max` of numbers, or `choices`; `repeat`, if it can be given
-            several times; `mode`, a constant of the parameter `mode`. The other keys are argparse's.
+        entry: the keys of the entry. `name`: name of the argument; `type`: text (default), integer, number, flag, part,
+            path, "path or URL"; `min`, `above`, `max`: limits of a number; `choices`: the allowed texts; `repeat`:
+            whether the option can be repeated; `mode`: the option sets the parameter `mode` to this constant. The
+            other keys are keywords of argparse.
     """
     keywords = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
     default = entry.get("default")
@@ -113,7 +121,7 @@ def _converter(entry: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def _number(read: Callable[[str], float], entry: Mapping[str, Any]) -> Callable[[str], float]:
-    """Return the function that reads a number within the limits of an entry."""
+    """Return a function that converts text to a number and checks the limits of an entry."""
     least = entry.get("min", entry.get("above"))
     largest = entry.get("max", _MAX_INTEGER if read is int else sys.float_info.max)
 
@@ -127,7 +135,7 @@ def _number(read: Callable[[str], float], entry: Mapping[str, Any]) -> Callable[
 
 
 def _read_part(text: str) -> tuple[int, int]:
-    """Convert I/N, part I of N."""
+    """Convert I/N (part I of N) to two integers."""
     index, _, count = text.partition("/")
     return int(index), int(count)
 
@@ -137,7 +145,7 @@ def _is_part(part: tuple[int, int]) -> bool:
 
 
 def expand_path(text: str) -> Path:
-    """Return a path; a leading ~ is the home folder."""
+    """Return a path, in which a leading ~ is replaced by the home folder."""
     return Path(text).expanduser()
 
 
@@ -148,7 +156,13 @@ def _path_or_url(text: str) -> Any:
 
 
 def _check(read: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> Callable[[str], T]:
-    """Return a function that converts the text of an argument; `expected` describes the values that are valid."""
+    """Return a function that converts and checks the text of an argument.
+
+    Args:
+        read: converts the text; raises ValueError if it cannot.
+        is_valid: whether a value is allowed.
+        expected: description of the allowed values, for the error message.
+    """
 
     def convert(text: str) -> T:
         try:
@@ -163,7 +177,19 @@ def _check(read: Callable[[str], T], is_valid: Callable[[T], bool], expected: st
 
 
 def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
-    """Return the arguments of a command by the parameters of its function; None if its help was printed."""
+    """Parse the arguments of a command.
+
+    Args:
+        name: name of the command, for messages.
+        entry: the command.
+        words: the arguments after the name.
+
+    Returns:
+        The values by the names of arguments; None if help was requested and printed.
+
+    Raises:
+        JinguError: an argument is missing, unknown or invalid.
+    """
     description = entry.help[0].upper() + entry.help[1:] + "."
     parser = _Parser(prog=f"jingu {name}", description=description, allow_abbrev=False, add_help=False)
     if entry.run_file:
@@ -173,7 +199,7 @@ def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
     for argument, keywords in entry.arguments:
         parser.add_argument(argument, **keywords)
     parser.add_argument("-h", "--help", action="store_true", help=argparse.SUPPRESS)
-    # Help goes before errors, wherever it stands; behind -- it is an argument like any other.
+    # --help has precedence over errors, wherever it is; after -- it is an argument like any other.
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         parser.print_help()
         return None
@@ -188,9 +214,10 @@ def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but errors are raised as JinguError."""
+    """An argument parser that raises JinguError, with messages in jingu's style."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise argparse's message, in jingu's words, as a JinguError."""
         text = message.removeprefix("argument ").removesuffix(".")
         required = "the following arguments are required: "
         if text.startswith(required):
@@ -205,6 +232,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown_argument(word: str, name: str, entry: Command) -> JinguError:
+    """Return the error for an argument that the command does not have, with a suggestion."""
     if not word.startswith("-"):
         return JinguError(f"there is one argument too many: {word}.", fix=f"See `jingu {name} --help`.")
     option_name, sign, value = word.partition("=")

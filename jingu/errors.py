@@ -1,4 +1,7 @@
-"""The error that a user can fix. Any other exception is a bug, and shows its traceback."""
+"""The exception for errors that the user can fix, and helpers for messages.
+
+Any other exception is a bug, and shows its traceback.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +35,14 @@ class JinguError(Exception):
 
 
 def refuse(wrong: bool, name: str, value: object, allowed: str) -> None:
-    """Raise JinguError if a value is wrong; `allowed` describes the right ones."""
+    """Raise JinguError if `wrong`.
+
+    Args:
+        wrong: whether the value is wrong.
+        name: the setting or option that has the value.
+        value: the value.
+        allowed: description of the allowed values.
+    """
     if wrong:
         raise JinguError(f"it is {value}, and should be {allowed}.", where=name)
 
@@ -43,5 +53,5 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def join_words(words: Sequence[str], last: str = "or") -> str:
-    """Return an enumeration: `a`, `a or b`, `a, b or c`."""
+    """Return words as an enumeration with `last` before the last word: `a`, `a or b`, `a, b or c`."""
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

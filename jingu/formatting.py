@@ -9,7 +9,7 @@ MISSING = "–"
 
 
 def show_control_characters(value: object) -> str:
-    """Return text with visible symbols in place of control characters, and without lone surrogates."""
+    """Return text in which visible symbols replace control characters (except newline and tab) and lone surrogates."""
     return "".join(map(_show_character, str(value)))
 
 
@@ -21,7 +21,7 @@ def _show_character(character: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return four significant digits, with thousands separators: 12,345 · 1.712 · 0.0003 · 2e-5."""
+    """Return a number with four significant digits, or rounded to an integer from 1,000: 12,345 · 1.712 · 2e-5."""
     if not math.isfinite(value):
         return MISSING
     if 1000 <= abs(value) < 1e15:
@@ -30,7 +30,7 @@ def format_number(value: float) -> str:
 
 
 def format_short(value: float) -> str:
-    """Return a short form for axes and counts: 800 · 1,200 · 12.5k · 4.2M · 1.3B."""
+    """Return a short form of a number, for axes and counts: 800 · 1,200 · 12.5k · 4.2M · 1.3B."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if size <= abs(value) < 1e15:
             return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
@@ -38,12 +38,12 @@ def format_short(value: float) -> str:
 
 
 def format_rounded(value: float) -> str:
-    """Return a count with three digits: 940 · 1,200 · 42k · 4.21M."""
+    """Return a short form with three significant digits from 10,000: 940 · 1,200 · 42k · 4.21M."""
     return format_short(value if abs(value) < 10_000 else float(f"{value:.3g}"))
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration: 3.2 s · 58 s · 3 min 58 s · 2 h 05 min · 3 d 4 h."""
+    """Return a duration in at most two units: 3.2 s · 58 s · 3 min 58 s · 2 h 05 min · 3 d 4 h."""
     if not math.isfinite(seconds):
         return MISSING
     if seconds < 9.95:
@@ -60,12 +60,12 @@ def format_duration(seconds: float) -> str:
 
 
 def memory_unit(value: float) -> tuple[float, str]:
-    """Return the unit in which to show a number of bytes: its size, and its name."""
+    """Return the binary unit in which to show a number of bytes, GiB or MiB: its size in bytes, and its name."""
     return (2.0**30, "GiB") if value >= 2**30 else (2.0**20, "MiB")
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in the unit that fits: 512 B · 4.2 MB · 13.1 GB."""
+    """Return a number of bytes in a decimal unit that fits: 512 B · 4.2 MB · 13.1 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -74,7 +74,11 @@ def format_bytes(count: float) -> str:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> None:
-    """Print rows under a header; the columns whose numbers are in `right` are right-aligned."""
+    """Print rows under a header, with aligned columns.
+
+    Args:
+        right: indices of the columns to align right.
+    """
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:

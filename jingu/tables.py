@@ -1,4 +1,4 @@
-"""Tables that are data rather than code: TOML files beside the modules that read them."""
+"""Read tables of data: TOML files beside the modules that use them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 
 def read_table(module: str, name: str) -> dict[str, Any]:
-    """Return the tables of a TOML file beside a module, given the module's `__file__`."""
+    """Return the contents of a TOML file beside a module.
+
+    Args:
+        module: the module's `__file__`.
+        name: name of the TOML file.
+    """
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by their dotted keys."""
+    """Return the leaves of a nested mapping by their dotted keys, each with `prefix`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

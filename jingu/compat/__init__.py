@@ -1,5 +1,5 @@
-"""The only room that uses private names of libraries: each behind a small function that says what it is for.
+"""The only package that uses private APIs of libraries, each behind a small function that documents its purpose.
 
-Nothing here has logic of its own. Each function has a test in tests/compat that fails, naming this function, when a new
-version of the library takes the private name away; the function is then the one place to adapt.
+Nothing here has logic of its own. Each function has a test in `tests/compat`. If a new version of a library removes a
+private API, this test fails and names the function, which is then the only place to adapt.
 """

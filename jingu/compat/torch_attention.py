@@ -1,6 +1,8 @@
-"""PyTorch's attention kernel of CPUs with its logsumexp, by which attention to several ranges of keys is joined.
+"""PyTorch's attention kernel for CPUs, which also returns the log-sum-exp of the scores.
 
-Shapes: B rows, H query heads, G key-value heads, T queries, S keys, K head size.
+Attention to several ranges of keys can be computed separately, and combined with these log-sum-exps.
+
+Shapes: B rows, H query heads, G key-value heads, T queries, S keys, K head dim.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from torch import Tensor
 def cpu_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention [B, H, T, K] of queries to keys, and the logsumexp [B, H, T] of their scores."""
+    """Return the attention output [B, H, T, K], and the log-sum-exp [B, H, T] of the scores.
+
+    Args:
+        causal: whether query i attends only to keys 0 to i.
+        scale: factor of the scores; None: 1 / sqrt(K).
+    """
     groups = q_BHTK.shape[1] // k_BGSK.shape[1]
     y_BHTK, logsumexp_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTK,
@@ -37,9 +44,12 @@ def cpu_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values.
 
+    The given keys and values may be one of several ranges that the queries attend to.
+
     Args:
-        y_BHTK: attention to all keys, of which these may be a part.
-        logsumexp_BHT: of the scores of all keys.
+        gradient_BHTK: gradient of the attention output.
+        y_BHTK: attention output over all ranges.
+        logsumexp_BHT: log-sum-exp of the scores over all ranges.
     """
     groups = q_BHTK.shape[1] // k_BGSK.shape[1]
     gradient_q, *gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -1,4 +1,4 @@
-"""Private names of `torch.distributed`: autograd collectives, device meshes, DTensor."""
+"""Private APIs of `torch.distributed`: process groups, collectives with gradients, device meshes, DTensor."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 
 def default_store() -> Any:
-    """Return the key-value store through which the ranks of the default process group met."""
+    """Return the key-value store of the default process group, with which its ranks rendezvoused."""
     return dist.distributed_c10d._get_default_store()
 
 
 def may_be_store(connection: socket.socket) -> bool:
-    """Return False if what answers at a connection is not the store of a process group."""
-    # Two messages of the store's protocol, "validate" and "ping", of which the second is answered with its number.
+    """Return False if the program at the other end of a connection is certainly not a `TCPStore`."""
+    # Send two messages of the store's protocol, "validate" and "ping". A store answers the ping with its number.
     number = 4242
     connection.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, number))
     try:
         answer = connection.recv(4)
     except TimeoutError:
         return True
-    # A store of another version may not know the messages, and hangs up.
+    # A store of another version may not know the messages, and closes the connection.
     return answer in (b"", struct.pack("=I", number))
 
 
 def process_groups() -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each process group of this rank: its name, its description (such as `mesh_tensor`), and its ranks."""
+    """Yield name, description (such as `mesh_tensor`) and ranks of each process group of this rank."""
     world = dist.distributed_c10d._world
     for group, name in world.pg_names.items():
         yield name, group.group_desc, dist.get_process_group_ranks(group)
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
-    """Set the timeout of every process group of this rank; groups of mesh axes are made with half an hour."""
+    """Set the timeout of every process group of this rank. (PyTorch creates groups of mesh axes with half an hour.)"""
     for group in dist.distributed_c10d._world.pg_names:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the latest calls of this process from PyTorch's flight recorder, the oldest first."""
-    # The stubs of PyTorch do not name it.
+    """Return the latest collectives of this process from PyTorch's flight recorder, the oldest first."""
+    # PyTorch's type stubs do not declare this function.
     dump: Any = vars(torch._C._distributed_c10d)["_dump_fr_trace_json"]
     text = dump(True, False)
     entries: list[dict[str, Any]] = json.loads(text).get("entries", [])
@@ -67,7 +67,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 def pretend_ranks(rank: int, world_size: int) -> None:
-    """Start a process group of ranks that do not exist: its collectives return at once and compute nothing."""
+    """Create a process group whose other ranks do not exist. Its collectives return at once and compute nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -75,9 +75,10 @@ def pretend_ranks(rank: int, world_size: int) -> None:
 
 @contextmanager
 def static_pipeline_stages() -> Iterator[None]:
-    """Let stages of a pipeline use the shapes that they were given, while inside, without asking the other ranks.
+    """Make pipeline stages use the shapes that they were given, within the block, without asking the other ranks.
 
-    Since PyTorch 2.13 stages vote on it; ranks that do not exist would vote no.
+    Since PyTorch 2.13, stages vote on whether they can do so. With simulated ranks (`pretend_ranks`), the vote would be
+    no.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -95,7 +96,7 @@ def static_pipeline_stages() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _PendingWork:
-    """A call between two ranks, with the tensors that real ones keep alive."""
+    """A send or receive between two ranks that keeps its tensors alive, as a real one does."""
 
     work: Any
     tensors: list[Tensor]
@@ -106,9 +107,10 @@ class _PendingWork:
 
 @contextmanager
 def hold_sent_tensors() -> Iterator[None]:
-    """Let calls between stages of a pipeline hold their tensors, while inside, as those of real ranks do.
+    """Make sends and receives between pipeline stages keep their tensors alive, within the block.
 
-    Schedules keep these calls until the end of a step; those to ranks that do not exist hold nothing.
+    Schedules keep the work objects of sends until the end of a step. Those of real ranks refer to their tensors, but
+    those of simulated ranks (`pretend_ranks`) do not, so the memory of a step would be underestimated.
     """
     from torch.distributed.pipelining import schedules
 
@@ -126,12 +128,17 @@ def hold_sent_tensors() -> Iterator[None]:
 
 
 def collective_group(operation: Any, arguments: Sequence[Any]) -> str | None:
-    """Return the name of the mesh axes over which an operation communicates; None if it computes locally."""
+    """Return the description of the process group (mesh axes) that an operation uses; None if it computes locally.
+
+    Args:
+        operation: an operator that a dispatch mode has seen.
+        arguments: its arguments.
+    """
     if operation.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         return None
     if operation.name().partition(".")[0].endswith(("wait_tensor", "_wrap_tensor_autograd")):
         return None
-    # The group is an argument: itself, in a box, or, before PyTorch 2.13, by its name.
+    # The group is one of the arguments: as an object, boxed as a script object, or, before PyTorch 2.13, as a name.
     for argument in reversed(arguments):
         if isinstance(argument, str) and argument not in ("sum", "max"):
             group = dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined, arg-type]
@@ -144,13 +151,13 @@ def collective_group(operation: Any, arguments: Sequence[Any]) -> str | None:
 
 
 def clear_sharding_cache() -> None:
-    """Clear what DTensor remembers about meshes: it keeps their process groups alive."""
+    """Clear DTensor's cache of sharding propagation, which keeps process groups alive."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
-# Collectives with gradients. PyTorch 2.12 gave the first two their present names.
+# Collectives with gradients. PyTorch 2.12 renamed the first two.
 
 _all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 _reduce_scatter = (
@@ -173,23 +180,27 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def all_to_all(
     x: Tensor, group: ProcessGroup, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None
 ) -> Tensor:
-    """Send part i along the first dim to rank i; without sizes all parts are equal."""
+    """Send part i along the first dim to rank i; return the received parts in the order of ranks.
+
+    Args:
+        output_sizes, input_sizes: rows received from each rank, and rows sent to each rank; None: equal parts.
+    """
     exchanged: Tensor = collectives.all_to_all_single_autograd(x.contiguous(), output_sizes, input_sizes, group)
     return exchanged
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:
-    """Return the sum ("sum") or the maximum ("max") over ranks; no gradient flows through."""
+    """Return the sum (`op` "sum") or the maximum ("max") over ranks. No gradient flows through it."""
     return collectives.all_reduce(x, op, group)
 
 
 def overlap_tensor_parallel(group: ProcessGroup) -> None:
-    """Let `torch.compile` divide products beside all-gathers and reduce-scatters of a group, so that both overlap."""
+    """Make `torch.compile` split matmuls next to all-gathers and reduce-scatters of a group, so that both overlap."""
     from torch._inductor import config
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
-        # The compiler still asks whether this was called.
+        # The call is deprecated, but the compiler still requires it.
         warnings.filterwarnings("ignore", ".*enable_symm_mem_for_group", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     config._micro_pipeline_tp = True
@@ -199,12 +210,17 @@ def overlap_tensor_parallel(group: ProcessGroup) -> None:
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a mesh of one axis that joins all axes of `mesh`."""
+    """Return a mesh with a single axis `name` that joins all axes of `mesh`."""
     return mesh._flatten(name)
 
 
 def split_axis(mesh: DeviceMesh, axis: int, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return a mesh with several axes in place of one."""
+    """Return a mesh in which several axes replace one axis.
+
+    Args:
+        axis: index of the axis to split.
+        sizes, names: sizes and names of the new axes.
+    """
     return mesh._unflatten(axis, tuple(sizes), tuple(names))
 
 
@@ -214,13 +230,13 @@ def join_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, without importing them, which is slow."""
+    """Return whether a tensor is a DTensor, without importing DTensor, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def dtensor_like(local: Tensor, dtensor: DTensor) -> DTensor:
-    """Return a DTensor in the layout of another one, around a local tensor on any device.
+    """Return a DTensor with the layout of another one that wraps a local tensor on any device.
 
     `DTensor.from_local` would move the local tensor to the device of the mesh.
     """

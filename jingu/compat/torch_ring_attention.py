@@ -1,4 +1,4 @@
-"""PyTorch's ring attention (Liu et al., 2023), of private names.
+"""PyTorch's ring attention (Liu et al., 2023), a private API.
 
 Shapes: B rows, H heads, C tokens of a rank, K head dim.
 """
@@ -16,21 +16,23 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 
 def ring_attention(q_BHCK: Tensor, k_BHCK: Tensor, v_BHCK: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
-    """Compute causal attention, with gradients, of tokens that lie on the ranks of a group in their order.
+    """Compute causal attention, with gradients, over tokens that are divided over the ranks of a group, in order.
 
     Keys and values travel from rank to rank, one rank's part at a time.
 
     Args:
-        scale: of the products of queries and keys; None: 1 / sqrt(K).
+        scale: factor of the scores; None: 1 / sqrt(K).
 
     Returns:
-        [B, H, C, K], of this rank's tokens.
+        The attention output [B, H, C, K] of this rank's tokens.
     """
     y_BHCK: Tensor = _RingAttention.apply(q_BHCK, k_BHCK, v_BHCK, scale, group)
     return y_BHCK
 
 
 class _RingAttention(torch.autograd.Function):
+    """PyTorch's functions for the forward and the backward pass of ring attention, as one differentiable operation."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: ProcessGroup) -> Tensor:
         on_cpu = q.device.type == "cpu"
@@ -43,7 +45,8 @@ class _RingAttention(torch.autograd.Function):
             )
         y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, logsumexp)
-        # The kernel on CUDA wants back lengths, and the state of a random number generator that it did not use.
+        # The backward kernel on CUDA requires these outputs of the forward kernel: lengths, and the state of the random
+        # number generator (which is not used, as there is no dropout).
         names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
         ctx.kernel_state = {} if on_cpu else dict(zip(names, rest, strict=False))
         ctx.scale = scale
@@ -78,7 +81,10 @@ class _RingAttention(torch.autograd.Function):
 
 @contextmanager
 def _ring_settings(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's ring attention up, while inside, for tokens in their order and for sums in fp32 or wider."""
+    """Configure PyTorch's ring attention within the block: tokens in order, sums in fp32 or wider.
+
+    PyTorch's load balancing would expect the tokens in another order, so it is switched off.
+    """
     options = ring._cp_options
     before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
     options.convert_to_f32 = dtype.itemsize < 4

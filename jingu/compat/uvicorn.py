@@ -1,11 +1,12 @@
-"""Parts of uvicorn that it does not document: the class of a connection, and what a running server holds."""
+"""Undocumented parts of uvicorn: the class of a connection, and the sockets and connections of a running server."""
 
 from __future__ import annotations
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A connection: `conn` is the HTTP/1.1 parser (h11), `transport` the socket (asyncio), `loop` its event loop.
+# The class of a connection. `conn` is the HTTP/1.1 parser (h11), `transport` the asyncio transport, `loop` the event
+# loop.
 HttpProtocol = H11Protocol
 
 # Methods of `uvicorn.Server` that jingu overrides.
@@ -24,5 +25,5 @@ def bound_address(server: uvicorn.Server) -> tuple[str, int]:
 
 
 def open_connections(server: uvicorn.Server) -> list[HttpProtocol]:
-    """Return the connections of a server's clients that are open now."""
+    """Return the open connections of a server's clients."""
     return [connection for connection in server.server_state.connections if isinstance(connection, HttpProtocol)]

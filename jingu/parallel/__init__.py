@@ -1,1 +1,1 @@
-"""How one model is laid out over many ranks, on PyTorch's own engines."""
+"""Lay one model out over many ranks, with PyTorch's FSDP2, DTensor and pipeline schedules."""

@@ -1,4 +1,4 @@
-"""A layout: how a model is divided over the ranks of a mesh, and in which dtypes. It needs no settings of training."""
+"""How a model is divided over the ranks of a mesh, and its dtypes. Independent of the training settings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Precision:
     """The dtypes of a model.
 
     Attributes:
-        name: for people, such as `bf16`.
-        compute: of matrix products and activations.
-        masters: of the master weights, their gradients and the optimizer state.
-        reduce: in which gradients are summed over ranks.
-        scaling: scales of products in FP8; None: they are in `compute`.
+        name: a name to show, such as `bf16`.
+        compute: dtype of matmuls and activations.
+        masters: dtype of the master weights, their gradients and the optimizer state.
+        reduce: dtype in which gradients are summed over ranks.
+        scaling: how operands are scaled if the blocks' matmuls run in FP8; None: matmuls run in `compute`.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Precision:
 
     @staticmethod
     def uniform(dtype: torch.dtype) -> Precision:
-        """One dtype for everything, as for inference."""
+        """Return a precision with one dtype for everything, as inference uses it."""
         return Precision(str(dtype).removeprefix("torch."), dtype, dtype, dtype)
 
 
@@ -40,7 +40,7 @@ class Layout:
     """How a model is divided over a mesh, and how its blocks run.
 
     Attributes:
-        parallel: sizes of the mesh axes, the ZeRO stage, the pipeline schedule, and offload.
+        parallel: sizes of the mesh axes, ZeRO stage, pipeline schedule and offload.
         activation_checkpointing: which activations of a block are recomputed in the backward pass.
         compile: whether blocks are compiled.
     """

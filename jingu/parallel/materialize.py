@@ -1,7 +1,7 @@
-"""Build a model on ranks: the one way for the trainer, the server and the memory estimate.
+"""Build a model on ranks. The trainer, the server and the memory estimate all use `materialize`.
 
 The steps are always the same: build the model on the meta device, divide it over the mesh (`parallelize`), allocate
-this rank's shards, and fill them from a seed or from files. No rank ever holds the whole model.
+this rank's shards, and fill them from a seed or from files. With a mesh, no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from jingu.parallel.sharding import ShardingPlan, shard_parameters
 from jingu.parallel.tensor import apply_expert_parallel, apply_tensor_parallel
 from jingu.parallel.zero import apply_zero
 
-# What fills the parameters: a seed, a function that reads a whole parameter by name, or nothing.
+# Source of the weights: a seed, a function that reads a whole parameter by name, or None.
 Weights = int | TensorReader | None
-# Prefixes of the slow operations, whose results selective activation checkpointing saves.
+# Name prefixes of slow operations (matmuls, attention, collectives): selective activation checkpointing saves their
+# results.
 SAVED_OPERATIONS = (
     *("mm", "_scaled_mm", "bmm", "addmm", "baddbmm", "grouped", "_scaled_dot_product", "flex_attention"),
     *("all_to_all", "all_reduce", "all_gather", "reduce_scatter"),
@@ -52,13 +53,13 @@ def materialize(
     """Return this rank's part of a model, with its weights.
 
     Args:
-        mesh: None builds the whole model in this process, which needs no process group. The parameters are then the
-            tensors that `weights` reads, without a copy where the dtype agrees.
-        weights: a seed for the initial weights, or a function that reads a parameter by name (whole; a matrix that
-            the model holds quantized is quantized here). None leaves the model on the meta device, which is enough
-            to estimate what a rank holds.
-        prepare: changes each stage on the meta device before it is divided, for example by quantizing its matrices.
-        disk: holds the master weights, if the layout offloads them to disk.
+        mesh: None builds the whole model in this process, without a process group. `weights` must then be a function
+            or None. The parameters are the tensors that it returns, without a copy if the dtype is already right.
+        weights: a seed for the initial weights, or a function that reads a whole parameter by name (matrices that the
+            model stores quantized are quantized here). None leaves the model on the meta device, which is enough to
+            estimate the memory of a rank.
+        prepare: changes each stage on the meta device before it is sharded, for example quantizes its matrices.
+        disk: storage of the master weights, if the layout offloads them to disk.
     """
     model = parallelize(spec, mesh, layout, precision, prepare)
     if weights is None:
@@ -73,7 +74,7 @@ def materialize(
     else:
         on_host = layout.parallel.offload.type == "host"
         model.to_empty(device=torch.device("cpu" if on_host else mesh.device_type))
-    # Fill them, with one whole parameter in memory at a time.
+    # Fill them. Only one whole parameter is in memory at a time.
     if isinstance(weights, int):
         model.sharding.init_weights(model, spec, weights)
     else:
@@ -83,7 +84,10 @@ def materialize(
 
 
 def _assign(model: ParallelModel, read: TensorReader, dtype: torch.dtype) -> None:
-    """Let the parameters of a whole model be the tensors that were read, in `dtype` (integers keep theirs)."""
+    """Replace the parameters of a whole model by the tensors that `read` returns, cast to `dtype`.
+
+    Integer tensors (quantized weights) keep their dtype.
+    """
     for stage in model.stages:
         for name, parameter in list(stage.named_parameters()):
             weight = read(name)
@@ -94,7 +98,7 @@ def _assign(model: ParallelModel, read: TensorReader, dtype: torch.dtype) -> Non
             setattr(stage.get_submodule(module), leaf, tensor)
 
 
-# Dividing
+# Sharding
 
 
 def parallelize(
@@ -111,11 +115,11 @@ def parallelize(
 
     Args:
         mesh: None if one process has the whole model; then nothing is divided.
-        prepare: changes each stage on the meta device before it is divided.
+        prepare: changes each stage on the meta device before it is sharded.
     """
     if layout.compile:
-        # Rows of supervised data have up to eight lengths. Each compiles its own code, and so do the first block and
-        # evaluations.
+        # Rows of supervised data have up to eight lengths. `torch.compile` specializes blocks for each length, and
+        # again for the first block and for evaluation.
         set_recompile_limit(32)
     model = ParallelModel(spec, mesh, layout, precision, prepare)
     if mesh is not None:
@@ -128,7 +132,7 @@ def parallelize(
 
 
 def _multiply_in_fp8(stage: Decoder, scaling: Scaling) -> None:
-    """Let the blocks multiply their matrices in FP8, where the kernels take them."""
+    """Run the blocks' matmuls in FP8 for all matrices whose dims the kernels support; the others keep their dtype."""
     for _, block in iterate_blocks(stage):
         for module in block.modules():
             if isinstance(module, Linear) and isinstance(module.weight, nn.Parameter):
@@ -137,16 +141,18 @@ def _multiply_in_fp8(stage: Decoder, scaling: Scaling) -> None:
 
 
 def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, precision: Precision) -> None:
+    """Apply all parts of a layout but the pipeline to a stage, in place. The order matters: see `parallelize`."""
     if stage.spec.adapter is not None:
         _narrow_frozen(stage, precision.compute)
-    # Tensor, context and expert parallelism: leave this rank's part of each parameter, and compute with it.
+    # Tensor, context and expert parallelism: keep this rank's part of each parameter, and compute with that part.
     shard_parameters(stage, plan)
     apply_tensor_parallel(stage, plan.mesh, ring=layout.parallel.context_method == "ring")
     if layout.compile and layout.parallel.async_tensor_parallel:
         overlap_tensor_parallel(plan.mesh.get_group("tensor"))
     if plan.experts is not None:
         apply_expert_parallel(stage, plan.experts["expert"])
-    # Activation checkpointing lies inside of compiled code, which may then keep what is cheap to keep.
+    # Activation checkpointing is inside the compiled code, so the compiler may still save results that are cheap to
+    # save.
     checkpointing = layout.activation_checkpointing
     for number, block in iterate_blocks(stage):
         if checkpointing.type != "none" and number % checkpointing.every == 0:
@@ -157,9 +163,9 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
 
 
 def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen matrices in the dtype in which they are multiplied: nothing needs wider copies of them.
+    """Store frozen matrices in the compute dtype, because only the optimizer needs wider copies.
 
-    Routers and biases of positions keep theirs, because they compute in fp32.
+    Routers and position biases keep their dtype, because they compute in fp32.
     """
     for name, module in model.named_modules():
         if isinstance(module, Linear | GroupedLinear | Embedding) and "router" not in name and "bias" not in name:
@@ -169,7 +175,11 @@ def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _checkpointed(forward: Any, *, selective: bool) -> Any:
-    """Wrap a block's `forward` so that its activations are recomputed in backward: all, or only the cheap ones."""
+    """Wrap a block's `forward` so that its activations are recomputed in the backward pass.
+
+    Args:
+        selective: save the results of slow operations (`SAVED_OPERATIONS`), and recompute only the others.
+    """
     if not selective:
         return partial(checkpoint, forward, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _save_slow_operations)

@@ -1,4 +1,4 @@
-"""The mesh: the grid of ranks, built once and passed as an argument."""
+"""The device mesh: sizes of its axes, its construction, and derived meshes. Built once and passed as an argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-# Axes of the mesh, from the farthest ranks to the nearest: what talks most stays within a node.
+# Axes of the mesh, from outermost to innermost. Ranks of the last axes are neighbors, so the axes that communicate
+# most stay within a node.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
@@ -24,7 +25,7 @@ class AxisSizes:
     """Number of ranks on each mesh axis.
 
     Attributes:
-        expert: folded from shard × context, not an axis of its own.
+        expert: ranks that share the experts; folded from shard × context, so not an axis of its own.
     """
 
     pipeline: int
@@ -49,10 +50,11 @@ class AxisSizes:
 
 
 def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> AxisSizes:
-    """Return the size of every axis for a number of ranks; called before any rank starts.
+    """Return the size of every mesh axis for a number of ranks. No rank needs to run yet.
 
     Raises:
-        JinguError: the axes do not multiply to the ranks, or the model cannot be divided so; says with which numbers.
+        JinguError: the axis sizes do not multiply to the number of ranks, or the model cannot be divided that way. The
+            message gives the numbers.
     """
     axis_sizes = {axis: getattr(settings, axis) for axis in AXES}
     if settings.zero_stage == 0:
@@ -60,15 +62,15 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
             raise JinguError(
                 f"ZeRO 0 shards nothing, but parallel.shard is {axis_sizes['shard']}.",
                 where="parallel.zero_stage",
-                fix=f"Set parallel.replicate={axis_sizes['shard']} in its place, or parallel.zero_stage to 1, 2 or 3.",
+                fix=f"Set parallel.replicate={axis_sizes['shard']} instead, or parallel.zero_stage to 1, 2 or 3.",
             )
         axis_sizes["shard"] = 1
-    # One axis may be `auto`: it takes the ranks that the others leave.
+    # One axis that is `auto` takes the remaining ranks; other axes that are `auto` get one rank.
     filled = _find_open_axis(axis_sizes)
     axis_sizes |= {axis: 1 for axis in AXES if axis_sizes[axis] == "auto" and axis != filled}
     fixed = {axis: size for axis, size in axis_sizes.items() if axis != filled}
     product = prod(fixed.values())
-    # The axes must multiply to the number of ranks.
+    # The product of the axis sizes must be the number of ranks.
     if ranks % product or (filled is None and product != ranks):
         named = [f"{axis} {size}" for axis, size in fixed.items() if size > 1] or ["1"]
         layout = " × ".join(named) + f" = {product:,}" * (len(named) > 1)
@@ -95,7 +97,13 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
 
 
 def _find_open_axis(axis_sizes: dict[str, int | str]) -> str | None:
-    """Return the `auto` axis that takes the ranks that the other axes leave."""
+    """Return the `auto` axis that takes the remaining ranks; None if no axis is `auto`.
+
+    An axis that divides the model goes before `shard`, and `shard` before `replicate`.
+
+    Raises:
+        JinguError: several of the axes that divide the model are `auto`.
+    """
     model = [axis for axis in ("pipeline", "context", "tensor") if axis_sizes[axis] == "auto"]
     if len(model) > 1:
         raise JinguError(
@@ -108,28 +116,37 @@ def _find_open_axis(axis_sizes: dict[str, int | str]) -> str | None:
 
 
 def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int:
-    """Return how many of the `folded` ranks of shard × context share a mixture's experts."""
+    """Return the number of ranks that share the experts of a mixture of experts.
+
+    Args:
+        folded: number of ranks of shard × context. `parallel.expert: auto` uses as many of them as divide the experts.
+    """
     if settings.expert != "auto":
         return settings.expert
     return gcd(folded, spec.feed_forward.num_experts) if isinstance(spec.feed_forward, Experts) else 1
 
 
 def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
-    """Raise JinguError if the model cannot be divided over these axes."""
+    """Raise JinguError if the model cannot be divided over these axes.
+
+    Args:
+        by_heads: whether context parallelism divides attention by heads (Ulysses).
+    """
     heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
     if heads % sizes.tensor:
         raise _division_error(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
         raise _division_error(f"{kv_heads} key-value heads", sizes.tensor, "tensor", kv_heads)
     for what, number in (("attention", heads // sizes.tensor), ("key-value", max(1, kv_heads // sizes.tensor))):
-        # Too few key-value heads are repeated.
+        # If there are fewer key-value heads than context ranks, they are repeated.
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
             named = f"the {number} {what} heads of a tensor rank"
             raise _division_error(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
     for what, number in (
         ("vocabulary", spec.vocab_size),
-        ("feed-forward's inner size", spec.feed_forward.intermediate_size),
+        ("feed-forward intermediate size", spec.feed_forward.intermediate_size),
     ):
+        # Blocks are rounded up, so the last rank can be left without a part.
         if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
             raise JinguError(
                 f"a {what} of {number} leaves nothing for the last of {sizes.tensor} ranks.",
@@ -150,41 +167,49 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 
 
 def _division_error(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
+    """Return the error for an axis that does not divide `what`; it suggests the divisors of `whole`, and `or_else`."""
     choices = [*map(str, divisors(whole)), *filter(None, [or_else])]
     fix = f"Choose {join_words(choices)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 
 
 def build_mesh(sizes: AxisSizes, device: torch.device) -> DeviceMesh:
-    """Build the mesh over all ranks, with every axis of `TOKEN_AXES`, also those of one rank."""
+    """Build the mesh over all ranks. It has every axis of `AXES`, including axes of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis `fsdp` along which ZeRO shards: shard × context."""
+    """Return a mesh of the single axis `fsdp`, along which ZeRO shards: shard × context."""
     from jingu.compat.torch_distributed import flatten_axes
 
     return flatten_axes(mesh["shard", "context"], "fsdp")
 
 
 def split_expert_mesh(zero: DeviceMesh, expert: int) -> DeviceMesh:
-    """Split ZeRO's axis in two: `expert_fsdp`, which shards experts, and `expert`, whose ranks share them."""
+    """Split the axis `fsdp` in two: `expert_fsdp` and `expert`.
+
+    Ranks of `expert` hold different experts. Ranks of `expert_fsdp` hold the same experts, sharded by ZeRO.
+
+    Args:
+        zero: the mesh of `fsdp_mesh`.
+        expert: number of ranks of `expert`.
+    """
     from jingu.compat.torch_distributed import split_axis
 
     return split_axis(zero, 0, (zero.size() // expert, expert), ("expert_fsdp", "expert"))
 
 
 def hsdp_mesh(mesh: DeviceMesh, zero: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for FSDP: ZeRO's axis, and `replicate` before it if that has several ranks."""
+    """Return the mesh for FSDP: the axis `zero`, preceded by `replicate` if that has several ranks (HSDP)."""
     from jingu.compat.torch_distributed import join_meshes
 
     return zero if mesh["replicate"].size() == 1 else join_meshes([mesh["replicate"], zero])
 
 
 def num_ranks(mesh: DeviceMesh, *axes: str) -> int:
-    """Return the number of ranks on axes together. (Indexing a mesh builds another mesh: too slow for every step.)"""
+    """Return the product of the sizes of some axes. Indexing a mesh instead is too slow for every step."""
     return prod(mesh.size(AXES.index(axis)) for axis in axes)
 
 
@@ -194,7 +219,7 @@ def num_data_ranks(mesh: DeviceMesh) -> int:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Return which share of the rows this rank sees, counted from 0."""
+    """Return the index of this rank's share of the rows, from 0."""
     return mesh.get_local_rank("replicate") * num_ranks(mesh, "shard") + mesh.get_local_rank("shard")
 
 

@@ -1,7 +1,7 @@
-"""Tensors in files on disk, mapped into memory: optimizer state and master weights beyond what the memory holds.
+"""Offload master weights and optimizer state to disk, as memory-mapped tensors.
 
-The kernel keeps as much of them in memory as there is room for. An optimizer goes through them a layer at a time: the
-next layers are read ahead, and what has been changed is on its way to the disk while the next layer is computed.
+The page cache of the operating system keeps as much of them in host memory as fits. The optimizer step runs layer by
+layer: the next layers are prefetched, and the changed tensors are written back while the next layer is computed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jingu.errors import JinguError
 from jingu.parallel.sharding import local_tensor
 from jingu.runtime.files import write_error
 
-# Layers that are read ahead of the one that is computed.
+# Number of layers that are prefetched while one is computed.
 PREFETCH_LAYERS = 2
 
 
 class DiskStorage:
-    """Memory in an unnamed temporary file, which disappears with the process, however that ends.
+    """Allocates tensors in an unnamed temporary file. The file disappears with the process, even if that is killed.
 
     Args:
-        folder: on a local disk; it is made where there is none.
-        setting: that chooses the folder.
+        folder: a folder on a local disk; created if it does not exist.
+        setting: the setting that chooses the folder, for error messages.
     """
 
     def __init__(self, folder: Path, setting: str = "parallel.offload.path=...") -> None:
@@ -42,13 +42,16 @@ class DiskStorage:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._size = 0
+        # Offset in the file and mapping of each tensor, by its address.
         self._places: dict[int, tuple[int, mmap.mmap]] = {}
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
-        """Return zeros on disk in the shape of a tensor or DTensor, on any device, also meta.
+        """Return a tensor of zeros on disk with the shape and dtype of a tensor or DTensor.
+
+        The given tensor may be on any device, including meta.
 
         Raises:
-            JinguError: the disk has no room for it.
+            JinguError: the disk is full.
         """
         if is_dtensor(tensor):
             return dtensor_like(self.zeros_like(tensor.to_local()), tensor)
@@ -56,7 +59,7 @@ class DiskStorage:
         if not size:
             return torch.empty_like(tensor, device="cpu")
         try:
-            # Room is taken now: a write to a mapped file for which there is none would end the process.
+            # Allocate the disk space now. A later write to a mapped page without disk space would kill the process.
             os.posix_fallocate(self._file.fileno(), self._size, size)
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -77,7 +80,7 @@ class DiskStorage:
             os.posix_fadvise(self._file.fileno(), offset, len(mapped), os.POSIX_FADV_DONTNEED)
 
     def _mappings(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
-        """Return offset and mapping of those tensors that are on disk."""
+        """Return offset and mapping of each tensor that is on disk; the others are skipped."""
         starts = (local_tensor(tensor).data_ptr() for tensor in tensors)
         return [self._places[start] for start in starts if start in self._places]
 
@@ -86,11 +89,16 @@ class DiskStorage:
 
 
 def stream_optimizer_steps(optimizer: torch.optim.Optimizer, disk: DiskStorage) -> None:
-    """Let the optimizer step one layer at a time; parameter groups of a layer have the same `layer`."""
+    """Make `optimizer.step` update one layer at a time, with prefetching and writing back in between.
+
+    Every parameter group must have a key `layer`; groups of one layer have the same value. Wraps `optimizer.step`.
+    """
     optimizer.step = partial(_step, optimizer, optimizer.step, disk)  # type: ignore[assignment, method-assign]
 
 
 def _step(optimizer: torch.optim.Optimizer, step: Any, disk: DiskStorage) -> None:
+    """Call the optimizer's own `step` for one layer after another."""
+    # Group the parameter groups by layer.
     groups = optimizer.param_groups
     layers: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
@@ -98,8 +106,10 @@ def _step(optimizer: torch.optim.Optimizer, step: Any, disk: DiskStorage) -> Non
     layer_tensors = [_tensors(optimizer, layer) for layer in layers.values()]
     try:
         for number, layer in enumerate(layers.values()):
+            # Prefetch one further layer; before the first layer, all that are ahead.
             for tensors in layer_tensors[number + PREFETCH_LAYERS if number else 0 : number + PREFETCH_LAYERS + 1]:
                 disk.read_ahead(tensors)
+            # The optimizer sees only the groups of this layer.
             optimizer.param_groups = layer
             step()
             disk.write_behind(layer_tensors[number])
@@ -108,6 +118,6 @@ def _step(optimizer: torch.optim.Optimizer, step: Any, disk: DiskStorage) -> Non
 
 
 def _tensors(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """Return the parameters of groups and their optimizer state."""
+    """Return the parameters of some groups and the optimizer state of these parameters."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return [*parameters, *(state for parameter in parameters for state in optimizer.state[parameter].values())]

@@ -1,9 +1,10 @@
 """This rank's part of a model: the stages of a pipeline, used as one model.
 
-The blocks of a model are divided over the ranks of the axis `pipeline`; a rank holds one stage or several. Most meshes
-have one rank there, which holds the whole model as its only stage. Several stages are run by the schedules of
-`torch.distributed.pipelining`. Only hidden states travel between stages (and the few numbers of a mixture's routers):
-every stage makes labels, masks and positions from the batch, which all ranks of a pipeline know.
+The blocks of a model are divided over the ranks of the axis `pipeline`; each rank holds one or more stages. Without
+pipeline parallelism the axis has one rank, which holds the whole model as its only stage. With several stages, the
+schedules of `torch.distributed.pipelining` run them. Stages exchange only hidden states and, with a mixture of experts,
+the statistics of the routers. Labels, masks and positions are not sent: every rank of a pipeline has the batch, and
+each stage computes them from it.
 
 Shapes: B rows, T tokens, D hidden size, E experts, L blocks before a stage, n losses.
 """
@@ -32,27 +33,28 @@ from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, check_quantization_g
 from jingu.parallel.zero import prepare_backward
 from jingu.watch.activity import Activity
 
-# Computes the summed losses [n] of a micro-batch by a model. Of a stage that is not the last, it returns the stage's
-# output.
+# Called with a model (or stage) and a micro-batch. Returns the losses [n], each summed over the micro-batch; for a
+# stage that is not the last, the stage's output.
 Loss = Callable[[Any, Batch], Any]
 
 
 class ParallelModel(nn.Module):
     """This rank's stages of a model, used as one model by training, evaluation and generation.
 
-    Parameters have the names that they have in the whole model. A parameter that several stages use (the weight of a
-    tied embedding and head) belongs to the first of them. The others hold a copy: its gradient is added to that of the
-    first after the backward pass, and its values follow after each update (`synchronize_tied_weights`).
+    Parameters keep their names in the whole model. If several stages use a parameter (the weight of a tied embedding
+    and head), the first of these stages owns it, and the others hold a copy. After the backward pass, the gradient of
+    a copy is added to the owner's gradient; after each update, `synchronize_tied_weights` refreshes the copies.
 
     Attributes:
-        spec: of the whole model.
-        ranges: the blocks of every stage, an encoder's first.
-        owners: the rank of every stage on the axis `pipeline`.
-        mesh: None if this process has the whole model and there is no process group.
-        activity: where the rank records what it does.
+        spec: the spec of the whole model.
+        ranges: the block numbers of every stage; in an encoder-decoder, the encoder's blocks are numbered first.
+        owners: for every stage, its rank on the axis `pipeline`.
+        rank: this process's rank on the axis `pipeline`.
+        mesh: the device mesh; None if this process has the whole model and there is no process group.
+        activity: records the current operation of this rank for the watchdog.
 
     Args:
-        prepare: changes each stage on the meta device before it is divided.
+        prepare: changes each stage on the meta device before the stage is sharded.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class ParallelModel(nn.Module):
         ranks = 1 if mesh is None else mesh["pipeline"].size()
         self.rank = 0 if mesh is None else mesh.get_local_rank("pipeline")
         self._group = None if mesh is None else mesh.get_group("pipeline")
-        # Ranks that share the tokens of a row.
+        # The number of ranks that share the tokens of a row.
         self._token_ranks = 1 if mesh is None else mesh["context"].size() * mesh["tensor"].size()
         self.ranges = [range((spec.num_encoder_layers or 0) + spec.num_layers)]
         self.owners = [0]
         if ranks > 1:
             self.ranges = split_blocks(self._settings, ranks, spec)
             self.owners = [rank_of_stage(self._settings, ranks, stage) for stage in range(len(self.ranges))]
-        # Every rank builds all stages on the meta device, to know which of them use which parameters.
+        # Every rank builds all stages on the meta device, to find the parameters that several stages use.
         stages = []
         for blocks in self.ranges:
             with torch.device("meta"):
@@ -90,9 +92,10 @@ class ParallelModel(nn.Module):
             prepare(stage)
             stages.append(stage.to(precision.masters))
         if mesh is not None:
-            # Ranks of `tensor` cannot share a group of weights that are quantized together.
+            # Ranks of `tensor` must not divide a group of weights that are quantized together.
             for stage in stages:
                 check_quantization_groups(stage, mesh["tensor"].size())
+        # For each parameter, the stages that use it; the first one owns it.
         self._users: dict[str, list[int]] = {}
         for number, stage in enumerate(stages):
             for name, _ in stage.named_parameters():
@@ -106,12 +109,12 @@ class ParallelModel(nn.Module):
 
     @property
     def stages(self) -> list[Decoder]:
-        """This rank's stages, each a plain model."""
+        """This rank's stages; each is a `Decoder`."""
         return [cast(Decoder, stage) for stage in self._stages]
 
     @property
     def sharding(self) -> ShardingPlan:
-        """How the parameters are divided over the mesh."""
+        """How the parameters are divided over the mesh. Raises ValueError without a mesh."""
         if self._plan is None:
             raise ValueError("a model that was built without a mesh is not divided")
         return self._plan
@@ -122,15 +125,15 @@ class ParallelModel(nn.Module):
         return len(self.ranges) == 1
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under their names in the whole model, without copies of tied weights."""
+        """Yield this rank's parameters with their names in the whole model, without copies of tied weights."""
         for number, stage in self._numbered_stages():
             for name, parameter in stage.named_parameters(*arguments, **keywords):
-                # Names that are unknown here were added since, such as those of LoRA adapters beside a matrix.
+                # A name that `_users` does not have was added after construction, such as a LoRA adapter's.
                 if self._users.get(name, [number])[0] == number:
                     yield name, parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, copies of tied weights included."""
+        """Reset the gradients of all parameters, including copies of tied weights."""
         for stage in self.stages:
             stage.zero_grad(set_to_none)
 
@@ -140,14 +143,15 @@ class ParallelModel(nn.Module):
     # Training
 
     def train_micro_batches(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
-        """Run forward and backward of a step's micro-batches.
+        """Run the forward and backward passes of all micro-batches of a step.
 
         Args:
+            batches: the micro-batches of this rank.
             loss: computes the losses [n] of a micro-batch.
-            weight_n: weight of each of the losses in the sum that is differentiated.
+            weight_n: the weights [n] with which the losses are summed before the backward pass.
 
         Returns:
-            Sums of the losses [n] over the micro-batches, on every rank of the pipeline.
+            The losses [n], unweighted and summed over the micro-batches, on every rank of the pipeline.
         """
         if len(self.ranges) > 1:
             return self._run_schedule(batches, loss, weight_n)
@@ -162,9 +166,10 @@ class ParallelModel(nn.Module):
         return total_n
 
     def rehearse(self, batch: Batch, loss: Loss) -> None:
-        """Run forward and backward of each stage by itself, on received states of zeros: no stage waits for another.
+        """Run a forward and a backward pass of each stage alone, with zeros as the hidden states that it receives.
 
-        This compiles what is to be compiled, and fails early if a micro-batch does not fit into memory.
+        No stage waits for another one. This compiles the blocks, and fails early if a micro-batch does not fit into
+        memory. Gradients are reset afterward.
         """
         for number, stage in self._numbered_stages():
             self._prepare_backward(stage, last=True)
@@ -181,13 +186,13 @@ class ParallelModel(nn.Module):
         prepare_backward(stage, self._settings.zero_stage, last=last)
 
     def _run_schedule(self, batches: Sequence[Batch], loss: Loss, weight_n: Tensor) -> Tensor:
-        """Run the micro-batches through the stages of all ranks, as the pipeline's schedule orders them."""
+        """Run the micro-batches through the stages of all ranks, in the order of the pipeline schedule."""
         key = (len(batches), *_row_shape(batches[0]))
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(*key)
         schedule, step = self._schedules[key]
         step.begin(batches, loss, weight_n)
-        # The schedule hands each stage the number of a micro-batch; the stage looks the batch up by it.
+        # The schedule passes only tensors to a stage: here the number of a micro-batch, with which the stage finds it.
         numbers = torch.arange(len(batches))
         schedule.step(target=numbers, return_outputs=False, number=numbers)
         dist.all_reduce(step.total_n, group=self._group)
@@ -195,12 +200,13 @@ class ParallelModel(nn.Module):
         return step.total_n
 
     def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, Any]:
+        """Return PyTorch's schedule for micro-batches of this shape, and the `PipelineStep` that its stages read."""
         # PyTorch's schedules are slow to import.
         from jingu.parallel.scheduled_stage import SCHEDULES, PipelineStep, ScheduledStage
 
         step = PipelineStep(self.activity)
         name = self._settings.pipeline_schedule
-        # What enters each stage, and at last what leaves the last one: a number.
+        # The tensors that each stage receives, then the output of the last stage (a loss).
         boundaries = [self._received_tensors(stage, rows, tokens, source) for stage in range(len(self.ranges))]
         boundaries.append((torch.empty(1, device="meta"),))
         stages = [
@@ -218,23 +224,27 @@ class ParallelModel(nn.Module):
             )
             for number, stage in self._numbered_stages()
         ]
+        # Schedules with one stage per rank take the stage, the others a list.
         argument = stages[0] if name in ("gpipe", "1f1b") else stages
         schedule = SCHEDULES[name](argument, micro_batches, loss_fn=step.weighted_loss, scale_grads=False)
         return schedule, step
 
-    # What travels between stages
+    # Tensors that stages exchange
 
     def _receives_encoder_states(self, stage: int) -> bool:
-        """Whether a stage receives an encoder's states beside those of the decoder."""
+        """Return whether a stage receives the encoder's hidden states in addition to the decoder's."""
         encoder_layers = self.spec.num_encoder_layers
         return encoder_layers is not None and self.ranges[stage].start > encoder_layers
 
     def _received_tensors(self, stage: int, rows: int, tokens: int, source: int) -> tuple[Tensor, ...]:
-        """Return tensors on the meta device with the shapes and dtypes of those that a stage receives.
+        """Return meta tensors with the shapes and dtypes of the tensors that a stage receives from the one before.
 
         Args:
-            source: tokens of a row that an encoder reads; 0 if there is none, or if a cache holds what it made of
-                them.
+            stage: number of the stage; stage 0 receives nothing.
+            rows: rows of a micro-batch.
+            tokens: tokens per row.
+            source: tokens per row that the encoder reads; 0 without an encoder, or if the KV cache already holds the
+                keys and values of its hidden states.
         """
         spec = self.spec
         if not stage:
@@ -242,12 +252,12 @@ class ParallelModel(nn.Module):
         lengths = [source if spec.num_encoder_layers else tokens]
         if self._receives_encoder_states(stage):
             lengths = [tokens, source]
-        # Rows are padded so that each rank has as many of their tokens.
+        # Rows are padded, so that every rank has the same number of tokens.
         shapes = [(rows, -(-length // self._token_ranks), spec.hidden_size) for length in lengths if length]
         meta = partial(torch.empty, device="meta", requires_grad=True)
         tensors = [meta(shape, dtype=self._compute) for shape in shapes]
         if tensors and self.training and isinstance(spec.feed_forward, Experts):
-            # Statistics of the routers so far, in fp32 at least.
+            # Statistics of the routers of all earlier blocks, in fp32 or wider.
             shape = (self.ranges[stage].start, rows, 2 * spec.feed_forward.num_experts + 2)
             tensors.append(meta(shape, dtype=torch.promote_types(self._compute, torch.float32)))
         return tuple(tensors)
@@ -257,9 +267,9 @@ class ParallelModel(nn.Module):
     def forward(
         self, inputs: Inputs | Tensor, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None
     ) -> Any:
-        """Compute what `Decoder.forward` does, through all stages; every rank of the pipeline gets the result.
+        """Compute `Decoder.forward` through all stages; every rank of the pipeline returns the result.
 
-        Through several stages no gradient flows.
+        With several stages, no gradient flows between them: use `train_micro_batches` to train.
         """
         if len(self.ranges) == 1:
             return self._stages[0](inputs, loss, auxiliary)
@@ -268,7 +278,7 @@ class ParallelModel(nn.Module):
         device = inputs.tokens.device
         result: Any = None
         for number, stage in self._numbered_stages():
-            # From the stage before: here already, or on another rank.
+            # The output of the stage before: already here if this rank has that stage, else received.
             received = result
             if number and owners[number - 1] != self.rank:
                 shapes = self._received_tensors(number, *_row_shape(inputs))
@@ -283,7 +293,11 @@ class ParallelModel(nn.Module):
         return self._broadcast_from_last(result if isinstance(result, Tensor) else None, device)
 
     def _broadcast_from_last(self, result: Tensor | None, device: torch.device) -> Tensor:
-        """Return the last stage's result on every rank of the pipeline; the others do not know its shape."""
+        """Return the last stage's result on every rank of the pipeline.
+
+        The other ranks do not know its dtype and shape, so a header [8] comes first: index of the dtype, number of
+        dims, sizes.
+        """
         group, last = self._group, self.owners[-1]
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
         header = torch.zeros(8, dtype=torch.int64, device=device)
@@ -301,7 +315,7 @@ class ParallelModel(nn.Module):
     # Parameters of several stages
 
     def _collect_tied_gradients(self) -> None:
-        """Add the gradients of copies to those of the parameters that they copy."""
+        """Add the gradient of each copy to that of its original, and clear the copy's."""
         for original, copy, owner, copy_owner in self._tied_weights():
             # A frozen parameter has no gradient on any rank.
             if any(parameter is not None and not parameter.requires_grad for parameter in (original, copy)):
@@ -316,7 +330,7 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def synchronize_tied_weights(self) -> None:
-        """Give copies of tied weights the values of the parameters that they copy."""
+        """Copy tied weights from their owner to their copies. Call it after each update and after loading weights."""
         for original, copy, owner, copy_owner in self._tied_weights():
             values = self._transfer(original, copy, owner, copy_owner)
             if values is not None and copy is not None:
@@ -325,13 +339,15 @@ class ParallelModel(nn.Module):
     def _transfer(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
         """Send this rank's part of a tensor from rank `source` to rank `target`; return it there, None elsewhere.
 
+        Ranks are those of the axis `pipeline`. If one rank has both tensors, nothing is sent.
+
         Args:
-            sent: the tensor, on the source.
-            like: a tensor of its shape and dtype, on the target.
+            sent: the tensor on the source; None on other ranks.
+            like: a tensor with the same shape and dtype on the target; None on other ranks.
         """
         if sent is not None and like is not None:
             return local_tensor(sent)
-        # Sent as bytes: gloo does not know every dtype.
+        # Send bytes, because gloo does not support every dtype.
         if sent is not None:
             dist.send(local_tensor(sent).contiguous().view(torch.uint8), group=self._group, group_dst=target)
         elif like is not None:
@@ -341,7 +357,11 @@ class ParallelModel(nn.Module):
         return None
 
     def _tied_weights(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
-        """Yield each parameter with each of its copies (None on another rank), and the ranks of the two."""
+        """Yield (original, copy, rank of the original, rank of the copy) for each copy of a tied parameter.
+
+        A tensor that is on another rank is None. All ranks yield the same pairs in the same order, so that sends and
+        receives match.
+        """
         parameters = {number: dict(stage.named_parameters()) for number, stage in self._numbered_stages()}
         for name, (first, *others) in self._users.items():
             for other in others:
@@ -352,7 +372,11 @@ class ParallelModel(nn.Module):
 
 @dataclass(frozen=True)
 class StageModel:
-    """A stage together with what it has received, called as a whole model is."""
+    """A stage and the tensors that it has received, with the call signature of a whole model.
+
+    Attributes:
+        received: the output of the stage before; None for the first stage.
+    """
 
     stage: Decoder
     received: StageOutput | None
@@ -370,7 +394,10 @@ class StageModel:
 
 
 def pack(output: StageOutput) -> tuple[Tensor, ...]:
-    """Return the tensors that travel: hidden states, an encoder's states, and routing statistics [L, B, 2E + 2]."""
+    """Return a stage's output as tensors to send: hidden states, encoder states, routing statistics [L, B, 2E + 2].
+
+    The last two are left out if the output has none.
+    """
     tensors = [output.states]
     if output.encoder_states is not None:
         tensors.append(output.encoder_states)
@@ -384,7 +411,7 @@ def pack(output: StageOutput) -> tuple[Tensor, ...]:
 
 
 def unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
-    """Return what `pack` took apart."""
+    """Return the stage's output whose tensors `pack` has returned: the inverse of `pack`."""
     states, *others = tensors
     encoder_states = others.pop(0) if with_encoder_states and others else None
     routings = []
@@ -396,10 +423,10 @@ def unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
 
 
 def _row_shape(batch: Batch | Inputs) -> tuple[int, int, int]:
-    """Return the number of rows, tokens a row, and tokens a row that an encoder reads."""
+    """Return the number of rows, the tokens per row, and the tokens per row that the encoder reads (0: no encoder)."""
     source = 0 if batch.source is None else batch.source.tokens.shape[1]
     return batch.tokens.shape[0], batch.tokens.shape[1], source
 
 
-# A model that generates: one that a process has whole, or a rank's part of one. Both have `spec` and `stages`.
+# A model for generation: a whole model, or this rank's part of one. Both have `spec` and `stages`.
 Model = Decoder | ParallelModel

@@ -1,7 +1,8 @@
-"""Context parallelism that keeps the heads together: each rank's queries see the keys and values of all ranks.
+"""Context parallelism with `context_method: ring`: each rank has all heads for its tokens.
 
-Keys and values travel in a ring, one rank's part at a time, by PyTorch's ring attention (Liu et al., 2023). Where a
-mask is needed (documents, windows, biases of positions), or the kernel does not support the dtype, they are gathered.
+Keys and values travel around a ring, one rank's part at a time (PyTorch's ring attention; Liu et al., 2023). They are
+all-gathered instead if attention needs a mask (documents, windows, position biases), if it is not causal, or if the
+kernel does not support the dtype.
 
 Shapes: B rows, T tokens of a row, C of them on a context rank, H heads, G key-value heads, K head dim, S keys.
 """
@@ -23,11 +24,13 @@ from jingu.parallel.token_sharding import TokenSharding, compose
 
 
 def apply_ring_attention(attention: Attention, sharding: TokenSharding, key_sharding: TokenSharding) -> None:
-    """Let the queries of this context rank's tokens attend to the keys and values of all ranks, in place.
+    """Make an attention module attend from the tokens of this context rank to the keys and values of all ranks.
+
+    Wraps the methods of `attention` in place.
 
     Args:
-        sharding: of the queries' tokens.
-        key_sharding: of the tokens that attention looks at: an encoder's, in cross-attention.
+        sharding: how the tokens of the queries are divided.
+        key_sharding: how the tokens of keys and values are divided: in cross-attention, those of the encoder.
     """
     module: Any = attention
     module.attend_cache = partial(_attend_cache, sharding, attention)
@@ -42,7 +45,10 @@ def apply_ring_attention(attention: Attention, sharding: TokenSharding, key_shar
 
 
 def _own_rows(sharding: TokenSharding, mask: AttentionMask) -> Tensor | None:
-    """Return a mask's rows for this rank's queries; rows of padding see all, as softmax over nothing has no value."""
+    """Return the rows of a mask that belong to this rank's queries.
+
+    Rows of padding may attend to all keys: the softmax over no keys is NaN.
+    """
     if isinstance(mask, DocumentMask):
         mask = mask.mask()
     if mask is None or mask.shape[-2] == 1:
@@ -72,12 +78,13 @@ def _attend_tokens(
 ) -> Tensor:
     """Replace `SelfAttention.attend_tokens`: this rank's queries attend to the keys of all ranks."""
     if attention.causal and mask is None and _has_ring_kernel(q_BHCK):
-        # The ring knows no grouped heads.
+        # PyTorch's ring attention does not support grouped-query attention, so repeat keys and values.
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]
         k_BHCK = k_BGCK.repeat_interleave(groups, 1)
         v_BHCK = v_BGCK.repeat_interleave(groups, 1)
         y_BHCK = ring_attention(q_BHCK, k_BHCK, v_BHCK, attention.scale, sharding.context_group)
         return attention.output(y_BHCK.transpose(1, 2).flatten(2))
+    # Otherwise, gather all keys and values, and use the mask rows of this rank's queries.
     k_BGTK, v_BGTK = (sharding.gather_context(x.transpose(1, 2)).transpose(1, 2) for x in (k_BGCK, v_BGCK))
     if mask is None and attention.causal and sharding.tokens > 1:
         mask = torch.ones(sharding.tokens, sharding.tokens, dtype=torch.bool, device=q_BHCK.device).tril()
@@ -87,11 +94,14 @@ def _attend_tokens(
 def _attend_cache(
     sharding: TokenSharding, attention: Attention, cache_attention: Callable[..., Tensor], *x_BCHK: Tensor
 ) -> Tensor:
-    """Replace `Attention.attend_cache`: every rank's cache has the tokens of all ranks."""
+    """Replace `Attention.attend_cache`: the KV cache of every rank holds the tokens of all ranks."""
     y_BTHK = cache_attention(*(sharding.gather_context(x) for x in x_BCHK), attention.scale)
     return attention.output(sharding.shard_context(y_BTHK.movedim(1, -1)).movedim(-1, 1).flatten(2))
 
 
 def _has_ring_kernel(q: Tensor) -> bool:
-    """Return whether the kernel that also returns the log-sum-exp, by which parts are summed, supports the dtype."""
+    """Return whether ring attention's kernel supports the dtype.
+
+    The ring needs a kernel that also returns the log-sum-exp, with which it combines the parts.
+    """
     return q.device.type == "cpu" or q.dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline as the schedules of `torch.distributed.pipelining` drive them."""
+"""Adapt the stages of a pipeline to the schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ SCHEDULES = {name: get_schedule_class(_CLASS_NAMES.get(name, name)) for name in 
 
 
 class PipelineStep:
-    """The micro-batches of one step. A schedule hands only tensors to its stages, so they look up the rest here."""
+    """The micro-batches and the loss function of the current step.
+
+    A schedule can pass only tensors to its stages, so stages and the schedule's loss function read the rest here.
+
+    Attributes:
+        activity: records the current operation for the watchdog.
+        batches: the micro-batches.
+        loss: computes the losses [n] of a micro-batch.
+        weight_n: the weights of the losses in the sum that is differentiated.
+        total_n: the losses of the step so far; zeros on ranks without the last stage.
+    """
 
     def __init__(self, activity: Activity) -> None:
         self.activity = activity
@@ -33,20 +43,26 @@ class PipelineStep:
         self.total_n = torch.zeros_like(weight_n)
 
     def weighted_loss(self, losses_n: Tensor, number: Tensor) -> Tensor:
-        """Return the sum of a micro-batch's losses that is differentiated."""
+        """Return the weighted sum of a micro-batch's losses, and add the losses to `total_n`."""
         self.total_n += losses_n.detach()
         return losses_n @ self.weight_n.to(losses_n.dtype)
 
 
 class ScheduledStage(PipelineStage):
-    """A stage as a schedule drives it.
+    """A stage that a schedule can run.
 
-    Where backward passes are whole, FSDP's hooks gather parameters and reduce gradients as without a pipeline. The
-    engine would do it for the whole stage at once, so it gets a plain container in the place of the model.
+    If backward passes are not split, FSDP's hooks gather parameters and reduce gradients block by block, as without a
+    pipeline. PyTorch's `PipelineStage` would do that for the whole stage at once if its module were an FSDP module; so
+    the module that it receives is a plain container around the model. With a schedule that splits backward passes, only
+    PyTorch's own handling works, and it receives the model itself.
 
     Args:
-        prepare_backward: called with whether a backward pass is the last of the step; None if the schedule splits
-            backward passes, which only the engine's own way serves.
+        model: the stage.
+        step: the current step, shared by all stages of this rank.
+        receives_encoder_states: whether the second tensor that the stage receives is the encoder's hidden states.
+        prepare_backward: called before each backward pass with whether it is the last of the step; None if the
+            schedule splits backward passes.
+        arguments: keywords of `PipelineStage`.
     """
 
     def __init__(
@@ -64,6 +80,10 @@ class ScheduledStage(PipelineStage):
         self._prepare_backward = prepare_backward
 
     def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
+        """Run the forward pass of micro-batch `number`; return the losses [n] in the last stage, else a tuple to send.
+
+        The schedule calls this, and passes the tensors that the stage has received.
+        """
         self._step.activity.enter("micro-batch", micro_batch=int(number))
         inputs = unpack(received, self._receives_encoder_states) if received else None
         result = self._step.loss(StageModel(self._model, inputs), self._step.batches[int(number)])
@@ -71,14 +91,15 @@ class ScheduledStage(PipelineStage):
             return result.view(-1)
         outputs = []
         for tensor in pack(result):
-            # A tensor that is only passed on must not leave as the one that came in: each has its own gradient.
+            # Clone a tensor that is only passed on: input and output need gradients of their own.
             if any(tensor is other for other in received):
                 tensor = tensor.clone()
-            # The engine expects a gradient of every output, even if nothing so far is trained.
+            # PyTorch expects a gradient for every output, even if no earlier parameter is trained.
             outputs.append(tensor if tensor.requires_grad else tensor.requires_grad_())
         return tuple(outputs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """Run a backward pass. The schedule calls this."""
         if self._prepare_backward is not None:
             self._prepare_backward(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -96,7 +117,7 @@ class ScheduledStage(PipelineStage):
         return self._record("send", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _record(self, phase: str, number: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Record an exchange with another rank, which the schedule is about to begin."""
+        """Record an exchange with another rank that the schedule is about to start; return the operations unchanged."""
         if operations:
             self._step.activity.enter(phase, micro_batch=number, peer=operations[0].peer)
         return operations

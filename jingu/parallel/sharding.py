@@ -1,9 +1,9 @@
 """Which shard of each parameter a rank holds, in every layout.
 
-Parameters are divided twice: first along the dims that the sharding tables name, over the ranks of `tensor` (and
-experts over those of `expert`); then what is left along the first dim, or along the rows of experts' matrices, by
-ZeRO. FSDP knows only the second division. Checkpoints, initial weights and gradient norms need whole tensors: here the
-two divisions are combined. A `TensorBlock` is what checkpoints write and fill, whatever layout a model has.
+Parameters are divided twice. First, `tensor` parallelism divides them along the dims that the sharding tables name, and
+`expert` parallelism divides experts. Then ZeRO divides the rest along the first dim, or along the rows of experts'
+matrices. FSDP knows only the second division. Checkpoints, initial weights and gradient norms need positions in the
+whole tensor, so this module combines both. Checkpoints write and fill a `TensorBlock`, whatever the layout.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class TensorBlock:
     """One rank's block of a whole tensor, and which ranks hold equal copies of it.
 
     Attributes:
-        local: this rank's values; empty where the rank holds nothing.
+        local: this rank's values; empty if the rank holds none.
         shape: shape of the whole tensor.
         offset: first index of the block in each dim.
-        replica: which of the equal copies of the block this one is.
+        replica: index of this copy among the equal copies of the block.
         replicas: number of equal copies.
-        group: equal for blocks that are copied among the same ranks in the same order.
+        group: a key that is equal for blocks with copies on the same ranks in the same order.
     """
 
     local: Tensor
@@ -54,14 +54,20 @@ class TensorBlock:
 
 
 def whole_block(tensor: Tensor, rank: int = 0, ranks: int = 1) -> TensorBlock:
-    """Return the block of a plain tensor that is equal on all ranks."""
+    """Return the block of a plain tensor that is equal on all ranks. Raises TypeError for a DTensor."""
     if is_dtensor(tensor):
         raise TypeError("a DTensor has no block here: ask the ShardingPlan of its model for it")
     return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks, "plain")
 
 
 def subblock(tensor: Tensor, begin: Extent, offset: Extent, size: Extent) -> Tensor:
-    """Return a view of `size` at `offset` of the whole tensor, given a block of it that begins at `begin`."""
+    """Return a view of part of a block. All indices are those of the whole tensor.
+
+    Args:
+        tensor: the block.
+        begin: offset of the block.
+        offset, size: the part.
+    """
     for dim, (first, start, extent) in enumerate(zip(begin, offset, size, strict=True)):
         tensor = tensor.narrow(dim, start - first, extent)
     return tensor
@@ -72,9 +78,10 @@ class ParameterSharding:
     """How one parameter is divided.
 
     Attributes:
-        shape: of the whole.
-        mesh: `replicate`, ZeRO's axis, and the axes that divide what the table names.
-        dims: the dim that each axis of the mesh divides; None where its ranks hold copies.
+        shape: shape of the whole parameter.
+        mesh: a mesh of `replicate`, ZeRO's axis, and the axes that divide the dims of the sharding table, in order.
+        dims: for each axis of the mesh, the dim that it divides; None if the ranks of the axis hold copies.
+        zero_axis: index of ZeRO's axis in the mesh.
     """
 
     shape: torch.Size
@@ -84,12 +91,12 @@ class ParameterSharding:
 
     @classmethod
     def undivided(cls, shape: torch.Size) -> ParameterSharding:
-        """Return the sharding of a parameter that one rank holds whole, without a mesh."""
+        """Return the sharding of a parameter that one rank holds whole. It has no mesh."""
         return cls(shape, cast(DeviceMesh, None), ())
 
     @property
     def order(self) -> list[int]:
-        """The axes that divide the parameter, in the order of division: ZeRO's comes last."""
+        """Indices of the mesh axes that divide the parameter, in the order of division: ZeRO's axis comes last."""
         axes = [axis for axis, dim in enumerate(self.dims) if dim is not None]
         return sorted(axes, key=lambda axis: axis == self.zero_axis)
 
@@ -99,7 +106,7 @@ class ParameterSharding:
         return prod(self.mesh.size(axis) for axis, dim in enumerate(self.dims) if dim is None)
 
     def has_turn(self, number: int) -> bool:
-        """Return whether `number` is this rank's turn, among the ranks that together hold the parameter."""
+        """Return whether item `number` falls to this rank, if the ranks that share the parameter take turns."""
         ranks, place = 1, 0
         for axis in self.order:
             size = self.mesh.size(axis)
@@ -107,22 +114,30 @@ class ParameterSharding:
         return number % ranks == place
 
     def whole(self, shard: Tensor) -> Tensor:
-        """Gather the whole tensor on every rank, from the shards of all."""
+        """Return the whole tensor on every rank, given each rank's shard. Every rank must call this."""
         whole = shard.new_zeros(self.shape)
         self.cut(whole).copy_(shard)
         all_reduce_shards([(self, whole)])
         return whole
 
     def cut(self, whole: Tensor, *, zero: bool = True) -> Tensor:
-        """Return this rank's shard of a whole tensor, or what ZeRO will divide further."""
+        """Return a view of this rank's shard of a whole tensor.
+
+        Args:
+            zero: False returns the larger part that ZeRO divides further.
+        """
         offset, size = block_region(whole.shape, self._splits(self.order if zero else self.order[:-1]))
         return subblock(whole, (0,) * whole.dim(), offset, size)
 
     def block(self, tensor: Tensor, group_size: int = 1) -> TensorBlock:
-        """Return this rank's block of the parameter, or of what has a value for each `group_size` elements of a row.
+        """Return this rank's block of the parameter, or of a tensor that is divided in the same way.
 
         Args:
-            tensor: the parameter or a tensor of its layout; a DTensor, or this rank's part of it.
+            tensor: a DTensor, or this rank's part.
+            group_size: elements of a row that share one value of the tensor, such as a quantization scale.
+
+        Raises:
+            ValueError: the tensor does not have the size of this rank's block.
         """
         shape = list(self.shape)
         if group_size > 1:
@@ -134,11 +149,11 @@ class ParameterSharding:
         return block
 
     def replicated_block(self, tensor: Tensor) -> TensorBlock:
-        """Return the block of a tensor that all ranks of the mesh hold whole."""
+        """Return the block of a tensor of which every rank of the mesh holds a whole copy."""
         return self._copied(tensor, tensor.shape, (0,) * tensor.dim(), range(self.mesh.ndim))
 
     def _copied(self, tensor: Tensor, shape: Sequence[int], offset: Extent, axes: Sequence[int]) -> TensorBlock:
-        """Return a block of which the ranks along `axes` hold equal copies."""
+        """Return the block of a tensor of which the ranks along `axes` hold equal copies."""
         replica = 0
         for axis in axes:
             replica = replica * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
@@ -148,7 +163,7 @@ class ParameterSharding:
         )
 
     def _splits(self, axes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield dim, number of ranks and rank for axes that divide the parameter."""
+        """Yield (dim, number of ranks, this rank) for axes that divide the parameter."""
         for axis in axes:
             dim = self.dims[axis]
             assert dim is not None
@@ -160,8 +175,9 @@ class ShardingPlan:
     """How all parameters of a model are divided over the mesh.
 
     Attributes:
-        parts: by the name of the parameter.
-        experts: the axes `expert_fsdp` and `expert`, where a mixture's experts are shared.
+        mesh: the whole device mesh.
+        parts: the sharding of each parameter, by its name.
+        experts: a mesh of the axes `expert_fsdp` and `expert`; None without expert parallelism.
     """
 
     mesh: DeviceMesh
@@ -169,11 +185,12 @@ class ShardingPlan:
     experts: DeviceMesh | None = None
 
     def block(self, name: str, tensor: Tensor, *, replicated: bool = False, group_size: int = 1) -> TensorBlock:
-        """Return this rank's block of parameter `name`, or of the optimizer state that belongs to it.
+        """Return this rank's block of parameter `name`, or of optimizer state that belongs to it.
 
         Args:
-            replicated: all ranks hold the whole of it, as they do of a scalar.
-            group_size: elements of a row that share one value.
+            tensor: a DTensor, or this rank's part.
+            replicated: every rank holds the whole tensor. Scalars are always replicated.
+            group_size: elements of a row that share one value of the tensor.
         """
         sharding = self.parts[name]
         if replicated or not tensor.dim():
@@ -184,25 +201,31 @@ class ShardingPlan:
     def fill(
         self, model: nn.Module, whole: Callable[[str], Tensor], which: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Fill this rank's shards from whole tensors by name, one after another."""
+        """Fill this rank's shards from whole tensors, one after another.
+
+        Args:
+            whole: returns a whole tensor by the name of its parameter.
+            which: returns whether to fill a parameter, by its name.
+        """
         for name, parameter in model.named_parameters():
             if not which(name):
                 continue
             local_tensor(parameter).copy_(self.parts[name].cut(whole(name)))
 
     def init_weights(self, model: nn.Module, spec: ModelSpec, seed: int) -> None:
-        """Fill this rank's shards with the initial weights, the same in every layout."""
+        """Fill this rank's shards with initial weights that depend only on names and seed, not on the layout."""
         self.fill(model, lambda name: initial_tensor(name, self.parts[name].shape, spec, seed))
 
     def sum_replicated_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of parameters that ranks of `tensor` replicate: each has seen other tokens or heads.
+        """Sum the gradients of parameters that ranks of `tensor` replicate, over these ranks.
 
-        Call it once a step, after ZeRO has reduced the gradients over its axis.
+        Each of these ranks has computed the gradient for other tokens or heads. Call this once per step, after ZeRO has
+        reduced the gradients over its axis.
         """
         copied: list[tuple[ParameterSharding, list[int], Tensor]] = []
         for name, parameter in model.named_parameters():
             part = self.parts[name]
-            # ZeRO reduces over its axis and those before it: the axes behind it remain.
+            # ZeRO has reduced over its axis and the axes before it; the axes after it remain.
             axes = [axis for axis in range(part.zero_axis + 1, part.mesh.ndim) if part.dims[axis] is None]
             if parameter.grad is not None:
                 copied.append((part, axes, local_tensor(parameter.grad)))
@@ -210,10 +233,11 @@ class ShardingPlan:
 
 
 def block_region(shape: Sequence[int], splits: Iterable[tuple[int, int, int]]) -> tuple[Extent, Extent]:
-    """Return offset and size of the block that is left after several splits, each of what the one before has left.
+    """Return offset and size of the block that is left after several splits, each of the part that the last one left.
 
     Args:
-        splits: dim, number of ranks among which it is divided, and rank.
+        shape: shape of the whole tensor.
+        splits: for each split, the dim, the number of ranks that share it, and the rank whose part is kept.
     """
     offset = [0] * len(shape)
     size = list(shape)
@@ -224,34 +248,39 @@ def block_region(shape: Sequence[int], splits: Iterable[tuple[int, int, int]]) -
 
 
 def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Start and length of a rank's part: equal blocks, rounded up, so that the last may be short (torch.chunk's)."""
+    """Return start and length of a rank's part: blocks of equal size, rounded up, as in `torch.chunk`.
+
+    The last parts may be shorter, or empty.
+    """
     block = -(-size // ranks)
     start = min(size, block * rank)
     return start, min(block, size - start)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's part of a DTensor; a plain tensor is returned as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def all_reduce_shards(tensors: Sequence[tuple[ParameterSharding, Tensor]]) -> None:
-    """Add up tensors over the ranks that hold the whole of a parameter between them, in place; all that go the same
-    way at once."""
+    """Sum each tensor, in place, over the ranks that together hold its parameter.
+
+    Tensors that are summed over the same ranks share one collective.
+    """
     _all_reduce([(part, part.order, tensor) for part, tensor in tensors])
 
 
 def _all_reduce(tensors: Sequence[tuple[ParameterSharding, Sequence[int], Tensor]]) -> None:
-    """Add up tensors over axes of their meshes, in place."""
+    """Sum each tensor over the given axes of its mesh, in place."""
     buckets: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for part, axes, tensor in tensors:
         groups = tuple(part.mesh.get_group(axis) for axis in axes if part.mesh.size(axis) > 1)
         if groups:
             device = part.mesh.device_type
             buckets.setdefault(groups, []).append(tensor)
-    # One collective for all tensors that go the same way.
+    # One collective per list of process groups.
     for groups, bucket in buckets.items():
-        # What is offloaded travels from where the ranks compute.
+        # Offloaded tensors are moved to the device of the mesh, whose backend communicates.
         flat = torch.cat([tensor.flatten() for tensor in bucket]).to(device)
         for group in groups:
             dist.all_reduce(flat, group=group)
@@ -263,26 +292,30 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: i
     """Plan the division of a model's parameters over a mesh.
 
     Args:
-        stages: all stages of the model, not yet divided.
-        num_kv_heads: of the model; if there are fewer than ranks of `tensor`, neighbours share one.
-        expert_ranks: ranks, of those of shard × context, that share a mixture's experts.
+        stages: all stages of the model, not yet sharded.
+        num_kv_heads: key-value heads of the model. If `tensor` has more ranks, neighboring ranks hold the same head.
+        expert_ranks: number of ranks of shard × context that share the experts (expert parallelism).
     """
+    # Each kind of parameter has a mesh of its own: replicate × ZeRO × the axes that divide it before ZeRO.
     replicate, fsdp, tensor = mesh["replicate"], fsdp_mesh(mesh), mesh["tensor"]
     plain_mesh = join_meshes([replicate, fsdp, tensor])
     kv_head_mesh = None
     if num_kv_heads < tensor.size():
-        # The axis `tensor` in two: over the second one key-value heads are replicated.
+        # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.
         sizes = (num_kv_heads, tensor.size() // num_kv_heads)
         kv_head_mesh = join_meshes([replicate, fsdp, split_axis(tensor, 0, sizes, ("kv_heads", "kv_copies"))])
     experts = split_expert_mesh(fsdp, expert_ranks) if expert_ranks > 1 else None
     expert_mesh = None if experts is None else join_meshes([replicate, experts, tensor])
 
     def plan(shape: torch.Size, sharded: tuple[ShardedDim, ...]) -> ParameterSharding:
+        """Return the sharding of one parameter, given the dims that its sharding table divides."""
         dims = {dim.kind: dim.dim for dim in sharded}
         inner = dims.get("inner", dims.get("kv_heads"))
+        # ZeRO shards along the first dim.
         zero = 0
         if "experts" in dims:
-            # Experts that ZeRO's ranks cannot divide evenly (there may be more ranks than experts) are divided by rows.
+            # If ZeRO's ranks cannot divide the experts evenly (there may be more ranks than experts), ZeRO shards the
+            # rows of their matrices, provided that these divide evenly.
             ranks = fsdp.size() // expert_ranks
             split = ranks * (tensor.size() if inner == 1 else 1)
             zero = int(bool(shape[0] // expert_ranks % ranks) and shape[1] % split == 0)
@@ -301,7 +334,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: i
 
 
 def shard_parameters(model: nn.Module, plan: ShardingPlan) -> None:
-    """Leave of each parameter what ZeRO will divide further, in place; the model is on the meta device."""
+    """Replace each parameter by this rank's part before ZeRO, in place. The model is on the meta device."""
     for prefix, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             piece = plan.parts[f"{prefix}.{leaf}" if prefix else leaf].cut(parameter, zero=False)

@@ -1,4 +1,4 @@
-"""Divide the blocks of a model over the stages of a pipeline, and check what a schedule requires."""
+"""Divide the blocks of a model over the stages of a pipeline, and check the requirements of schedules and layouts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 if TYPE_CHECKING:
     from jingu.model.decoder import Decoder
 
-# Schedules that compute the gradients of states first, and those of parameters where a rank would wait.
+# Schedules that split a backward pass: first the gradients of the hidden states, and later, when the rank would
+# otherwise wait, the gradients of the parameters (zero-bubble schedules; Qi et al., 2023).
 SPLIT_BACKWARD_SCHEDULES = frozenset({"zero_bubble", "zbv"})
 
 
 def stages_per_rank(settings: ParallelSettings) -> int:
-    """Return the number of stages of a rank of the axis `pipeline`.
+    """Return the number of stages per rank of the axis `pipeline`.
 
     Raises:
-        JinguError: the schedule has another number.
+        JinguError: the schedule requires another number than `parallel.stages_per_rank`.
     """
     number, schedule = settings.stages_per_rank, settings.pipeline_schedule
     exact = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule)
@@ -39,7 +40,7 @@ def stages_per_rank(settings: ParallelSettings) -> int:
     if (exact and number != exact) or (schedule == "interleaved" and number < 2):
         has = {1: "one stage", 2: "two stages", None: "at least two stages"}[exact]
         raise JinguError(
-            f"the schedule {schedule} has {has} a rank, not {number}.",
+            f"the schedule {schedule} has {has} per rank, not {number}.",
             where="parallel.stages_per_rank",
             fix="Leave it at auto, or choose interleaved or zero_bubble.",
         )
@@ -47,14 +48,22 @@ def stages_per_rank(settings: ParallelSettings) -> int:
 
 
 def rank_of_stage(settings: ParallelSettings, ranks: int, stage: int) -> int:
-    """Return the rank of a stage on the axis `pipeline`: in turns; for zbv there and back."""
+    """Return the rank of a stage on the axis `pipeline`.
+
+    Stages go to ranks round-robin. With `zbv`, the second half of the stages goes back in reverse order (a V shape), so
+    rank 0 has the first and the last stage.
+
+    Args:
+        ranks: size of the axis `pipeline`.
+        stage: number of the stage, from 0.
+    """
     if settings.pipeline_schedule == "zbv" and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
 
 
 def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> list[range]:
-    """Return the blocks of each stage; those of an encoder are counted first.
+    """Return the block numbers of each stage; in an encoder-decoder, the encoder's blocks are numbered first.
 
     Args:
         ranks: size of the axis `pipeline`.
@@ -68,7 +77,7 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
         raise JinguError(
             f"{layers} blocks cannot be shared by {stages} stages{per_rank}.",
             where="parallel.pipeline",
-            fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages a rank.",
+            fix=f"Set it to {max(1, layers // (stages // ranks))} or less, or use fewer stages per rank.",
         )
     even = _balance_blocks(spec, stages)
     parts = settings.layers_per_stage or even
@@ -85,17 +94,20 @@ def split_blocks(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> lis
 
 @lru_cache(maxsize=256)
 def _balance_blocks(spec: ModelSpec, stages: int) -> list[int]:
-    """Return the number of blocks of each stage of a model."""
+    """Return the number of blocks of each stage of a model, balanced by cost at the maximum context length."""
     return balance_stages(layer_costs(spec, parameter_sizes(spec), spec.max_position_embeddings), stages)
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     """Return the number of blocks of each stage, at least one, that minimizes the cost of the most expensive stage.
 
+    Ties are broken by the smallest sum of squared costs.
+
     Args:
-        costs: of the embedding, of each block, and of norm and head.
+        costs: the costs, in order, of the embedding, of each block, and of the final norm and head together.
+        stages: number of stages, at most the number of blocks.
     """
-    # The embedding is in the first stage, norm and head are in the last one.
+    # The embedding is in the first stage, and the final norm and head are in the last one.
     blocks = [*costs[1:-1]]
     blocks[0] += costs[0]
     blocks[-1] += costs[-1]
@@ -104,7 +116,7 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
 
     @cache
     def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return largest cost, sum of squares (the tie-break) and sizes of stages, for the blocks before `end`."""
+        """Divide the blocks before `end`; return the largest cost, the sum of squared costs, and the stages' sizes."""
         if stages == 1:
             return sums[end], sums[end] ** 2, (end,)
         # Try every number of blocks of the last stage.
@@ -123,11 +135,14 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_limit(costs: Sequence[float], stages: int) -> float:
-    """Return, rounded up a little, the smallest cost that no stage needs to exceed: fuller ones need not be tried."""
+    """Return the lowest possible cost of the most expensive stage, slightly rounded up, by bisection.
+
+    `balance_stages` skips stages that cost more, which keeps its search fast.
+    """
     low, high = max(costs), sum(costs)
     for _ in range(50):
         middle = (low + high) / 2
-        # Fill one stage after another.
+        # Fill the stages greedily up to `middle`, and count them.
         needed, load = 1, 0.0
         for cost in costs:
             if load + cost > middle:
@@ -138,12 +153,16 @@ def _smallest_limit(costs: Sequence[float], stages: int) -> float:
 
 
 def plan_layout(config: RunConfig, ranks: int, spec: ModelSpec, rows_per_group: int = 1) -> tuple[AxisSizes, BatchPlan]:
-    """Return the axes of the mesh and the division of the batch over them, before any rank starts.
+    """Return the sizes of the mesh axes and the division of the batch over them. No rank needs to run yet.
+
+    Args:
+        ranks: number of ranks of the run.
+        rows_per_group: rows that must stay in one micro-batch, such as the answers to one prompt.
 
     Raises:
-        JinguError: ranks, model and batch do not fit together; says with which numbers.
+        JinguError: ranks, model and batch do not fit together; the message gives the numbers.
     """
-    # The mesh, then the batch over it, then what the parts of the layout require of each other.
+    # First the mesh, then the batch, then the requirements that the parts of the layout have of each other.
     sizes = resolve_axis_sizes(config.parallel, ranks, spec)
     updates = config.task.updates_per_step if isinstance(config.task, RolloutSettings) else 1
     plan = plan_batch(config.batch, sizes.data, sizes.pipeline, rows_per_group, updates)
@@ -157,8 +176,8 @@ def check_layout(
     """Raise JinguError if parts of a layout do not fit together.
 
     Args:
-        checkpointing: which activations are recomputed: none, selective or full.
-        micro_batches: forward passes of a rank in a step.
+        checkpointing: type of activation checkpointing: none, selective or full.
+        micro_batches: micro-batches per step on one rank.
     """
     if sizes.pipeline > 1:
         split_blocks(settings, sizes.pipeline, spec)
@@ -167,8 +186,8 @@ def check_layout(
         _check_micro_batches(settings, sizes.pipeline, micro_batches)
     if sizes.expert > 1 and checkpointing == "selective":
         raise JinguError(
-            "selective activation checkpointing sees every operation of a block, also those that gather a rank's "
-            "experts, which are not the same when it computes again.",
+            "selective activation checkpointing records every operation of a block, including those that gather the "
+            "experts of a rank, and these differ when the block is recomputed.",
             where="train.activation_checkpointing.type",
             fix="Set it to full or none, or parallel.expert=1.",
         )
@@ -177,7 +196,7 @@ def check_layout(
 
 
 def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -> None:
-    """Raise JinguError if the layout cannot have quantized matrices."""
+    """Raise JinguError if the layout or the model does not allow quantized matrices."""
     import torch
 
     from jingu.model.decoder import build_model
@@ -187,16 +206,16 @@ def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -
         require_bitsandbytes("matrices are rounded to nf4", "tune.quantization", "int4")
     if sizes.data * sizes.context > 1 and torch.__version__ < "2.12":
         raise JinguError(
-            "PyTorch before 2.12 casts what ranks share of a model, and so cannot share matrices of few bits.",
+            "before PyTorch 2.12, FSDP casts every parameter that it shards, so it cannot shard quantized matrices.",
             where="tune.quantization",
-            fix="Install PyTorch 2.12 or later, leave it out, or use ranks of `tensor` and `pipeline` alone.",
+            fix="Install PyTorch 2.12 or later, leave this setting out, or use only the axes tensor and pipeline.",
         )
     with torch.device("meta"):
         model = build_model(spec)
     if not any(isinstance(part, QuantizedWeight) for part in model.modules()):
         raise JinguError(
-            "no matrix of a block can be quantized: that takes a multiple of 16 rows, each of a multiple of "
-            f"{GROUP_SIZES[kind]} elements.",
+            "no matrix of a block can be quantized: the number of rows must be a multiple of 16, and the number of "
+            f"columns a multiple of {GROUP_SIZES[kind]}.",
             where="tune.quantization",
             fix="Leave it out.",
         )
@@ -223,39 +242,42 @@ def check_quantization_groups(model: Decoder, tensor: int) -> None:
 
 
 def _check_split_backward(settings: ParallelSettings, checkpointing: str, spec: ModelSpec) -> None:
+    """Raise JinguError if the model or the layout does not allow a schedule that splits backward passes."""
     schedule = settings.pipeline_schedule
     if spec.num_encoder_layers is not None:
         raise JinguError(
-            f"the schedule {schedule} divides a backward pass at what a stage has received, and where the decoder "
-            "begins that is the encoder's states, which its own first layers do not depend on.",
+            f"the schedule {schedule} splits a backward pass at the tensors that a stage has received. The stage where "
+            "the decoder begins receives the encoder's hidden states, and the first layers of the decoder do not "
+            "depend on them.",
             where="parallel.pipeline_schedule",
             fix="Set it to 1f1b, interleaved or gpipe.",
         )
     if settings.zero_stage == 3:
         raise JinguError(
             f"the schedule {schedule} cannot run with ZeRO 3: between the two halves of a backward pass it needs the "
-            "gathered parameters of a stage, which ZeRO 3 lets go.",
+            "gathered parameters of a stage, which ZeRO 3 frees.",
             where="parallel.zero_stage",
             fix="Set parallel.zero_stage=2, or parallel.pipeline_schedule to 1f1b or interleaved.",
         )
     if checkpointing == "selective":
         raise JinguError(
-            f"the schedule {schedule} passes backward twice, and what selective activation checkpointing keeps can be "
-            "taken once only.",
+            f"the schedule {schedule} runs two backward passes, and the activations that selective activation "
+            "checkpointing saves can be used only once.",
             where="train.activation_checkpointing.type",
             fix="Set it to full or none, or parallel.pipeline_schedule to 1f1b or interleaved.",
         )
 
 
 def _check_micro_batches(settings: ParallelSettings, ranks: int, number: int) -> None:
+    """Raise JinguError if the schedule does not allow this number of micro-batches per step."""
     schedule, needed = settings.pipeline_schedule, ""
     if schedule == "1f1b" and number < ranks:
         needed = f"at least as many as stages, {ranks}"
     elif schedule in ("interleaved", "zero_bubble") and number % max(1, number // ranks):
-        needed = f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice"
+        needed = f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice as many"
     if needed:
         raise JinguError(
-            f"the schedule {schedule} needs {needed}, but a step has {number} micro-batches a rank.",
+            f"the schedule {schedule} needs {needed}, but a step has {number} micro-batches per rank.",
             where="batch.micro_batch_size",
             fix="Set it lower, raise batch.global_batch_size, or choose another parallel.pipeline_schedule (gpipe "
             "takes any number).",

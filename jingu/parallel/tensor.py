@@ -1,16 +1,18 @@
-"""Tensor, context and expert parallelism: whose tokens, heads and experts a rank computes with.
+"""Tensor, context and expert parallelism: make modules compute with a rank's share of tokens, heads and experts.
 
-The tokens of a row are divided over `context` and then over `tensor`. Norms, residuals and everything else that treats
-tokens one by one see the S tokens of a rank. A module with a table (`SHARDING`) gets all tokens of its context rank,
-computes with its share of heads or intermediate dims, and the results of the ranks of `tensor` are summed as they are
-scattered again. Between projections and attention, ranks of `context` exchange tokens for heads, so that attention
-sees whole rows (DeepSpeed-Ulysses, Jacobs et al., 2023); or they keep the heads, and keys and values travel
-(`jingu.parallel.ring`).
+*Tensor parallelism, with sequence parallelism (Megatron).* The tokens of a row are divided over `context` and then over
+`tensor`. Norms, residuals and all other operations per token see the S tokens of a rank. A module with a sharding table
+(`SHARDING`) all-gathers the C tokens of its context rank, computes with its share of heads or intermediate dims, and
+reduce-scatters the result over `tensor`.
 
-With expert parallelism, tokens travel to the ranks of `expert` that have their experts, and back.
+*Context parallelism.* Between projections and attention, ranks of `context` exchange tokens for heads, so that
+attention sees whole rows (DeepSpeed-Ulysses, Jacobs et al., 2023). Or each rank keeps all heads, and keys and values
+travel (`jingu.parallel.ring`).
+
+*Expert parallelism.* Tokens travel to the ranks of `expert` that hold their experts, and back.
 
 Shapes: B rows, T tokens of a row, C of them on a context rank, S on a rank, D hidden size, V vocabulary. Of experts:
-M choices of this rank's tokens, N choices that this rank's experts get, R ranks, E experts here.
+M choices (token, expert) of this rank's tokens, N choices that this rank's experts receive, R ranks, E experts here.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ class VocabShard:
     """This rank's shard of the vocabulary.
 
     Attributes:
-        size: V.
-        start: the first entry here.
-        count: entries here.
-        most: entries of the rank that has most.
-        group: the ranks of `tensor`.
+        size: entries of the whole vocabulary, V.
+        start: first entry of this rank.
+        count: entries of this rank.
+        most: entries of the largest shard.
+        group: process group of the axis `tensor`.
     """
 
     size: int
@@ -60,32 +62,34 @@ class VocabShard:
 
     @staticmethod
     def of(mesh: DeviceMesh, size: int) -> VocabShard:
-        """Return the shard of this rank."""
+        """Return this rank's shard of a vocabulary of `size` entries."""
         ranks = mesh["tensor"].size()
         start, count = shard_range(size, ranks, mesh.get_local_rank("tensor"))
         return VocabShard(size, start, count, -(-size // ranks), mesh.get_group("tensor"))
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Return all V logits [..., V] from each rank's."""
+        """Return the logits of the whole vocabulary [..., V], given each rank's logits [..., count]."""
         padded = F.pad(logits, (0, self.most - logits.shape[-1]))
         return all_gather(padded.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None:
-    """Let a model whose parameters are this rank's shards compute with them, in place.
+    """Make a model compute with this rank's shards of its parameters, in place: tensor and context parallelism.
 
     Forward methods are wrapped rather than modules, so that parameter names stay those of the plain model.
 
     Args:
-        ring: ranks of `context` keep all heads, and keys and values travel between them.
+        model: one stage, whose parameters `shard_parameters` has already cut.
+        mesh: the whole device mesh.
+        ring: ranks of `context` keep all heads, and keys and values travel between them; otherwise Ulysses.
     """
     sharding = TokenSharding(mesh)
-    # The tokens that an encoder reads are divided by themselves.
+    # The encoder's tokens are divided separately.
     source_sharding = TokenSharding(mesh)
     vocab = VocabShard.of(mesh, model.spec.vocab_size)
     if sharding.tensor * sharding.context == 1:
         return
-    # Embeddings: of this rank's entries, or of its tokens.
+    # Embeddings: divided by vocabulary entries, or computed for this rank's tokens only.
     module: Any
     for _, module, style in iterate_styles(model):
         if style == "vocabulary" and isinstance(module, Embedding):
@@ -94,7 +98,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = Fals
             module.forward = partial(_embed, sharding, vocab, module.forward)  # type: ignore[method-assign]
         elif style == "tokens":
             module.forward = compose(sharding.shard_tokens, module.forward)
-    # The blocks: every module with a table.
+    # Blocks: every module with a sharding table.
     for stack, own_sharding in ((model, sharding), (model.encoder, source_sharding)):
         if stack is None:
             continue
@@ -110,16 +114,23 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = Fals
 def _parallelize_module(
     module: Any, sharding: TokenSharding, key_sharding: TokenSharding, spec: ModelSpec, *, ring: bool
 ) -> None:
-    """Wrap a part of a block; `key_sharding` divides the tokens that attention looks at."""
+    """Wrap a module of a block (attention or feed-forward).
+
+    Args:
+        sharding: how the module's tokens are divided.
+        key_sharding: how the tokens of attention's keys and values are divided.
+        ring: see `apply_tensor_parallel`.
+    """
     has_context = sharding.context > 1
     by_heads = has_context and not ring
+    # Projections: sum over `tensor` after a row-parallel matrix, exchange tokens for heads over `context`.
     for _, child, style in child_styles(module):
         if style in ("row", "from_heads") and sharding.tensor > 1:
             _compute_summand(child, sharding)
         if by_heads:
             _exchange_tokens_for_heads(child, style, sharding, key_sharding, spec.attention.head_dim)
     if isinstance(module, Attention):
-        # The number of the first head here, for masks and caches that have all heads.
+        # The index of this rank's first head, for masks and caches that have all heads.
         ranks, rank = sharding.tensor, sharding.tensor_rank
         if by_heads:
             ranks = ranks * sharding.context
@@ -130,6 +141,7 @@ def _parallelize_module(
             from jingu.parallel.ring import apply_ring_attention
 
             apply_ring_attention(module, sharding, key_sharding)
+    # Virtual tokens of prefix tuning: each rank needs those of its tokens (ring) or of its heads (Ulysses).
     if isinstance(module, SelfAttention) and module.prompt is not None and has_context:
         prompt: Any = module.prompt
         if ring:
@@ -138,13 +150,17 @@ def _parallelize_module(
             prompt.own_heads = sharding.shard_heads
     if isinstance(module, MoELayer) and has_context:
         module.route = partial(_route, sharding, module.route)  # type: ignore[method-assign]
+    # Gather tokens over `tensor` before the module, and scatter the sum of results after it.
     if sharding.tensor > 1:
         sources = None if key_sharding is sharding else key_sharding
         module.forward = partial(_with_all_tokens, sharding, sources, module.forward)
 
 
 def _compute_summand(child: Any, sharding: TokenSharding) -> None:
-    """Let a map whose inputs are divided over `tensor` compute this rank's summand of the result."""
+    """Make a matrix whose inputs are divided over `tensor` compute this rank's summand of the result.
+
+    Only one rank adds the bias. For DoRA, the sums of squares of each row are summed over the ranks.
+    """
     child.bias_share = float(sharding.tensor_rank == 0)
     if isinstance(child, LoraLinear):
         sum_over_ranks = partial(all_reduce, op="sum", group=sharding.tensor_group)
@@ -155,7 +171,7 @@ def _compute_summand(child: Any, sharding: TokenSharding) -> None:
 def _exchange_tokens_for_heads(
     child: nn.Module, style: str, sharding: TokenSharding, key_sharding: TokenSharding, head_dim: int
 ) -> None:
-    """Let ranks of `context` exchange tokens for heads after q, k and v, and heads for tokens before the output."""
+    """Exchange tokens for heads over `context` after the projections q, k and v, and back before the output."""
     module: Any = child
     if style == "heads":
         module.forward = compose(module.forward, partial(sharding.tokens_to_heads, head_dim=head_dim))
@@ -177,8 +193,9 @@ def _forward(
 ) -> Any:
     """Replace `Decoder.forward`.
 
-    A loss gets the C tokens of the context rank and this rank's shard of the head's weight. Generation gets all
-    tokens, and the logits of the whole vocabulary.
+    The loss function receives the C tokens of the context rank and this rank's shard of the head's weight. With a KV
+    cache it receives all T tokens, and its logits are gathered over the vocabulary. Without a loss function, the
+    output of the last stage is gathered: all T tokens, on every rank.
     """
     inputs = _shard_seeds(as_inputs(inputs), sharding)
     sharding.tokens = inputs.tokens.shape[1]
@@ -193,8 +210,9 @@ def _forward(
         return loss(sharding.gather(hidden_BSD), weight_VD)
 
     def auxiliary_of_rank(routings: list[RoutingStats]) -> Tensor:
-        # Every rank that sees the row computes all of this. Each contributes an equal share of the gradient; and of
-        # the value those of `context`, which is summed over them.
+        # All ranks of `context` and `tensor` compute the same losses, and their gradients are summed, so each rank's
+        # gradient is divided by the number of both. Values are summed over `context` only; so the part that the
+        # division by `tensor` removes is added again, without gradient.
         assert auxiliary is not None
         losses = auxiliary(routings) / sharding.context
         return losses / sharding.tensor + (losses * (1 - 1 / sharding.tensor)).detach()
@@ -211,7 +229,7 @@ def _forward(
 
 
 def _shard_seeds(inputs: Inputs, sharding: TokenSharding) -> Inputs:
-    """Leave the dropout seeds of this context rank's tokens. All else is needed of whole rows."""
+    """Return the inputs with the dropout seeds of this context rank's tokens; all other inputs stay whole rows."""
     if inputs.dropout_seeds is None:
         return inputs
     return replace(inputs, dropout_seeds=sharding.shard_context(inputs.dropout_seeds))
@@ -224,10 +242,11 @@ def _with_all_tokens(
     x_BSD: Tensor,
     *arguments: Any,
 ) -> Any:
-    """Call a part of a block with all tokens of the context rank; return this rank's tokens of the sum of results.
+    """Call a module of a block with all tokens of the context rank, and reduce-scatter its result over `tensor`.
 
     Args:
-        source_sharding: of an encoder's states, which cross-attention gathers, too.
+        source_sharding: how the encoder's states are divided, which cross-attention also gathers; None otherwise.
+        original: the module's forward. If it returns a tuple, only the first element is scattered.
     """
     if source_sharding is not None:
         context, *others = arguments
@@ -244,7 +263,7 @@ def _with_all_tokens(
 def _embed(
     sharding: TokenSharding, vocab: VocabShard, original: Callable[[Tensor], Tensor], tokens_BT: Tensor
 ) -> Tensor:
-    """Look tokens up: each rank has some of the vectors, and the others contribute zeros."""
+    """Look up embeddings [B, S, D]: each rank of `tensor` has some of the vectors; the others add zeros."""
     row_BC = sharding.shard_context(tokens_BT) - vocab.start
     is_here_BC = (row_BC >= 0) & (row_BC < vocab.count)
     return sharding.scatter(original(row_BC.where(is_here_BC, 0)) * is_here_BC.unsqueeze(-1))
@@ -253,6 +272,7 @@ def _embed(
 def _prompt_of_own_tokens(
     sharding: TokenSharding, original: Callable[..., Any], k_BCGK: Tensor, v_BCGK: Tensor, tokens_BT: Tensor
 ) -> Any:
+    """Call a deep prompt's forward with the ids of this context rank's tokens."""
     return original(k_BCGK, v_BCGK, sharding.shard_context(tokens_BT))
 
 
@@ -261,9 +281,10 @@ def _route(
     original: Callable[[Tensor], tuple[Tensor, Tensor, RoutingStats | None]],
     logits_BCE: Tensor,
 ) -> tuple[Tensor, Tensor, RoutingStats | None]:
-    """Replace `MoELayer.route`: routers see whole rows, because capacity and balance are those of a row.
+    """Replace `MoELayer.route`: route whole rows, because capacity and load balance are defined per row.
 
-    Every rank of `context` computes all of it and takes its tokens' choices. Padding has weight 0.
+    Every rank of `context` computes the routing of the whole row, and keeps the choices of its tokens. Padding tokens
+    get weight 0.
     """
     experts_BTK, weights_BTK, routing = original(sharding.gather_context(logits_BCE))
     experts_BCK = sharding.shard_context(experts_BTK.transpose(1, 2)).transpose(1, 2)
@@ -275,7 +296,11 @@ def _route(
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the mixtures of a model compute with this rank's experts, in place; `mesh` is the axis `expert`."""
+    """Make all MoE layers compute with this rank's experts, in place.
+
+    Args:
+        mesh: the mesh of the axis `expert`.
+    """
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.compute = partial(_compute_experts, mesh.get_group(), module.compute)  # type: ignore[method-assign]
@@ -284,12 +309,19 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 def _compute_experts(
     group: dist.ProcessGroup, original: Callable[[Tensor, Tensor], Tensor], x_MD: Tensor, count: Tensor
 ) -> Tensor:
-    """`MoELayer.compute`; experts lie on the ranks in their order, and so do the rows, sorted by expert."""
+    """Replace `MoELayer.compute`: send each choice to the rank of its expert, compute, and send the results back.
+
+    Args:
+        x_MD: inputs of this rank's choices, sorted by expert. Rank r of `expert` has the r-th block of experts, so the
+            rows are also sorted by rank.
+        count: choices per expert, over all experts of the layer.
+    """
+    # Exchange how many choices each rank sends to each expert.
     sent_RE = count.view(group.size(), -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=group)
     sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()  # waits for the device
-    # They come by rank, and then by expert; the experts want them by expert.
+    # Rows arrive sorted by rank, then by expert. Sort them by expert, compute, and restore their order.
     expert_RE = torch.arange(sent_RE.shape[1], device=count.device).expand_as(received_RE)
     expert_N = expert_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(received))
     order_N = expert_N.argsort(stable=True)

@@ -1,7 +1,7 @@
-"""ZeRO (Rajbhandari et al., 2020) as settings of PyTorch's FSDP2: what a rank shards, and when it is gathered.
+"""ZeRO (Rajbhandari et al., 2020) as settings of PyTorch's FSDP2.
 
-Stage 0 replicates everything. Stage 1 keeps gradients whole until the last backward pass of a step, stage 2 reduces
-them after every micro-batch, and stage 3 also lets go of gathered parameters right after use.
+Stage 0 replicates everything. Stage 1 keeps unsharded gradients until the last backward pass of a step. Stage 2
+reduce-scatters them after every micro-batch. Stage 3 also frees gathered parameters right after use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 
 def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, precision: Precision) -> None:
-    """Shard the parameters of a stage over the mesh, in place."""
+    """Shard the parameters of a stage over the mesh with FSDP2, in place.
+
+    A single rank uses FSDP only if it offloads from a GPU.
+    """
     mesh = hsdp_mesh(plan.mesh, fsdp_mesh(plan.mesh))
     offload = settings.offload.type
     on_card = mesh.device_type != "cpu"
     if mesh.size() == 1 and not (offload != "none" and on_card):
-        # There is nothing to shard, and FSDP would only copy. Master weights are rounded where they are used.
+        # There is nothing to shard, and FSDP would only copy. Weights are cast to the compute dtype where they are
+        # used; matrices do that by themselves, embeddings need the dtype.
         for module in model.modules():
             if isinstance(module, Embedding):
                 module.compute = precision.compute
@@ -42,13 +46,14 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
 
-    # Rotary tables reach the blocks in a wider dtype than the activations, and must not be rounded on the way.
+    # `cast_forward_inputs=False`: blocks receive rotary tables in a wider dtype than the activations, and FSDP must
+    # not round them.
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
     offload_policy = OffloadPolicy()
     if offload != "none":
-        # Memory that is mapped from a disk cannot be pinned.
+        # Memory-mapped files cannot be pinned.
         offload_policy = CPUOffloadPolicy(pin_memory=offload == "host" and on_card)
     dims = {parameter: plan.parts[name].dims[1] or 0 for name, parameter in model.named_parameters()}
     shard = partial(
@@ -65,7 +70,8 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
             expert_mesh = hsdp_mesh(plan.mesh, plan.experts["expert_fsdp"])
             shard(experts, mesh=expert_mesh, reshard_after_forward=settings.zero_stage == 3)
         shard(block, reshard_after_forward=settings.zero_stage == 3)
-    # The root's own parameters (embedding, norm, head) are needed last in forward and first in backward.
+    # The root's own parameters (embedding, norm, head) are not freed after forward: the head is used last in the
+    # forward pass and first in the backward pass.
     shard(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -77,7 +83,7 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
 def prepare_backward(model: nn.Module, zero_stage: int, *, last: bool) -> None:
     """Tell FSDP whether the next backward pass of a stage is the last one of the step.
 
-    ZeRO 0 and 1 reduce gradients only then; 0 to 2 keep the gathered parameters between micro-batches.
+    ZeRO 0 and 1 reduce gradients only in the last one. ZeRO 0 to 2 keep gathered parameters between micro-batches.
     """
     if not _is_sharded(model):
         return
@@ -90,10 +96,10 @@ def prepare_backward(model: nn.Module, zero_stage: int, *, last: bool) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run forward passes without gradients and with routers that choose freely, to evaluate or to generate.
+    """Put a model in evaluation mode, without gradients, for the block. Routers then ignore capacity and balancing.
 
-    Without a backward pass, FSDP would leave gathered parameters in the place of its shards, and a checkpoint or the
-    optimizer would find other parameters than the trained ones. So they are resharded at the end.
+    Trap: without a backward pass, FSDP leaves gathered parameters in place of its shards, and a checkpoint or the
+    optimizer would use these instead of the shards. So the parameters are resharded at the end.
     """
     training = model.training
     model.eval()
@@ -108,6 +114,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether FSDP holds the parameters of a module; if nothing has imported it, it holds none."""
+    """Return whether FSDP manages a module's parameters, without importing FSDP, which is slow."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)

@@ -1,4 +1,4 @@
-"""All ranks stop, or save, at the same step, whichever of them received the signal."""
+"""Make all ranks stop or save at the same step, even if only some of them received the signal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from jingu.runtime.signals import StopRequest
 
 
 class StopDecision(NamedTuple):
-    """What all ranks agree on at a step."""
+    """The decision for a step, the same on all ranks.
 
-    # Exit code with which to stop; 0: continue.
+    Attributes:
+        stop: exit code with which to stop; 0: continue.
+        save: whether any rank wants to save.
+        busy: whether any rank is still saving.
+    """
+
     stop: int
-    # Whether some rank wants to save.
     save: bool
-    # Whether some rank is still saving.
     busy: bool
 
 
 class CollectiveStop:
-    """Makes all ranks stop (or save) at the same step, whichever of them received the signal.
+    """Makes all ranks stop or save at the same step, even if only some of them received the signal.
 
-    The all-reduce of one step runs in the background and is read at the next step, so that no step waits for it.
+    The all-reduce of one step runs in the background, and its result is read at the next step. So no step waits for
+    it, and with several ranks a decision takes effect one step later.
+
+    Attributes:
+        code: exit code with which all ranks stop; 0: they continue.
+
+    Args:
+        request: this process's request to stop, which a signal sets.
+        world: number of ranks.
     """
 
     def __init__(self, request: StopRequest, world: int) -> None:
@@ -34,11 +45,17 @@ class CollectiveStop:
         self._world = world
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
-        # Exit code with which all ranks stop; 0: they continue.
         self.code = 0
 
     def ask(self, save: bool = False, busy: bool = False) -> StopDecision:
-        """Return what all ranks agreed on. Every rank must call this once a step."""
+        """Return the common decision, and start the all-reduce for the next one. Call this once per step on every rank.
+
+        With several ranks it is the decision of the previous call, so the first call decides nothing.
+
+        Args:
+            save: whether this rank wants to save.
+            busy: whether this rank is still saving.
+        """
         agreed = own = [self._request.code, int(save), int(busy)]
         if self._world > 1:
             if self._work is not None:
@@ -50,10 +67,10 @@ class CollectiveStop:
         return StopDecision(agreed[0], bool(agreed[1]), bool(agreed[2]))
 
     def settle(self, limit: timedelta | None = None) -> None:
-        """Wait for the all-reduce in flight; call this before leaving the group.
+        """Wait for the all-reduce in flight. Call this before leaving the process group.
 
         Args:
-            limit: give up after this time, because another rank may have failed; None: wait for it.
+            limit: give up after this time, for example because another rank may have failed; None: no limit.
         """
         work = self._work
         self._work = None

@@ -1,4 +1,4 @@
-"""Properties of the machine: fast number formats, peak FLOP/s, memory, compilers; threads and huge pages."""
+"""Properties of the device and the host: supported dtypes, peak FLOP/s, memory, compilers; threads and huge pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# What a device needs beside PyTorch itself.
+# What each type of device needs, for error messages.
 _REQUIREMENTS = {
     "cuda": "a build of PyTorch for CUDA or ROCm, and their driver",
     "xpu": "a build of PyTorch for XPU, and Intel's driver",
@@ -39,7 +39,7 @@ _REQUIREMENTS = {
 
 
 def find_device_type(choice: DeviceType) -> str:
-    """Return the type of the device to use; auto: the machine's accelerator, or else cpu.
+    """Return the type of the device to use, such as `cuda`; auto: the machine's accelerator, or else cpu.
 
     Raises:
         JinguError: the machine has no such device, or PyTorch is built without it.
@@ -61,11 +61,11 @@ def find_device_type(choice: DeviceType) -> str:
 
 
 def check_number_format(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype. Raises JinguError if the device has no units for it; CPUs compute in any."""
+    """Return the dtype. Raises JinguError if the device has no hardware for it; CPUs support every dtype."""
     if dtype == torch.float64 and device.type == "mps":
         raise JinguError("Apple GPUs do not compute in fp64.", where="precision", fix="Choose fp32, or the CPU.")
     if dtype == torch.bfloat16 and device.type != "cpu" and not has_fast_bf16(device):
-        problem = f"{device_name(device)} has no units for bf16; of NVIDIA's GPUs, Ampere and later ones have."
+        problem = f"{device_name(device)} has no units for bf16; NVIDIA GPUs have them since Ampere."
         raise JinguError(problem, where="precision", fix="Choose auto, fp16 or fp32.")
     return dtype
 
@@ -74,16 +74,16 @@ def check_fp8(device: torch.device, where: str = "precision.type") -> None:
     """Raise JinguError if the device does not multiply in FP8. CPUs do, slowly."""
     problem = None
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
-        problem = "FP8 is supported only on NVIDIA GPUs, and to try it on CPUs."
+        problem = "FP8 is supported only on NVIDIA GPUs, and on CPUs for tests."
     elif device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        problem = f"{name} has no units for FP8; Ada, Hopper and later GPUs have."
+        problem = f"{name} has no units for FP8; NVIDIA GPUs have them since Ada and Hopper."
     if problem is not None:
         raise JinguError(problem, where=where, fix="Choose bf16.")
 
 
 def card_uuid(device: torch.device) -> str:
-    """Return the identifier of an NVIDIA card as NVML writes it; empty for other devices."""
+    """Return the UUID of an NVIDIA GPU in NVML's form, `GPU-...`; empty for other devices."""
     return (
         f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" and torch.version.cuda else ""
     )
@@ -102,7 +102,7 @@ def device_name(device: torch.device) -> str:
 
 
 def copy_to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor of values on a device, without waiting until they are there."""
+    """Return a tensor with these values on a device, without waiting for the copy."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
@@ -122,9 +122,13 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Measure the FLOP/s of a large matrix product; return the best of several trials."""
+    """Measure the FLOP/s of a large square matmul; return the best of several trials.
+
+    Args:
+        seconds: time to measure; at least three trials are made.
+    """
     size = 1024 if device.type == "cpu" else 8192
-    # A card multiplies matrices of equal numbers faster than others: they take less power.
+    # Use varied values: a GPU multiplies constant matrices faster, because they need less power.
     matrix = torch.arange(size * size, dtype=torch.float32, device=device).sin().to(dtype).view(size, size)
     best, end = 0.0, time.perf_counter() + seconds
     for trial in range(1000):
@@ -142,7 +146,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float 
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Limit PyTorch to one CPU thread within the block: small tensors take longer to distribute than to compute."""
+    """Limit PyTorch to one CPU thread within the block. For small tensors, several threads cost more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -152,14 +156,14 @@ def single_thread() -> Iterator[None]:
 
 
 def run_in_thread(function: Callable[[], T]) -> T:
-    """Call a function on a thread of its own, which then ends; return its value.
+    """Call a function on a new thread, wait until the thread has ended, and return the function's value.
 
-    The thread's OpenMP pool ends with it. Each thread that computes has a pool, and if all pools together have more
-    threads than there are cores, OpenMP lets them sleep between operations instead of spinning: products of few rows
-    take twice as long. So only one thread of a process may keep its pool.
+    This gets rid of an OpenMP pool. Each thread that computes has its own pool. If all pools together have more threads
+    than there are cores, OpenMP lets them sleep between operations instead of spinning, and matmuls of few rows take
+    twice as long. So only one thread of a process may keep its pool; the pool of this thread ends with it.
 
-    Ctrl-C also interrupts the function, after its current operation: a thread that still computes when the interpreter
-    shuts down aborts the process. A second Ctrl-C does not wait for that.
+    Ctrl-C also interrupts the function, after its current operation, because a thread that still computes when the
+    interpreter shuts down aborts the process. A second Ctrl-C does not wait for the thread.
     """
     answer: Future[T] = Future()
     thread = threading.Thread(target=fulfill, args=(answer, function), daemon=True)
@@ -175,18 +179,26 @@ def run_in_thread(function: Callable[[], T]) -> T:
 
 
 def make_worker_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads use no OpenMP pool, beside the main computing thread: see `aside`."""
+    """Return an executor whose threads compute on one CPU thread each.
+
+    They have no OpenMP pool, so they do not slow down the pool of the main computing thread (see `run_in_thread`).
+
+    Args:
+        number: number of threads, which start at once.
+        name: prefix of the threads' names.
+    """
     num_threads = torch.get_num_threads()
     barrier = threading.Barrier(number)
 
     def begin() -> None:
         barrier.wait()  # so that each thread runs this once
-        torch.get_num_threads()  # the first call in a thread copies the global setting; only then is ours kept
+        # The first call in a thread copies the global setting, and would overwrite a setting made before.
+        torch.get_num_threads()
         torch.set_num_threads(1)
 
     pool = ThreadPoolExecutor(number, name)
     wait([pool.submit(begin) for _ in range(number)])
-    torch.set_num_threads(num_threads)  # for later threads
+    torch.set_num_threads(num_threads)  # the global setting, which later threads copy
     return pool
 
 
@@ -194,7 +206,7 @@ def retain_freed_memory() -> None:
     """Make glibc keep large freed blocks for the next step instead of returning them to the system.
 
     Otherwise large tensors are mapped again in each step, and their page faults take a fifth of a step on CPU. Does
-    nothing with other C libraries.
+    nothing if the C library has no `mallopt`.
     """
     trim_threshold, mmap_max = -1, -4
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -204,22 +216,29 @@ def retain_freed_memory() -> None:
 
 
 def advise_memory(address: int, size: int, advice: int) -> None:
-    """Call `madvise` on Linux; do nothing elsewhere."""
+    """Call `madvise` for a block of memory on Linux; do nothing elsewhere. Errors are ignored.
+
+    Args:
+        advice: the system's number of the advice.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
 
 def request_huge_pages(address: int, size: int) -> None:
-    """Ask the system for 2 MB pages for a block of memory that was not written yet."""
+    """Ask the system for 2 MB pages for a block of memory that has not been written yet (`MADV_HUGEPAGE`)."""
     page, hugepage = os.sysconf("SC_PAGE_SIZE"), 14
     first = -(-address // page) * page
     advise_memory(first, max(0, address + size - first), hugepage)
 
 
 def collapse_to_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
-    """Ask the system to move blocks of memory (address, bytes) to 2 MB pages (Linux 6.1 and newer).
+    """Ask the system to move blocks of memory to 2 MB pages (`MADV_COLLAPSE`, Linux 6.1 and newer).
 
     Weights that are read from memory in every step are then read up to 20% faster.
+
+    Args:
+        blocks: address and bytes of each block.
     """
     size, collapse = 1 << 21, 25
     for page in {page for first, count in blocks for page in range(first // size, (first + count - 1) // size + 1)}:
@@ -227,7 +246,10 @@ def collapse_to_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of the GPU's or the machine's memory, used or free: equal on all ranks of equal machines."""
+    """Return the total memory in bytes, of the GPU or of the host. It is equal on all ranks of equal machines.
+
+    On Apple GPUs it is the memory that Metal recommends to use at most.
+    """
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type != "cpu":
@@ -236,18 +258,21 @@ def total_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed. PyTorch's CPU allocator has no error class for it."""
+    """Return whether an error means that an allocation failed. PyTorch's CPU allocator has no error class for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated on the GPU, or resident in host memory."""
+    """Return the peak memory of this process in bytes: allocated on the GPU, or resident in host memory.
+
+    On Apple GPUs, whose peak is not recorded, it is the memory that is allocated now.
+    """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     if device.type != "cpu":
         return int(device_module(device).max_memory_allocated(device))
     with suppress(OSError):
-        # `getrusage` would start with the memory of the process that forked this one.
+        # `getrusage` would include the peak of the process that forked this one.
         match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
         if match is not None:
             return 1024 * int(match[1])
@@ -256,8 +281,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def force_eager() -> AbstractContextManager[object]:
-    """Return a context in which compiled blocks run eagerly. Otherwise they are compiled again for every length.
+    """Return a context in which compiled blocks run eagerly, so that they are not recompiled for every new length.
 
-    Importing the compiler takes seconds, so this does nothing if nobody imported it.
+    Importing the compiler takes seconds, so this does nothing if it has not been imported.
     """
     return torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()

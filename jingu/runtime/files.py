@@ -1,4 +1,4 @@
-"""Write files and folders atomically: under their final name they are complete, or absent."""
+"""Write files and folders atomically: a file or folder with its final name is always complete."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from jingu.errors import JinguError
 
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder that is deleted after the block, also if this process is killed.
+    """Yield an empty folder that is deleted after the block, even if this process is killed.
 
     Args:
-        parent: None: the system's folder for temporary files.
+        prefix: beginning of the folder's name.
+        parent: where to create the folder; None: the system's folder for temporary files.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    # A shell in a session of its own reads until this process, which holds the other end of the pipe, is gone.
+    # A shell in its own session waits until the pipe is closed, by the end of the block or of this process, and then
+    # deletes the folder.
     command = ["sh", "-c", 'read -r line; rm -rf "$0"', str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield folder
@@ -34,8 +36,16 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 def create_folder_atomically(path: Path, progress: str | None = None) -> Iterator[Path]:
     """Yield an empty folder beside `path` that is renamed to `path` after the block, and deleted if the block fails.
 
-    A leftover of a killed process is emptied and used again; one that a running process has locked is an error. Work
-    that can be resumed writes a file named `progress` there: a folder with it is neither emptied nor deleted.
+    A folder that a killed process left behind is emptied and used again.
+
+    Args:
+        path: the final folder; it must not exist, or must be empty.
+        progress: name of a file that resumable work writes into the folder. A folder with this file is neither emptied
+            nor deleted.
+
+    Raises:
+        JinguError: another process is writing the folder, something else has appeared at `path`, or the folder cannot
+            be written.
     """
     partial = path.absolute().with_name(f".{path.name}.partial")
     try:
@@ -45,6 +55,7 @@ def create_folder_atomically(path: Path, progress: str | None = None) -> Iterato
                 shutil.rmtree(item) if item.is_dir() else item.unlink()
             try:
                 yield partial
+                # Flush contents before the rename, and the rename before returning.
                 for item in (*partial.iterdir(), partial):
                     fsync_path(item)
                 partial.rename(path)
@@ -63,10 +74,13 @@ def create_folder_atomically(path: Path, progress: str | None = None) -> Iterato
 
 @contextmanager
 def lock_folder(folder: Path, what: str, fix: str, where: Path | None = None) -> Iterator[None]:
-    """Lock a folder within the block. The lock ends with the process, however that ends.
+    """Lock a folder within the block. The lock ends with the process, even if that is killed.
+
+    Args:
+        what, fix, where: parts of the error if another process has locked the folder; where=None: the folder.
 
     Raises:
-        JinguError: another process has locked it. `what`, `fix` and `where` (None: the folder) are its parts.
+        JinguError: another process has locked the folder.
         OSError: the folder cannot be opened.
     """
     locked_error = JinguError(what, where=where or folder, fix=fix)
@@ -78,7 +92,7 @@ def lock_folder(folder: Path, what: str, fix: str, where: Path | None = None) ->
             raise locked_error from None
         except OSError:
             pass  # some network file systems have no locks
-        # Another process may have renamed the folder before we locked it; then the lock is of no use.
+        # Another process may have renamed the folder before we locked it. Then we have locked the wrong folder.
         if not folder.exists() or not os.path.samestat(folder.stat(), os.fstat(descriptor)):
             raise locked_error
         yield
@@ -87,7 +101,7 @@ def lock_folder(folder: Path, what: str, fix: str, where: Path | None = None) ->
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new text. Raises OSError."""
+    """Write a file atomically: readers see the old text or the new text. Raises OSError if it cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -128,6 +142,7 @@ def fsync_path(path: Path) -> None:
 
 
 def _is_resumable(partial: Path, progress: str | None) -> bool:
+    """Return whether a partial folder contains work that can be resumed."""
     return progress is not None and (partial / progress).is_file()
 
 

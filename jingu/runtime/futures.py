@@ -1,4 +1,4 @@
-"""Values that another thread computes."""
+"""Futures that another thread fulfills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def fulfill(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function, and give its value or its error to a future, unless that has been cancelled."""
+    """Call a function, and set a future to its value or its exception. Does nothing if the future was canceled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())

@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from jingu.errors import JinguError
 
-# Of NVIDIA's, AMD's and Intel's GPUs, and of Ascend NPUs; each driver reads its own.
+# Environment variables that select devices: for NVIDIA, AMD and Intel GPUs, and for Ascend NPUs.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
-# Consumer GPUs without peer-to-peer copies, on which NCCL would hang or fail.
+# Names of consumer GPUs without peer-to-peer copies, on which NCCL would hang or fail.
 _WITHOUT_PEER_TO_PEER = re.compile(r"GeForce RTX [345]0[5-9]0")
 
 
 def select_gpus(text: str, count: int) -> list[int]:
-    """Return the GPUs that `--devices` selects: `0,2,4` these, `^1,3` all but these.
+    """Return the GPUs that `--devices` selects: `0,2,4` selects these, `^1,3` selects all but these.
 
     Args:
+        text: the value of `--devices`.
         count: number of GPUs of this machine.
 
     Raises:
-        JinguError: the text is malformed, a GPU does not exist, or none is left.
+        JinguError: the machine has no GPU, the text is malformed, a GPU does not exist or is repeated, or none is
+            left.
     """
     if not count:
         raise JinguError("--devices selects GPUs or NPUs, and this machine has none.", fix="Use --processes N.")
@@ -42,23 +44,24 @@ def select_gpus(text: str, count: int) -> list[int]:
 
 
 def visible_devices(selected: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that show only selected devices to a process, whatever their maker.
+    """Return the environment variables that make only the selected devices visible to a process, for every vendor.
 
     Args:
-        selected: numbers among the devices that are visible in the `environment`.
+        selected: indices among the devices that are visible in `environment`.
+        environment: the environment variables of this process.
     """
     variables = {}
     for name in _VISIBLE_DEVICES:
         names = environment.get(name, "").split(",")
         variables[name] = ",".join(names[index] if names != [""] else str(index) for index in selected)
     if "HIP_VISIBLE_DEVICES" not in environment:
-        # ROCm reads CUDA's variable unless it has its own.
+        # ROCm reads CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is not set.
         del variables["HIP_VISIBLE_DEVICES"]
     return variables
 
 
 def nccl_environment(names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Return the environment variables that NCCL needs for GPUs of these names, and why."""
+    """Return the environment variables that NCCL needs for GPUs with these names, and a message that says why."""
     name = next((name for name in names if _WITHOUT_PEER_TO_PEER.search(name)), None)
     if name is None or len(names) < 2:
         return {}, ""
@@ -67,5 +70,5 @@ def nccl_environment(names: Sequence[str]) -> tuple[dict[str, str], str]:
 
 
 def num_usable_cores() -> int:
-    """Return the number of cores that this process may use; in a container it can be less than the machine has."""
+    """Return the number of CPU cores that this process may use (its affinity); a container may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The server of Kubeflow Trainer v2 to which a job tells its progress: its controller names it in the environment.
+"""Report the progress of a job to Kubeflow Trainer v2. Its controller sets the server's address in the environment.
 
 https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress
 """
@@ -20,22 +20,28 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class StatusServer:
-    """Address of the status of this job, and the files with its certificate and with the job's token."""
+    """The server that receives the status of this job.
+
+    Attributes:
+        url: where to post the status.
+        certificate: file with the CA certificate of the server; None: the system's certificates.
+        token: file with the job's bearer token.
+    """
 
     url: str
     certificate: Path | None
     token: Path
 
     def post(self, status: Mapping[str, Any]) -> None:
-        """Send the status of the trainer.
+        """Send the status of the trainer (`trainerStatus`), as JSON.
 
         Raises:
-            OSError: the server cannot be reached, or refuses it.
-            HTTPException: it answers something else than HTTP.
-            ValueError: the address is no URL.
+            OSError: the server cannot be reached or refuses the status, or a file cannot be read.
+            HTTPException: the answer is not HTTP.
+            ValueError: the address is not a URL.
         """
         context = ssl.create_default_context(cafile=self.certificate) if self.certificate is not None else None
-        # The token expires, and another one is then in the file.
+        # Read the token each time: it expires, and the file then contains a new one.
         headers = {
             "Authorization": f"Bearer {self.token.read_text(encoding='utf-8').strip()}",
             "Content-Type": "application/json",
@@ -45,7 +51,7 @@ class StatusServer:
 
 
 def find_status_server() -> StatusServer | None:
-    """Return the server that the environment names; None outside of Kubeflow."""
+    """Return the server that the environment variables name; None outside of Kubeflow."""
     url, certificate, token = (os.environ.get(f"{_PREFIX}{name}") for name in ("URL", "CA_CERT", "TOKEN"))
     if not url or not token:
         return None

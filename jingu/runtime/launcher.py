@@ -1,4 +1,4 @@
-"""Launch one command as several ranks on this machine, watch them, and end them together."""
+"""Launch a command as several ranks on this machine, watch the ranks, and end them together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jingu.runtime.signals import (
     handle_signals,
 )
 
-# Time for the other ranks to exit by themselves after one has failed.
+# Seconds for the other ranks to exit by themselves after one has failed.
 GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
@@ -42,14 +42,16 @@ def launch_local_ranks(
 ) -> int:
     """Run `jingu ARGUMENTS` as `processes` local ranks.
 
-    The ranks find each other as under torchrun: by its environment variables, and a store in this process. SIGINT,
-    SIGTERM and SIGUSR1 are forwarded to each rank once, so that all of them save and exit.
+    As under torchrun, the ranks find each other through environment variables and a store, which is in this process.
+    SIGINT, SIGTERM and SIGUSR1 are forwarded to each rank once, so that all ranks save and exit.
 
     Args:
-        output: file for what they print; None: the terminal.
+        processes: number of ranks.
+        arguments: the command and its arguments.
+        output: file for the output of the ranks; None: the terminal.
         gpus: indices of the GPUs for the ranks, in order; None: the first ones.
-        inherit: descriptors of this process that the ranks get, too.
-        advice: how to fix it if a rank is killed.
+        inherit: file descriptors that the ranks inherit from this process.
+        advice: the `fix` of the error if a rank is killed.
 
     Returns:
         The exit code of the first rank that failed, or 0.
@@ -69,7 +71,7 @@ def launch_local_ranks(
     }
     if gpus is not None:
         common |= visible_devices(gpus, os.environ)
-    # The ranks wait for the end of this pipe, which comes when this process ends, however that happens.
+    # Each rank watches this pipe. It is closed when this process ends, even if this process is killed.
     read_end, write_end = os.pipe()
     common[LAUNCHER_PIPE] = str(read_end)
     children: list[Child] = []
@@ -77,12 +79,12 @@ def launch_local_ranks(
     with ExitStack() as stack:
         stack.callback(os.close, read_end)
         stack.callback(os.close, write_end)
-        # Signals are forwarded once all ranks are running: a rank that starts later would miss them.
+        # Collect signals here, and forward them once all ranks are running: a rank that starts later would miss them.
         stack.enter_context(handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS))
         log_file = stack.enter_context(output.open("wb")) if output else None
         try:
             for rank in range(processes):
-                # In a process group of its own, so that Ctrl-C reaches it only through this process, and only once.
+                # A process group of its own: Ctrl-C then reaches the rank only through this process, and only once.
                 children.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "jingu", *arguments],
@@ -96,7 +98,7 @@ def launch_local_ranks(
             codes = _watch(children, pending_signals)
         finally:
             for child in children:
-                child.kill()  # does nothing if it has exited
+                child.kill()  # does nothing if the child has exited
                 child.wait()
     return _combine_exit_codes(codes, advice)
 
@@ -104,14 +106,15 @@ def launch_local_ranks(
 def _watch(children: list[Child], pending_signals: list[int]) -> list[int | None]:
     """Wait until all ranks have exited, or one has failed and the grace period of the others is over.
 
-    Forwards signals. Returns the exit codes; None: still running.
+    Signals that arrive in `pending_signals` are forwarded to all ranks. Returns the exit code of each rank; None: it
+    is still running.
     """
     deadline: float | None = None
     while True:
         while pending_signals:
             number = pending_signals.pop(0)
             for child in children:
-                child.send_signal(number)  # does nothing if it has exited
+                child.send_signal(number)  # does nothing if the child has exited
         codes = [child.poll() for child in children]
         if None not in codes:
             return codes
@@ -123,9 +126,17 @@ def _watch(children: list[Child], pending_signals: list[int]) -> list[int | None
 
 
 def _combine_exit_codes(codes: Sequence[int | None], advice: str) -> int:
-    """Return one exit code for all ranks. None: the rank did not exit after another one's failure, and was killed."""
-    # 2: a rank has reported an error that the user can fix. The failures of the others follow from it.
-    # The watchdog has named the rank for which all others were ended.
+    """Return one exit code for all ranks.
+
+    Args:
+        codes: exit code of each rank; None: the rank did not exit after another one had failed, and was killed.
+        advice: see `launch_local_ranks`.
+
+    Raises:
+        JinguError: a rank was killed by a signal.
+    """
+    # These codes explain the failures of all other ranks. 2: a rank has reported an error that the user can fix.
+    # EXIT_STALLED: the watchdog has ended the run and named the rank at fault.
     for verdict in (2, EXIT_STALLED):
         if verdict in codes:
             return verdict

@@ -1,4 +1,4 @@
-"""Logging: one file for each rank, and the terminal for the first rank."""
+"""Logging: one file per rank; the first rank also logs to the terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def log_warning(message: str) -> None:
 
 @contextmanager
 def log_to_folder(folder: Path, ranks: RankInfo) -> Iterator[None]:
-    """Log to FOLDER/rank-NNNNN.log, and on the first rank to the terminal.
+    """Log to FOLDER/rank-NNNNN.log within the block, and on the first rank also to the terminal.
 
-    An exception that leaves the block is logged too, so that each rank's file shows how it ended.
+    An exception that leaves the block is logged too, so that the file of each rank shows how it ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [_FileHandler(folder / f"rank-{ranks.rank:05d}.log", encoding="utf-8")]
@@ -56,9 +56,9 @@ def log_to_folder(folder: Path, ranks: RankInfo) -> Iterator[None]:
 
 @contextmanager
 def report_first_failure(ranks: RankInfo) -> Iterator[None]:
-    """Report only the exception of the first rank that fails, and which rank it is.
+    """Report only the exception of the first rank that fails, with the number of that rank.
 
-    Other ranks exit silently: their failures follow from that one, or are the same one.
+    The other ranks exit silently, because their failures are the same or follow from the first one.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def report_first_failure(ranks: RankInfo) -> Iterator[None]:
         if is_first_failure(ranks):
             name = f"rank {ranks.rank} of {ranks.world}, on {ranks.host}"
             if re.search(r"Connection (reset|closed) by peer", str(error)):
-                # The traceback is in the log; it only shows where this rank was waiting.
+                # Print no traceback: it only shows where this rank was waiting, and it is in the log.
                 print(f"jingu: {name}, lost its connection to another rank, which has exited.", file=sys.stderr)
                 raise SystemExit(1) from None
             if ranks.world > 1:
@@ -83,7 +83,7 @@ class _FileHandler(logging.FileHandler):
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints above progress bars. Errors are left to the command line, which prints them once."""
+    """Prints above progress bars. It skips errors, because the command line prints them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm

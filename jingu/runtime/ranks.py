@@ -1,6 +1,6 @@
-"""The ranks of a run: join the process group, and exchange small values.
+"""The ranks of a run: rendezvous, the process group, and the exchange of small values.
 
-This is the only room (with `launch/`) that reads environment variables.
+Only this package and `jingu.launch` read environment variables.
 """
 
 from __future__ import annotations
@@ -33,24 +33,32 @@ from jingu.runtime.signals import stop_with_launcher
 
 # How long a collective waits for other ranks.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# Seconds between two collectives of ranks that wait for each other's work (`wait_until_all_done`).
 _PATIENCE = 30.0
-# Ranks that wait for the first one look so often.
+# Seconds between two checks of ranks that wait for the first one (`run_first`).
 _POLL_SECONDS = 1.0
-# The first rank looks so often for others that arrive.
+# Seconds between two checks of the first rank for arriving ranks (`agree_on_attempt`).
 _MEETING_SECONDS = 0.05
-# How long the name of a machine may be unknown, or the machine not answer, before it counts as unreachable.
+# Seconds after which a machine counts as unreachable if its name is unknown or it does not answer.
 REACH_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the processes of the run."""
+    """This process as a rank of the run.
+
+    Attributes:
+        rank: number of this rank, from 0.
+        world: number of ranks.
+        device: the device of this rank.
+        host: name of the machine.
+        notes: messages about the setup of this machine, to be logged.
+    """
 
     rank: int
     world: int
     device: torch.device
     host: str = ""
-    # Messages to log about the setup of this machine.
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,7 +67,7 @@ class RankInfo:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or another launcher with its environment variables, started this process."""
+    """Return whether torchrun, or another launcher that sets its environment variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -67,7 +75,7 @@ def count_ranks(processes: int | None) -> tuple[int, int]:
     """Return how many ranks a command has, and how many of them are on this machine.
 
     Args:
-        processes: ranks to start, unless a launcher started them.
+        processes: value of `--processes`, which counts unless a launcher has started the ranks.
     """
     if not is_launched():
         return processes or 1, processes or 1
@@ -76,21 +84,22 @@ def count_ranks(processes: int | None) -> tuple[int, int]:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first rank, or will be or start it."""
+    """Return whether this process is the first rank, will become it, or will launch it."""
     return _variable("RANK", 0) == 0
 
 
 def is_first_on_node() -> bool:
-    """Return whether this process is the first rank of its node, or will be or start it."""
+    """Return whether this process is the first rank of its node, will become it, or will launch it."""
     return _variable("LOCAL_RANK", 0) == 0
 
 
 def master_address() -> tuple[str, int]:
-    """Return the address and port where the ranks of a launched command have met."""
+    """Return the address and port of the rendezvous (`MASTER_ADDR`, `MASTER_PORT`); "" and 0 if they are not set."""
     return os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 0)
 
 
 def _variable(name: str, default: int) -> int:
+    """Return the integer value of an environment variable. Raises JinguError if it is not an integer."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)
@@ -105,7 +114,8 @@ def choose_device(kind: DeviceType, local_rank: int) -> torch.device:
     """Return the device of this process.
 
     Args:
-        kind: `device.type`.
+        kind: the setting `device.type`.
+        local_rank: number of this rank on its node; accelerators are assigned by it.
 
     Raises:
         JinguError: there is no such device, or none for this local rank.
@@ -124,12 +134,13 @@ def choose_device(kind: DeviceType, local_rank: int) -> torch.device:
 
 @contextmanager
 def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator[RankInfo]:
-    """Join the process group (of one rank, without a launcher), and leave it after the block.
+    """Join the process group, and leave it after the block. Without a launcher, the group has one rank.
 
     Args:
-        device_type: `device.type`.
+        device_type: the setting `device.type`.
         threads: CPU threads of this process; None: the usable cores divided by the local ranks.
     """
+    # Set up this process: device, threads, memory, backend.
     stop_with_launcher()
     rank = _variable("RANK", 0)
     world = _variable("WORLD_SIZE", 1)
@@ -139,22 +150,24 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     backend = "gloo"
     if device.type == "cpu":
         retain_freed_memory()
-    elif device.type != "mps":  # which has one device, and no collectives
+    elif device.type != "mps":  # MPS has one device and no collectives
         device_module(device).set_device(device)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     notes = _prepare_nccl() if device.type == "cuda" else ()
+    # Rendezvous with the other ranks.
     if is_launched():
         store = _open_store(rank, world)
-        # A command that trains several runs meets in this store several times.
+        # A command that trains several runs joins several groups with this store, so each group has its own prefix.
         store = dist.PrefixStore(f"meeting-{store.add(f'meetings-{rank}', 1)}", store)  # type: ignore[attr-defined]
     else:
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
-    # Groups, and with them their threads, end when nothing refers to them. A thread that frees a tensor while the
-    # interpreter shuts down would abort the process.
+    # A process group's threads end when nothing refers to the group, so collect garbage before the interpreter shuts
+    # down: a thread that then frees a tensor would abort the process.
     atexit.register(gc.collect)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:
-        # Wait until all are connected: if a rank failed before, those that still connect would report that instead.
+        # Wait until all ranks are connected. Otherwise, if one rank failed now, ranks that are still connecting would
+        # report a failed connection instead of its error.
         all_ranks_agree(True)
         yield RankInfo(rank, world, device, socket.gethostname(), notes)
     finally:
@@ -164,12 +177,13 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
 
 @cache
 def _open_store(rank: int, world: int) -> Any:
-    """Return the store in which the ranks of a launched command meet. It stays open until the process ends."""
-    # Rank 0 itself has the store, unless its launcher has it.
+    """Return the key-value store for the rendezvous of a launched command. It stays open until the process ends."""
+    # The store is in rank 0, or in its launcher. Wait for it, unless it is in this process.
     if "MASTER_ADDR" in os.environ and (rank or "TORCHELASTIC_USE_AGENT_STORE" in os.environ):
         wait_for_master(os.environ["MASTER_ADDR"], _variable("MASTER_PORT", 0))
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=COLLECTIVE_TIMEOUT))  # type: ignore[attr-defined]
-    # When torchrun restarts ranks, its store may still have the addresses of the previous ones.
+    # When torchrun restarts ranks, its store may still have the addresses of the previous ranks. So each attempt has a
+    # prefix of its own.
     if _variable("GROUP_WORLD_SIZE", 1) == 1:
         attempt = _variable("TORCHELASTIC_RESTART_COUNT", 0)
     else:
@@ -178,21 +192,26 @@ def _open_store(rank: int, world: int) -> Any:
 
 
 def agree_on_attempt(store: Any, rank: int, world: int) -> int:
-    """Return a number that the ranks of this attempt have in common, and no earlier attempt had.
+    """Return a number that is equal on all ranks of this attempt, and that no earlier attempt had.
 
-    torchrun's own count differs between nodes: it does not grow where ranks are ended because a node has left.
+    torchrun's own restart count differs between nodes: it does not increase on nodes whose ranks were ended because
+    another node left.
+
+    Rank 0 increments a counter in the store, and answers each rank that announces itself with the counter's value.
 
     Args:
-        store: which may have keys of earlier attempts.
+        store: the key-value store; it may have keys of earlier attempts.
     """
     if rank > 0:
-        # An answer to this name is none to an earlier rank of this number.
+        # Announce a unique name, so that an answer to an earlier process with the same rank is not mistaken for ours.
         name = uuid4().hex
         store.set(f"arrival-{rank}", name)
         attempt = int(store.get(f"attempt-of-{name}"))
         store.add(f"arrived-{attempt}", 1)
         return attempt
     attempt = int(store.add("attempts", 1))
+    # Answer the announced names until all ranks have confirmed. A name may be of an earlier process: then the rank's
+    # new name is answered in a later round.
     end = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
     while store.add(f"arrived-{attempt}", 0) < world - 1:
         if time.monotonic() > end:
@@ -204,9 +223,9 @@ def agree_on_attempt(store: Any, rank: int, world: int) -> int:
 
 
 def run_first(function: Callable[[], None]) -> None:
-    """Call a function in the first process of a launched command, while the others wait, for however long.
+    """Call a function in the first process of a launched command, while the others wait for it without a timeout.
 
-    Without a launcher this only calls the function.
+    Without a launcher, this only calls the function.
     """
     if not is_launched():
         function()
@@ -222,12 +241,13 @@ def run_first(function: Callable[[], None]) -> None:
 
 
 def wait_for_master(address: str, port: int) -> None:
-    """Wait until the process where the ranks meet answers.
+    """Wait until the store of the rendezvous answers at its address.
 
     Raises:
-        JinguError: its machine cannot be reached, it has not started within the timeout, or another program answers.
+        JinguError: the machine cannot be reached, nothing has started there within the timeout, or another program
+            answers.
     """
-    # Imported here, as it imports DTensor.
+    # Imported here, because the import is slow (DTensor).
     from jingu.compat.torch_distributed import may_be_store
 
     start = time.monotonic()
@@ -241,7 +261,7 @@ def wait_for_master(address: str, port: int) -> None:
             raise JinguError(what, fix="Check MASTER_ADDR, and choose a MASTER_PORT that nothing else uses.")
         except OSError as error:
             waited = time.monotonic() - start
-            # A machine that refuses is there, and rank 0 may start later than this rank.
+            # A machine that refuses the connection is reachable, and rank 0 may start later than this rank.
             is_refused = isinstance(error, ConnectionRefusedError)
             if waited > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
@@ -254,7 +274,7 @@ def wait_for_master(address: str, port: int) -> None:
 
 
 def clear_mesh_caches() -> None:
-    """Clear DTensor's caches of meshes, which refer to process groups."""
+    """Clear DTensor's caches of meshes: they keep process groups alive. Does nothing if DTensor was not imported."""
     if "torch.distributed.tensor" in sys.modules:
         from jingu.compat.torch_distributed import clear_sharding_cache
 
@@ -262,7 +282,7 @@ def clear_mesh_caches() -> None:
 
 
 def _prepare_nccl() -> tuple[str, ...]:
-    """Set the environment variables that NCCL needs for this machine's GPUs, unless they are set."""
+    """Set the environment variables that NCCL needs for this machine's GPUs, unless they are set; return notes."""
     settings, why = nccl_environment([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
     missing = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(missing)
@@ -270,15 +290,15 @@ def _prepare_nccl() -> tuple[str, ...]:
 
 
 def all_ranks_agree(value: bool) -> bool:
-    """Return whether the value is true on every rank. Also a barrier."""
+    """Return whether the value is true on every rank. Every rank must call this; it is also a barrier."""
     return all(gather_from_all(value))
 
 
 def wait_until_all_done(done: Callable[[float], bool]) -> None:
-    """Wait until every rank is done, however long that takes; one collective waits for `COLLECTIVE_TIMEOUT` only.
+    """Wait until every rank is done, without a timeout. (A single collective would wait for `COLLECTIVE_TIMEOUT`.)
 
     Args:
-        done: waits at most the given seconds, and returns whether this rank is done.
+        done: a function that waits at most the given number of seconds, and returns whether this rank is done.
     """
     while not all_ranks_agree(done(_PATIENCE)):
         pass
@@ -290,21 +310,24 @@ def broadcast_from_first(value: int) -> int:
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Return every rank's JSON value, by rank, on every rank."""
+    """Return the values of all ranks, in the order of ranks, on every rank. Values must be JSON-serializable."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(text)]))
-    # An all-gather needs equal sizes, so texts are padded to the longest.
+    # All-gather needs equal sizes, so texts are padded to the longest.
     buffers = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
     dist.all_gather(buffers, torch.nn.functional.pad(text, (0, len(buffers[0]) - len(text))))
     return [json.loads(bytes(buffer[: int(size)].tolist())) for buffer, size in zip(buffers, sizes, strict=True)]
 
 
 def find_ranks_that_share(folder: Path) -> list[bool]:
-    """Return which ranks see a file that the first one renames in a folder; every rank calls this."""
+    """Return for each rank whether it shares a folder with the first rank. Every rank must call this.
+
+    The first rank creates and renames a file in the folder; the others check whether they see it.
+    """
     path = folder / f".shared-{broadcast_from_first(time.time_ns())}"
     if dist.get_rank() == 0:
-        # Of a folder that cannot be written, its own checks tell more.
+        # Ignore a folder that cannot be written: later checks report it with more detail.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".partial").write_bytes(b"")
@@ -316,8 +339,13 @@ def find_ranks_that_share(folder: Path) -> list[bool]:
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:
-    """Raise JinguError on every rank, with nodes and keys, unless all ranks have the same JSON values."""
-    # First a digest, so that many equal ranks exchange little.
+    """Raise JinguError on every rank if the values differ between ranks. The message names keys, values and hosts.
+
+    Args:
+        values: JSON-serializable values by their names.
+        host: name of this rank's machine.
+    """
+    # First compare digests, so that ranks with equal values exchange little.
     digests = gather_from_all(sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is None:
@@ -337,7 +365,10 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:
 
 
 def is_first_failure(ranks: RankInfo) -> bool:
-    """Return whether this rank is the first to call this. It needs no other rank, so a failing rank can call it."""
+    """Return whether this rank is the first to call this.
+
+    It is not a collective, so a failing rank can call it. If the store does not answer, every rank counts as first.
+    """
     if ranks.world == 1:
         return True
     from jingu.compat.torch_distributed import default_store

@@ -1,11 +1,12 @@
-"""Run Python code that nobody has read: without network, on a read-only file system, with limits.
+"""Run untrusted Python code: without network, on a read-only file system, with limits.
 
-The code runs in a process of its own in new Linux namespaces (user, mount, network, IPC, processes). It sees the file
-system read-only but for a small scratch folder in memory, reaches no network and no other process, and cannot start
-processes: a seccomp filter refuses every kind of fork, so the limits of one process are those of the whole program.
+The code runs in a new process with its own Linux namespaces (user, mount, network, IPC, PID). The file system is
+read-only except for a small scratch folder in memory. The code cannot reach the network or other processes. It cannot
+start processes either: a seccomp filter refuses every kind of fork, so the limits of one process hold for the whole
+program.
 
-This file is also the program that the new process runs first, which then replaces itself by the code. It imports the
-standard library alone.
+This file is also the first program of the new process: it isolates the process, and then replaces itself by the
+untrusted program (exec). So it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# <linux/sched.h>: user, mount, network, IPC and process namespaces.
+# <linux/sched.h>: flags of user, mount, network, IPC and PID namespaces.
 _NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x20000000
 _CLONE_THREAD = 0x00010000
-# By machine: its audit number, the system calls clone3, unshare and clone, and those that only fork (<asm/unistd.h>).
+# By machine: its audit number (<linux/audit.h>), the numbers of the system calls clone3, unshare and clone, and the
+# numbers of those that only fork (<asm/unistd.h>).
 _SYSTEM_CALLS = {
     "x86_64": (0xC000003E, 435, 272, 56, (57, 58)),
     "aarch64": (0xC00000B7, 435, 97, 220, ()),
 }
 _MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+# Exit code of the new process if it could not be isolated.
 _SETUP_FAILED = 97
-# How long the sandbox itself may take to start.
+# Seconds that the sandbox may take to start, in addition to the limit of the program.
 _START_SECONDS = 5.0
 
 
@@ -44,10 +47,10 @@ class Limits:
     """Limits of a program.
 
     Attributes:
-        seconds: of wall-clock time, and of processor time.
-        memory_bytes: of address space.
-        disk_bytes: of the scratch folder, which is in memory.
-        open_files: at a time.
+        seconds: wall-clock time, and also CPU time.
+        memory_bytes: size of the address space.
+        disk_bytes: size of the scratch folder, which is in memory, and of each file.
+        open_files: number of files that are open at the same time.
     """
 
     seconds: float = 5.0
@@ -57,17 +60,20 @@ class Limits:
 
 
 class SandboxError(Exception):
-    """This machine does not allow what isolates a program."""
+    """This machine does not allow a program to be isolated."""
 
 
 def run_python(program: str, limits: Limits) -> bool:
-    """Run a program; return whether it reached its end without an exception and within its limits.
+    """Run a program in a sandbox; return whether it reached its end without an exception and within its limits.
+
+    Args:
+        program: Python source code. Its output is discarded.
 
     Raises:
         SandboxError: the program cannot be isolated on this machine.
     """
     reader, writer = os.pipe()
-    # A program that leaves early, such as by sys.exit(0), does not write this.
+    # The last line of the program writes this token. A program that exits early, such as by sys.exit(0), does not.
     token = secrets.token_hex(16)
     program += f"\n\nimport os\nos.write({writer}, b'{token}')\n"
     errors = b""
@@ -95,25 +101,26 @@ def run_python(program: str, limits: Limits) -> bool:
         return process.returncode == 0 and results.read(64) == token.encode()
 
 
-# What follows runs in the new process.
+# The following functions run in the new process.
 
 
 def _enter(limits: Limits, program: bytes) -> None:
-    """Isolate this process, and replace it by the program."""
+    """Isolate this process, and replace it by the program. Raises OSError if a step of the isolation fails."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result: int, what: str) -> None:
         if result < 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-    # 1. New namespaces. The user keeps files of its own, and gets no rights.
+    # 1. New namespaces. The user is mapped to an unprivileged user and gets no rights.
     user, group = os.getuid(), os.getgid()
     check(libc.unshare(_NEW_NAMESPACES), "new namespaces")
     for name, line in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
         Path("/proc/self", name).write_text(line)
 
-    # 2. The first process of the new process namespace runs the program. This one waits for it until an alarm ends
-    # both: no signal ends the first process of a namespace from within.
+    # 2. A child becomes the first process of the new PID namespace, and runs the program. This process waits for it. An
+    # alarm ends this process, and with it the child; it must be here, because a signal from within a namespace does
+    # not end the first process of that namespace.
     child = os.fork()
     if child:
         signal.setitimer(signal.ITIMER_REAL, limits.seconds)
@@ -129,7 +136,7 @@ def _enter(limits: Limits, program: bytes) -> None:
     os.chdir(scratch)
     Path("program.py").write_bytes(program)
 
-    # 4. Limits, and no further processes.
+    # 4. Resource limits, and a filter that refuses further processes.
     seconds = max(1, round(limits.seconds))
     for kind, limit in (
         (resource.RLIMIT_CPU, seconds),
@@ -145,13 +152,13 @@ def _enter(limits: Limits, program: bytes) -> None:
     header = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
     check(libc.prctl(_PR_SET_SECCOMP, 2, header), "filter of system calls")
 
-    # 5. The program's own messages are of no use to anyone.
+    # 5. Discard the program's messages, and run it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.execv(sys.executable, [sys.executable, "-I", "program.py"])
 
 
 def _scratch_folder() -> str:
-    """Return where the scratch folder goes: /tmp, unless that would hide Python itself.
+    """Return where to mount the scratch folder: /tmp, unless the mount would hide Python itself.
 
     Raises:
         OSError: Python lies below every candidate.
@@ -164,22 +171,23 @@ def _scratch_folder() -> str:
 
 
 def _fork_filter() -> bytes:
-    """Return a seccomp filter (BPF, <linux/filter.h>) that refuses to start processes and namespaces, but no threads.
+    """Return a seccomp filter (BPF, <linux/filter.h>) that refuses new processes and namespaces, but allows threads.
 
     Raises:
-        OSError: the machine's system calls are unknown here.
+        OSError: `_SYSTEM_CALLS` does not have this machine.
     """
     if platform.machine() not in _SYSTEM_CALLS:
         raise OSError(f"no filter of system calls for {platform.machine()}")
     audit, clone3, unshare, clone, forks = _SYSTEM_CALLS[platform.machine()]
     load, equal, at_least, has_bits, result = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x0005000B, 0x00050026  # EAGAIN, ENOSYS
-    # (operation, instructions to skip if true, if false, operand)
+    # (operation, instructions to skip if true, if false, operand). First kill a process that makes system calls of
+    # another architecture, or of x32 (bit 30).
     rules = [(load, 0, 0, 4), (equal, 1, 0, audit), (result, 0, 0, kill)]
     rules += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (result, 0, 0, kill)]
     for number, answer in ((clone3, unknown), (unshare, refuse), *((fork, refuse) for fork in forks)):
         rules += [(equal, 0, 1, number), (result, 0, 0, answer)]
-    # clone starts a thread or a process, as the low half of its first argument says.
+    # clone starts a thread if its first argument (the low half) has CLONE_THREAD, else a process.
     rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (has_bits, 1, 0, _CLONE_THREAD), (result, 0, 0, refuse)]
     rules += [(result, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C, SIGTERM and SIGUSR1 as a request to stop: the loop finishes its step, saves, and exits.
+"""Turn Ctrl-C, SIGTERM and SIGUSR1 into a request to stop: the training loop finishes its step, saves, and exits.
 
 This module does not import torch.
 """
@@ -14,23 +14,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Exit code after Ctrl-C; the run was saved.
+# Exit code after Ctrl-C. The run was saved.
 EXIT_INTERRUPTED = 130
-# Exit code after a scheduler's signal; the run was saved. EX_TEMPFAIL: start it again.
+# Exit code after a scheduler's signal (EX_TEMPFAIL of sysexits.h). The run was saved, and should be started again.
 EXIT_PREEMPTED = 75
-# Exit code of ranks that the watchdog ends, because the run hangs.
+# Exit code of ranks that the watchdog ends because the run hangs.
 EXIT_STALLED = 70
+# A signal that is repeated within these seconds counts once.
 REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Environment variable with the descriptor, or the path, of a pipe whose other end only the launcher of the ranks has.
+# Environment variable with the file descriptor or the path of a pipe; only the launcher of the ranks has its other end.
 LAUNCHER_PIPE = "JINGU_LAUNCHER_PIPE"
 
 
 class StopRequest:
-    """Set by a signal. A second signal of the same kind takes effect at once.
+    """A request to stop, which a signal sets. A second signal of the same kind ends the process at once.
 
-    Some schedulers send a signal to every process of a job, and torchrun passes it on to its ranks: what comes twice
-    within `REPEAT_SECONDS` counts once.
+    Some schedulers send a signal to every process of a job, and torchrun forwards it to its ranks. So a signal that is
+    repeated within `REPEAT_SECONDS` counts once.
+
+    Attributes:
+        signal: the latest signal; None: no request.
+
+    Args:
+        announce: whether to print a message when a signal arrives.
     """
 
     def __init__(self, announce: bool = False) -> None:
@@ -40,34 +47,39 @@ class StopRequest:
 
     @property
     def code(self) -> int:
-        """Exit code for the request; 0 if there is none."""
+        """Exit code for the request; 0 without a request."""
         if self.signal is None:
             return 0
         return EXIT_INTERRUPTED if self.signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal; it runs in the main thread, between two instructions of the interrupted code."""
         now = time.monotonic()
         if number in self._first_times:
             if now - self._first_times[number] > REPEAT_SECONDS:
+                # Restore the default action, and let the signal take effect.
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
                 signal.raise_signal(number)
             return
         self._first_times[number] = now
         self.signal = signal.Signals(number)
         if self._announce:
-            # Without Python's buffers: the interrupted code may be in the middle of printing.
+            # Bypass Python's buffers: the interrupted code may be in the middle of printing.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nStopping after this step, and saving. Repeat to stop at once.\n")
 
 
 def stop_with_launcher() -> None:
-    """Send this process SIGTERM when the launcher that started it as a rank ends, also if it is killed."""
+    """Send this process SIGTERM when its launcher ends, even if the launcher is killed.
+
+    Does nothing if no launcher of jingu started this process.
+    """
     descriptor = os.environ.pop(LAUNCHER_PIPE, None)
     if descriptor is None:
         return
 
     def watch() -> None:
-        # The path is gone if the launcher is.
+        # If the path does not exist, the launcher has already ended.
         with contextlib.suppress(FileNotFoundError):
             pipe = os.open(descriptor, os.O_RDONLY) if descriptor.startswith("/") else int(descriptor)
             os.read(pipe, 1)  # returns when the other end is closed
@@ -80,7 +92,7 @@ def stop_with_launcher() -> None:
 def handle_signals(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Install a handler for these signals within the block."""
+    """Install a handler for these signals within the block, and restore the previous handlers after it."""
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -91,7 +103,11 @@ def handle_signals(
 
 @contextmanager
 def catch_stop_signals(announce: bool = False) -> Iterator[StopRequest]:
-    """Turn `STOP_SIGNALS` into a `StopRequest` within the block; `announce` it on the terminal."""
+    """Turn `STOP_SIGNALS` into a `StopRequest` within the block.
+
+    Args:
+        announce: whether to print a message on stderr when a signal arrives.
+    """
     request = StopRequest(announce)
     with handle_signals(request._receive, *STOP_SIGNALS):
         yield request
@@ -99,7 +115,7 @@ def catch_stop_signals(announce: bool = False) -> Iterator[StopRequest]:
 
 @contextmanager
 def defer_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed within the block; it raises no exception there.
+    """Let Ctrl-C raise no exception within the block; yield a function that returns whether it was pressed.
 
     A second Ctrl-C exits at once.
     """

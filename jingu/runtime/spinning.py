@@ -1,10 +1,10 @@
-"""Keep threads from spinning while other programs compute.
+"""Keep OpenMP threads from spinning while other programs compute.
 
-A thread of GCC's OpenMP that waits for the others spins for milliseconds before it sleeps. On a quiet machine that is
-fastest. Beside other programs it burns the time slices of the very threads that it waits for, and training can slow
-down ten times more than its share of the CPU. OpenMP reads how long to spin once, at its start; but it stops spinning
-while the process has more of its threads than CPUs. So they are added when threads begin to wait for a CPU, and ended
-when they do not any more. They only sleep, and results do not depend on them.
+A waiting thread of GCC's OpenMP spins for milliseconds before it sleeps. That is fastest on an idle machine. Beside
+other programs, it uses up the time slices of the threads that it waits for, and training can slow down ten times more
+than its share of the CPU explains. OpenMP reads the spin time only once, at its start. But it does not spin while the
+process has more OpenMP threads than CPUs. So this module adds OpenMP threads when threads of the process wait for a
+CPU, and ends them when they no longer wait. The added threads only sleep, and results do not depend on them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 
 from jingu.runtime.gpus import num_usable_cores
 
-# Seconds between two looks at the machine.
+# Seconds between two measurements.
 _INTERVAL = 0.5
-# Seconds for which a process's threads waited for a CPU in each second: the machine is busy above the first, and quiet
-# again below the second. Beside one program per two cores both ways of waiting are as fast; beside more, sleeping is.
+# Seconds per second for which the threads of this process, together, waited for a CPU. The machine is busy above the
+# first threshold, and idle again below the second. With one other program per two cores, spinning and sleeping are
+# equally fast; with more programs, sleeping is faster.
 _BUSY_SHARE = 0.5
 _QUIET_SHARE = 0.3
 _TASKS = Path("/proc/self/task")
@@ -29,9 +30,9 @@ _TASKS = Path("/proc/self/task")
 
 @contextmanager
 def sleep_on_busy_machine() -> Iterator[None]:
-    """Inside of this context, let waiting OpenMP threads sleep instead of spinning while the machine is busy.
+    """Let waiting OpenMP threads sleep instead of spinning while the machine is busy, within the block.
 
-    Does nothing where the system does not tell how long threads waited for a CPU, as only Linux does.
+    Does nothing if the system does not report how long threads waited for a CPU; only Linux does.
     """
     stop = threading.Event()
     watcher = threading.Thread(target=_watch, args=(stop,), name="spinning", daemon=True)
@@ -43,12 +44,13 @@ def sleep_on_busy_machine() -> Iterator[None]:
 
 
 def _watch(stop: threading.Event) -> None:
+    """Measure how long threads wait for a CPU, and start and end `SleepingThreads`, until `stop` is set."""
     sleepers: SleepingThreads | None = None
     waited, now = seconds_without_cpu(), time.monotonic()
     while waited is not None and not stop.wait(_INTERVAL):
         before, then = waited, now
         waited, now = seconds_without_cpu(), time.monotonic()
-        # A thread that has ended takes its seconds along.
+        # The sum can decrease: a thread that has ended no longer counts.
         share = max((waited or 0.0) - before, 0.0) / (now - then)
         if sleepers is None and share > _BUSY_SHARE and "torch" in sys.modules:
             sleepers = SleepingThreads()
@@ -60,11 +62,11 @@ def _watch(stop: threading.Event) -> None:
 
 
 def seconds_without_cpu() -> float | None:
-    """Return how long the threads of this process were ready to run but had no CPU; None: the system does not tell."""
+    """Return the total time for which this process's threads were runnable without a CPU; None: not reported."""
     nanoseconds = 0
     try:
         for task in _TASKS.iterdir():
-            # A thread may end while it is looked at.
+            # A thread may end while its file is read.
             with suppress(FileNotFoundError, ProcessLookupError):
                 nanoseconds += int((task / "schedstat").read_text(encoding="ascii").split()[1])
     except (OSError, LookupError, ValueError):
@@ -73,7 +75,7 @@ def seconds_without_cpu() -> float | None:
 
 
 class SleepingThreads:
-    """OpenMP threads that only sleep: with those of one computing thread, more than there are CPUs."""
+    """OpenMP threads that only sleep. Together with the pool of one computing thread, they outnumber the CPUs."""
 
     def __init__(self) -> None:
         import torch
@@ -82,7 +84,7 @@ class SleepingThreads:
         self._threads: list[threading.Thread] = []
         size = torch.get_num_threads()
         total = size
-        # A thread that computes has a pool of its own, with one thread less than the number that compute.
+        # Each thread that computes creates a pool of `size` - 1 further threads.
         while size > 1 and total <= num_usable_cores():
             started = threading.Event()
             self._threads.append(threading.Thread(target=self._keep_pool, args=(started,), daemon=True))
@@ -99,7 +101,7 @@ class SleepingThreads:
     def _keep_pool(self, started: threading.Event) -> None:
         import torch
 
-        # Enough elements for an operation in parallel, which starts the pool.
+        # Large enough for PyTorch to run the operation in parallel, which starts the pool.
         torch.ones(1 << 18).add_(1)
         started.set()
         self._done.wait()

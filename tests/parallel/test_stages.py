@@ -95,18 +95,23 @@ def test_parts_by_hand():
         (
             {"pipeline": 2, "pipeline_schedule": "interleaved"},
             {"global_batch_size": 7, "micro_batch_size": 1},
-            r"interleaved needs a multiple of the ranks of the pipeline, 2, or fewer than twice, but a step has 7",
+            r"interleaved needs a multiple of the ranks of the pipeline, 2, or fewer than twice as many, "
+            "but a step has 7",
         ),
         (
             {"pipeline": 2, "pipeline_schedule": "zbv", "zero_stage": 3},
             {},
             r"zbv cannot run with ZeRO 3: .* Set parallel.zero_stage=2",
         ),
-        ({"pipeline": 2, "pipeline_schedule": "gpipe", "stages_per_rank": 2}, {}, r"gpipe has one stage a rank, not 2"),
+        (
+            {"pipeline": 2, "pipeline_schedule": "gpipe", "stages_per_rank": 2},
+            {},
+            r"gpipe has one stage per rank, not 2",
+        ),
         (
             {"pipeline": 2, "pipeline_schedule": "interleaved", "stages_per_rank": 1},
             {},
-            r"interleaved has at least two stages a rank, not 1",
+            r"interleaved has at least two stages per rank, not 1",
         ),
     ],
 )
@@ -122,7 +127,7 @@ def test_selective_activation_checkpointing_is_no_match_for_two_backward_passes(
         RunConfig.model_validate({"parallel": {"pipeline": 2, "pipeline_schedule": schedule}, "train": train})
         for schedule in ("zbv", "1f1b")
     )
-    with pytest.raises(JinguError, match="zbv passes backward twice"):
+    with pytest.raises(JinguError, match="zbv runs two backward passes"):
         plan_layout(split, 2, spec(6))
     plan_layout(whole, 2, spec(6))
 
@@ -130,7 +135,7 @@ def test_selective_activation_checkpointing_is_no_match_for_two_backward_passes(
 def test_selective_activation_checkpointing_is_no_match_for_shared_experts():
     train, mixtral = {"activation_checkpointing": {"type": "selective"}}, FAMILIES["mixtral"].template
     config = RunConfig.model_validate({"parallel": {"expert": 2}, "train": train})
-    with pytest.raises(JinguError, match="sees every operation of a block, also those that gather a rank's experts"):
+    with pytest.raises(JinguError, match="records every operation of a block, including those that gather the experts"):
         plan_layout(config, 2, mixtral)
 
 
@@ -139,7 +144,7 @@ def test_an_encoder_s_blocks_are_counted_first_and_its_backward_pass_is_whole():
     parts = split_blocks(ParallelSettings(layers_per_stage=[2, 6]), 2, t5)
     assert parts == [range(2), range(2, 8)]
     config = RunConfig.model_validate({"parallel": {"pipeline": 2, "pipeline_schedule": "zbv"}})
-    with pytest.raises(JinguError, match="where the decoder begins that is the encoder's states"):
+    with pytest.raises(JinguError, match="where the decoder begins receives the encoder's hidden states"):
         plan_layout(config, 2, t5)
 
 
