@@ -1,4 +1,4 @@
-"""Derive the batch of a rank and gradient accumulation from the global batch, the micro-batch and the ranks."""
+"""Compute the batch per rank and the gradient accumulation steps from global batch, micro-batch and ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from jingu.config.sections.train import BatchSettings
 from jingu.errors import JinguError, join_words
 
 MAX_AUTO_TOKENS = 8192
-"""Maximum tokens of an automatic micro-batch."""
+"""Maximum tokens per micro-batch if its size is auto."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How an optimizer step is divided: over data-parallel ranks, then into consecutive micro-batches."""
+    """How the global batch of an optimizer step is divided over data-parallel ranks and micro-batches."""
 
     rows_per_rank: int
-    """Sequences of a step on one rank."""
+    """Sequences per optimizer step on one rank."""
     micro_batch_size: int
     """Sequences in a forward pass of one rank."""
     accumulation: int
-    """Gradient accumulation steps: forward passes of a rank in a step."""
+    """Gradient accumulation steps: micro-batches per optimizer step on one rank."""
     tokens_per_step: int
-    """Tokens in a step, over all ranks."""
+    """Tokens per step, over all ranks and all updates of the step."""
     updates: int = 1
-    """Optimizer steps with what a step has generated; each has a global batch of its own."""
+    """Optimizer steps per rollout, each with a global batch of its answers; 1 for tasks without rollouts."""
     lr_scale: float = 1.0
-    """Factor on the learning rate of every model that the step trains; 1 unless the run has gone back."""
+    """Factor on the learning rate of every trained model; below 1 only after a rollback (`train.on_divergence`)."""
 
 
 def plan_batch(
@@ -35,13 +35,16 @@ def plan_batch(
     """Divide the global batch over data-parallel ranks, and each share into micro-batches.
 
     Args:
-        pipeline: ranks that micro-batches pass one after another; an automatic size then leaves four of them for each
-            of these, or as many as there are sequences.
-        rows_per_group: neighboring sequences that must be in one micro batch.
-        updates: optimizer steps of a step.
+        ranks: number of data-parallel ranks.
+        pipeline: number of pipeline ranks. With several, an automatic micro-batch size leaves at least four
+            micro-batches per pipeline rank, or one per sequence.
+        rows_per_group: number of neighboring sequences that must be in the same micro-batch.
+        updates: optimizer steps per rollout.
 
-    Raises JinguError, with the nearest sizes that work, where one does not divide the other.
+    Raises:
+        JinguError: a size does not divide the other. The message names the nearest sizes that do.
     """
+    # 1. Divide the global batch over the ranks, in whole groups.
     size = batch.global_batch_size
     unit = ranks * rows_per_group
     groups = f" in groups of {rows_per_group}" if rows_per_group > 1 else ""
@@ -49,6 +52,7 @@ def plan_batch(
         below, above = size - size % unit, size - size % unit + unit
         what = f"batch.global_batch_size {size:,} cannot be divided over {ranks:,} ranks{groups}:"
         raise JinguError(what, fix=f"take {_sizes(below, above)}.")
+    # 2. Choose or check the micro-batch size: a divisor of the rows of a rank, in whole groups.
     rows = size // ranks
     least = min(rows, 4 * pipeline) if pipeline > 1 else 1
     sizes = [n * rows_per_group for n in divisors(rows // rows_per_group)]

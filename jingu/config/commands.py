@@ -1,4 +1,4 @@
-"""`jingu config schema`."""
+"""`jingu config schema`: the JSON Schema of a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_types(model: type[Settings], definitions: dict[str, Any]) -> None:
-    """Require `type:` in all variants of a section but the default one."""
+    """Require `type:` in all variants of a section except the default one."""
     for field in fields_by_key(model).values():
         for tag, variant in section_types(field).items():
             if tag and not isinstance(field.get_default(call_default_factory=True), variant):
@@ -35,7 +35,10 @@ def _require_types(model: type[Settings], definitions: dict[str, Any]) -> None:
 
 
 def _accept_what_the_loader_accepts(node: dict[str, Any]) -> None:
-    """Accept numbers where text is expected, and nothing in place of a section: the loader reads both."""
+    """Extend the schema of a setting, in place, to all values that the loader accepts.
+
+    The loader takes unquoted numbers and booleans as text, and an empty section as one of defaults.
+    """
     choices = node.get("anyOf", node.get("oneOf", []))
     if node.get("type") == "string" and not {"const", "enum"} & node.keys():
         node["type"] = ["string", "number", "boolean"]

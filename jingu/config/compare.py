@@ -1,4 +1,4 @@
-"""Whether a run that started with one configuration can be resumed with another."""
+"""Compare configurations: can a run that started with one configuration resume with another?"""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from jingu.tables import flatten, read_table
 
 _CHECKPOINT_KEYS = (f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url")
 CHANGEABLE_KEYS = frozenset([*read_table(__file__, "changeable_keys.toml")["keys"], *_CHECKPOINT_KEYS])
-"""Keys and whole sections that may change in the middle of a run. It stays the same run, up to rounding."""
+"""Keys and whole sections that may change when a run resumes. The run stays the same, up to rounding."""
 
 
 def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = ()) -> list[str]:
-    """Return the changes, each as `key: old → new`, with which resuming would mix two runs.
+    """Return the changes that forbid resuming, because the result would be a mix of two runs.
 
     Args:
-        allowed: keys and sections that may change all the same.
+        allowed: further keys and sections that may change.
+
+    Returns:
+        Texts of the form `key: old → new`.
     """
     changeable = CHANGEABLE_KEYS | set(allowed)
     if _is_independent_of_length(old) and _is_independent_of_length(new):
@@ -28,10 +31,11 @@ def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = 
 
 
 def changed_settings(old: RunConfig, new: RunConfig) -> dict[str, str]:
-    """Return all changes, each as `key: old → new`, by key."""
+    """Return all changed settings by key, each as the text `key: old → new`."""
     before = flatten(old.model_dump())
     after = flatten(new.model_dump())
-    # A key that exists on one side only follows from the `type:` of its section. 1, 1.0 and true are different values.
+    # A key that only one side has follows from the `type:` of its section, which is reported itself. Types are compared
+    # too, because in Python 1, 1.0 and True are equal.
     return {
         key: f"{key}: {format_value(before[key])} → {format_value(after[key])}"
         for key in before
@@ -40,6 +44,6 @@ def changed_settings(old: RunConfig, new: RunConfig) -> dict[str, str]:
 
 
 def _is_independent_of_length(config: RunConfig) -> bool:
-    """Return whether the learning rate of a step does not depend on the length of the run."""
+    """Return whether the learning rate at each step is independent of `train.steps`."""
     warmup_in_steps = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
     return warmup_in_steps and isinstance(config.schedule, ConstantSettings | InverseSqrtSettings)

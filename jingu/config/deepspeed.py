@@ -1,6 +1,6 @@
-"""`jingu config from-deepspeed`: convert a DeepSpeed configuration, and list what has no counterpart.
+"""`jingu config from-deepspeed`: convert a DeepSpeed configuration, and list the keys without a counterpart.
 
-Keys and defaults are those of https://www.deepspeed.ai/docs/config-json and https://deepspeed.readthedocs.io.
+Keys and defaults follow https://www.deepspeed.ai/docs/config-json and https://deepspeed.readthedocs.io.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TYPES = {"int": int, "float": float, "bool": bool}
 
 
 def from_deepspeed(file: Path, processes: int | None = None) -> None:
-    """Print the configuration that corresponds to a DeepSpeed configuration.
+    """Print the configuration that corresponds to a DeepSpeed configuration, and notes on keys that differ.
 
     Args:
-        processes: number of ranks, if the batch sizes in the file do not determine it.
+        processes: number of ranks, from which missing batch sizes are computed.
 
     Raises:
-        JinguError: the file cannot be read, is not a DeepSpeed configuration, or has values that no run can have.
+        JinguError: the file cannot be read, is not a DeepSpeed configuration, or has a value that is invalid in a run.
     """
     settings, notes = convert(read(file), processes)
     try:
@@ -49,7 +49,7 @@ def from_deepspeed(file: Path, processes: int | None = None) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what a DeepSpeed configuration says. Raises JinguError if it cannot be read."""
+    """Return a DeepSpeed configuration as a tree. Raises JinguError if the file cannot be read or parsed."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -58,7 +58,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def parse(text: str, file: Path) -> dict[str, Any]:
-    """Parse a JSON object that may have comments and trailing commas."""
+    """Parse a JSON object that may have comments and trailing commas. Raises JinguError if it is not one."""
     plain = _COMMENT.sub(lambda match: match[1] or " ", text)
     plain = _LAST_COMMA.sub(lambda match: match[1] or match[2], plain)
     try:
@@ -71,15 +71,23 @@ def parse(text: str, file: Path) -> dict[str, Any]:
 
 
 def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings as a tree, and a note for every key without a counterpart."""
+    """Convert a DeepSpeed configuration.
+
+    Returns:
+        The settings as a tree, and notes by DeepSpeed's dotted keys: for each key without a counterpart, or with
+        another meaning.
+    """
     keys = _DeepSpeedKeys(source)
+    # 1. Keys whose values are copied.
     for key, setting, kind in _TABLES["copied"]:
         value = keys.take(key)
         if value is not None:
             keys.settings[setting] = _TYPES[kind](value)
+    # 2. Keys that need a conversion. _topology reads the ZeRO stage, and _batch the number of ranks, so order matters.
     for convert_part in (_zero, _topology, _precision, _optimizer, _scheduler, _clipping):
         convert_part(keys)
     _batch(keys, processes)
+    # 3. A note for every key that is left: the reason of the innermost part of its path that has one.
     for key in keys.remaining:
         reasons = (_TABLES["not_needed"].get(part) for part in reversed(key.split(".")))
         keys.notes.setdefault(key, next(filter(None, reasons), "no counterpart"))
@@ -87,7 +95,7 @@ def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[
 
 
 def _nest(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of dotted settings."""
+    """Return dotted settings as a tree."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *path, last = key.split(".")
@@ -99,12 +107,12 @@ def _nest(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class _DeepSpeedKeys:
-    """A DeepSpeed configuration that is converted key by key.
+    """A DeepSpeed configuration while it is converted, key by key.
 
     Attributes:
-        remaining: the values that were not converted yet, by dotted keys.
-        settings: the converted settings, by dotted keys.
-        notes: what to tell the user, by DeepSpeed's keys.
+        remaining: values that are not yet converted, by dotted key.
+        settings: converted settings, by dotted key.
+        notes: notes for the user, by DeepSpeed's key.
     """
 
     def __init__(self, source: dict[str, Any]) -> None:
@@ -113,11 +121,11 @@ class _DeepSpeedKeys:
         self.notes: dict[str, str] = {}
 
     def has_section(self, name: str) -> bool:
-        """Return whether a key of the section was not converted yet."""
+        """Return whether the section has a key that is not yet converted."""
         return any(key.startswith(f"{name}.") for key in self.remaining)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Remove the value of a dotted key and return it; the default if it is missing or "auto"."""
+        """Remove a dotted key and return its value; return the default if the key is missing or "auto"."""
         value = self.remaining.pop(key, default)
         if value == "auto":
             self.notes[key] = 'with "auto" the launching program decides; the default is used here'
@@ -126,6 +134,7 @@ class _DeepSpeedKeys:
 
 
 def _zero(keys: _DeepSpeedKeys) -> None:
+    """Convert the ZeRO stage, MiCS and offload."""
     # In DeepSpeed's deprecated form the section is a boolean.
     stage = keys.take("zero_optimization", 0)
     keys.settings["parallel.zero_stage"] = int(keys.take("zero_optimization.stage", stage))
@@ -145,7 +154,7 @@ def _zero(keys: _DeepSpeedKeys) -> None:
 
 
 def _topology(keys: _DeepSpeedKeys) -> None:
-    """Convert the axes of ranks in the configurations of pipeline projects."""
+    """Convert `model_topo`: the mesh axes and pipeline stages in the configurations of pipeline projects."""
     axes = keys.take("model_topo.process_topology.axis", [])
     dims = keys.take("model_topo.process_topology.dims", [])
     names = _TABLES["axes"] | {"data": "shard" if keys.settings["parallel.zero_stage"] else "replicate"}
@@ -160,16 +169,17 @@ def _topology(keys: _DeepSpeedKeys) -> None:
         blocks = [int(part) for part in parts]
         blocks[0] -= 1
         blocks[-1] -= 1
-        why = "a stage of the embedding or the head alone has no counterpart; stages are even by their cost"
+        why = "a stage with only the embedding or the head has no counterpart; stages are balanced by cost instead"
         if min(blocks) >= 1:
             keys.settings["parallel.layers_per_stage"] = blocks
-            why = "embedding and head count as layers there, and not in parallel.layers_per_stage"
+            why = "DeepSpeed counts embedding and head as layers; parallel.layers_per_stage does not"
         keys.notes["model_topo.parts"] = why
     elif parts != "parameters":
-        keys.notes["model_topo.parts"] = "here stages are even by their cost, or set by parallel.layers_per_stage"
+        keys.notes["model_topo.parts"] = "here stages are balanced by cost, or set by parallel.layers_per_stage"
 
 
 def _precision(keys: _DeepSpeedKeys) -> None:
+    """Convert fp16, bf16, loss scaling, and the dtype of gradient reduction."""
     kind = "fp32"
     for name in ("bf16", "fp16"):
         if keys.take(f"{name}.enabled", False):
@@ -182,7 +192,7 @@ def _precision(keys: _DeepSpeedKeys) -> None:
     if kind == "fp16":
         keys.settings["precision.initial_loss_scale"] = float(scale or 2.0**power)
         if scale:
-            keys.notes["fp16.loss_scale"] = "a fixed scale there; here it begins so, and adapts"
+            keys.notes["fp16.loss_scale"] = "a fixed scale in DeepSpeed; here it is the initial scale, and adapts"
     else:
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             keys.settings.pop(f"precision.{name}", None)
@@ -194,6 +204,7 @@ def _precision(keys: _DeepSpeedKeys) -> None:
 
 
 def _optimizer(keys: _DeepSpeedKeys) -> None:
+    """Convert the optimizer; one without a counterpart becomes AdamW."""
     if not keys.has_section("optimizer"):
         return
     name = str(keys.take("optimizer.type", "AdamW"))
@@ -215,13 +226,14 @@ def _optimizer(keys: _DeepSpeedKeys) -> None:
     if decay:
         keys.notes["optimizer.params.weight_decay"] = "here norms and biases never decay"
         if not is_decoupled:
-            keys.notes["optimizer.params.adam_w_mode"] = "decay as a part of the gradient has no counterpart"
-    # How DeepSpeed computes the same update.
+            keys.notes["optimizer.params.adam_w_mode"] = "weight decay in the gradient (L2) has no counterpart"
+    # These keys choose an implementation of the same update, so they need no note.
     for switch in ("torch_adam", "use_triton", "fused"):
         keys.take(f"optimizer.params.{switch}")
 
 
 def _scheduler(keys: _DeepSpeedKeys) -> None:
+    """Convert the learning rate schedule and its warmup."""
     if not keys.has_section("scheduler"):
         keys.settings |= {"schedule.type": "constant", "schedule.warmup": 0}
         return
@@ -235,10 +247,10 @@ def _scheduler(keys: _DeepSpeedKeys) -> None:
     if f"{params}.warmup_num_steps" not in keys.notes:  # "auto"
         keys.settings["schedule.warmup"] = int(warmup)
     if keys.take(f"{params}.warmup_type", "log" if name != "WarmupCosineLR" else "linear") == "log":
-        keys.notes[f"{params}.warmup_type"] = "the rate rises with the logarithm of the step there, and linearly here"
+        keys.notes[f"{params}.warmup_type"] = "warmup is logarithmic in DeepSpeed, and linear here"
     min_values = [keys.take(f"{params}.{key}", 0) for key in ("warmup_min_lr", "warmup_min_ratio")]
     if any(min_values):
-        keys.notes[f"{params}.warmup_min_lr"] = "here the rate rises from zero"
+        keys.notes[f"{params}.warmup_min_lr"] = "here warmup starts from zero"
     if name == "WarmupCosineLR" and "optimizer.lr" in keys.settings:
         min_ratio = float(keys.take(f"{params}.cos_min_ratio", 0.0001))
         keys.settings["schedule.min_lr"] = min_ratio * keys.settings["optimizer.lr"]
@@ -256,10 +268,11 @@ def _clipping(keys: _DeepSpeedKeys) -> None:
 
 
 def _batch(keys: _DeepSpeedKeys, processes: int | None) -> None:
-    """Derive the batch sizes: two of DeepSpeed's three numbers, or the number of ranks, determine the third."""
+    """Convert the batch sizes. DeepSpeed has three numbers for them; missing ones follow from the number of ranks."""
     batch = keys.take("train_batch_size")
     micro = keys.take("train_micro_batch_size_per_gpu")
     accumulation = keys.take("gradient_accumulation_steps")
+    # Without the number of ranks, the axis of data-parallel ranks in `model_topo` stands for it.
     ranks = processes or keys.settings.get("parallel.shard", keys.settings.get("parallel.replicate"))
     if batch is None and micro is not None:
         if not isinstance(ranks, int):

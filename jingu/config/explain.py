@@ -1,4 +1,4 @@
-"""Error messages for configurations: what is wrong, where, and what to write instead."""
+"""Find the mistakes in a configuration, and describe each: what is wrong, where, and what to write instead."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from jingu.errors import JinguError, join_words
 from jingu.tables import read_table
 
 Message = tuple[str, str | None]
-"""What is wrong, and how to fix it."""
+"""What is wrong, and how to fix it (None: unknown)."""
 Mistake = tuple[KeyPath, Message]
+"""Where a mistake is, and its message."""
 
 _ALIASES = read_table(__file__, "aliases.toml")
 KEY_ALIASES: dict[str, str] = _ALIASES["keys"]
 VALUE_ALIASES: dict[str, str] = _ALIASES["values"]
-"""Values by the names that other tools have for them."""
-# Mistakes to report at once. A file with more of them is most likely no configuration at all.
+"""Values by the names that other tools use for them."""
+# Maximum number of mistakes to report. A file with more is probably not a configuration at all.
 _MAX_REPORTED = 12
 
 
 def find_mistakes(document: Document) -> list[JinguError]:
     """Return every mistake in a configuration, in the order of the file.
 
-    The document is normalized in place: an empty section becomes one of defaults, and where text is expected, an
-    unquoted number becomes the text as it was written (`name: 007`).
+    The document is normalized in place. An empty section is removed, so its defaults apply. Where text is expected, an
+    unquoted number becomes its text in the file (`name: 007`).
     """
     order = {path: index for index, path in enumerate(document.origins)}
     mistakes = sorted(
@@ -56,7 +57,7 @@ def find_mistakes(document: Document) -> list[JinguError]:
 
 
 def combine_mistakes(mistakes: list[JinguError]) -> JinguError:
-    """Return one error for all mistakes: a single one as it is, several as a list."""
+    """Combine mistakes into one error: a single mistake as it is, several as a list."""
     if len(mistakes) == 1:
         return mistakes[0]
     lines = [f"- {mistake}" for mistake in mistakes[:_MAX_REPORTED]]
@@ -66,7 +67,11 @@ def combine_mistakes(mistakes: list[JinguError]) -> JinguError:
 
 
 def closest_match(word: str, choices: list[str], cutoff: float = 0.6) -> str | None:
-    """Return the choice most similar to a misspelled word; None if there is none, or a tie."""
+    """Return the choice most similar to a misspelled word; None if there is a tie, or none is similar enough.
+
+    Args:
+        cutoff: minimum similarity, from 0 to 1 (difflib's ratio).
+    """
     plain = word.lower().replace("-", "_")
     ratios = [SequenceMatcher(None, plain, choice.lower().replace("-", "_")).ratio() for choice in choices]
     best = max(ratios, default=0.0)
@@ -74,11 +79,11 @@ def closest_match(word: str, choices: list[str], cutoff: float = 0.6) -> str | N
 
 
 def _guess_value(value: Any, choices: list[str]) -> str | None:
-    """Return the choice that a wrong value most likely meant."""
+    """Return the choice that a wrong value most likely stands for; None if there is none."""
     if not isinstance(value, str):
         return None
     plain = value.lower().replace("-", "_")
-    # Other tools' names, and those of older versions, come before similar spellings.
+    # Names from other tools and older versions have precedence over similar spellings.
     for aliases in (VALUE_ALIASES, *CONFIG_VALUES.values()):
         for alias, choice in aliases.items():
             if alias.replace("-", "_") == plain and choice in choices:
@@ -106,7 +111,11 @@ def _check_section(
 
 
 def _check_item(item: Any, variants: dict[str, type[Settings]], path: KeyPath, document: Document) -> Iterator[Mistake]:
-    """Yield the mistakes in a section that is an item of a list, whose `type:` selects one of several variants."""
+    """Yield the mistakes in a section that is an item of a list.
+
+    Args:
+        variants: the accepted sections by `type:`; "" stands for the only one.
+    """
     if not isinstance(item, dict):
         what = f"{_dotted(path)} is a section of settings, not {_describe_value(item)}."
         keys = ", ".join(fields_by_key(next(iter(variants.values()))))
@@ -124,7 +133,12 @@ def _check_subsection(
     variants: dict[str, type[Settings]],
     document: Document,
 ) -> Iterator[Mistake]:
-    """Yield the mistakes in a section of a section, whose `type:` selects one of several variants."""
+    """Yield the mistakes in a nested section.
+
+    Args:
+        section: the section around it; an empty nested section is removed from it.
+        variants: the accepted sections by `type:`; "" stands for the only one.
+    """
     key = str(path[-1])
     value = section[key]
     if value is None:
@@ -138,7 +152,7 @@ def _check_subsection(
 
 
 def _restore_text(value: Any, field: FieldInfo, path: KeyPath, document: Document) -> Any:
-    """Return the value; where text is expected, as it was written instead of as a number."""
+    """Return a value; where text is expected, a number or boolean becomes the text that was written."""
 
     def restore(item: Any, item_path: KeyPath) -> Any:
         written = document.origin(item_path).written
@@ -172,19 +186,27 @@ def _default_type(field: FieldInfo) -> str:
 
 
 def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], document: Document) -> Message:
-    """Describe a key that does not exist, and suggest one that does."""
+    """Describe a key that does not exist, and suggest one that does.
+
+    Args:
+        section: the section with the key.
+    """
     parent = path[:-1]
     key = str(path[-1])
+    # 1. A key of an older version.
     if new := renamed_key(tuple(part for part in path if isinstance(part, str))):
         return f"{_dotted(path)} was renamed.", f"Write {new}."
+    # 2. A key of another `type:` of this section.
     field = find_field(parent)
     owners = [tag for tag, variant in section_types(field).items() if key in fields_by_key(variant)] if field else []
     if field and owners:
         return _key_of_another_type(path, section.get("type", _default_type(field)), owners, document)
+    # 3. A dotted key, which only the command line accepts.
     if "." in key and find_field(tuple(key.split("."))):
         first, rest = key.split(".", 1)
         fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
+    # 4. A misspelled key, or one of another tool.
     if guess := _guess_key(key, [_dotted((*parent, name)) for name in fields_by_key(model)]):
         fix = f"Did you mean {guess}?"
     else:
@@ -194,11 +216,15 @@ def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], 
 
 
 def _guess_key(key: str, siblings: list[str]) -> str | None:
-    """Return the dotted key that an unknown key most likely meant."""
+    """Return the dotted key (or several, joined with "or") that an unknown key most likely stands for; None: no idea.
+
+    Args:
+        siblings: dotted keys of the same section.
+    """
     leaf = key.lower().replace("-", "_")
     if leaf in KEY_ALIASES:
         return KEY_ALIASES[leaf]
-    # First look in the same section, then everywhere.
+    # Search the same section first, then the whole tree.
     names = [name.rsplit(".", 1)[-1] for name in siblings]
     if match := closest_match(leaf, names):
         return siblings[names.index(match)]
@@ -227,7 +253,7 @@ def _wrong_type_tag(name: str, tag: Any, tags: list[str]) -> Message:
 
 
 def _not_a_section(name: str, field: FieldInfo, value: Any) -> Message:
-    """Describe a single value in place of a section: perhaps its `type:`, or a colon without a space after it."""
+    """Describe a single value where a section is expected: perhaps a `type:`, or a colon without a space after it."""
     variants = section_types(field)
     keys = fields_by_key(next(iter(variants.values())))
     if "" not in variants:
@@ -246,7 +272,11 @@ def _not_a_section(name: str, field: FieldInfo, value: Any) -> Message:
 
 
 def _wrong_value(name: str, value: Any, types: list[AcceptedType], written: str | None, field: FieldInfo) -> Message:
-    """Describe a value of the wrong type, or out of range; `written` is its text in the file."""
+    """Describe a value of the wrong type, or out of range.
+
+    Args:
+        written: text of the value in the file; None if it is not a plain scalar.
+    """
     choices = [format_value(accepted.value) for accepted in types if accepted.value is not None]
     shown = _describe_value(value, bare=bool(choices) and len(choices) == len(types))
     if written is not None and value is not None:
@@ -258,7 +288,11 @@ def _wrong_value(name: str, value: Any, types: list[AcceptedType], written: str 
 
 
 def _describe_value(value: Any, *, bare: bool = False) -> str:
-    """Return a value in words: `the text "many"`, `a list`, `3.5`; empty for null."""
+    """Return a value in words: `the text "many"`, `a list`, `3.5`; empty for null.
+
+    Args:
+        bare: return text without the words around it.
+    """
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):

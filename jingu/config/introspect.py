@@ -1,4 +1,4 @@
-"""What the tree of settings contains: its keys, and what values each of them accepts, in words."""
+"""Inspect the tree of settings: list its keys, and describe in words the values that each accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from jingu.errors import join_words
 
 
 class AcceptedType(NamedTuple):
-    """One alternative that a setting accepts: a type with its limits, or a literal value (`type` is then Literal)."""
+    """One alternative that a setting accepts: a type with its limits, or a literal value.
+
+    Attributes:
+        type: the type; Literal for a literal value.
+        limits: annotations of the type, such as `Ge(1)` or a Description.
+        value: the literal value.
+    """
 
     type: Any
     limits: tuple[Any, ...] = ()
@@ -22,7 +28,11 @@ class AcceptedType(NamedTuple):
 
 
 def parse_annotation(annotation: Any, limits: tuple[Any, ...] = ()) -> list[AcceptedType]:
-    """Return the alternatives of an annotation: `Positive | Literal["auto"]` is a whole number and a literal."""
+    """Return the alternatives of an annotation. `Positive | Literal["auto"]` has two: an integer and a literal.
+
+    Args:
+        limits: limits that apply to all alternatives, from an annotation around this one.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         base, *extra = get_args(annotation)
@@ -36,18 +46,18 @@ def parse_annotation(annotation: Any, limits: tuple[Any, ...] = ()) -> list[Acce
 
 
 def accepted_types(field: FieldInfo) -> list[AcceptedType]:
-    """Return what a field accepts."""
+    """Return the alternatives that a field accepts."""
     return parse_annotation(field.annotation, tuple(field.metadata))
 
 
 def accepted_item_types(field: FieldInfo) -> list[AcceptedType]:
-    """Return what an item accepts, for a field that accepts a list; otherwise nothing."""
+    """Return the alternatives for the items of a list; empty if the field accepts no list."""
     lists = [accepted.type for accepted in accepted_types(field) if get_origin(accepted.type) is list]
     return [item for list_type in lists for item in parse_annotation(get_args(list_type)[0])]
 
 
 def accepts_text(types: list[AcceptedType]) -> bool:
-    """Return whether any text is accepted."""
+    """Return whether arbitrary text is accepted, not only literals."""
     return any(accepted.type is str for accepted in types)
 
 
@@ -63,12 +73,15 @@ def field_description(field: FieldInfo) -> str:
 
 
 def section_types(field: FieldInfo) -> dict[str, type[Settings]]:
-    """Return the sections that a field accepts by their `type:` (empty if there is only one); none for a value."""
+    """Return the sections that a field accepts, by their `type:`; an empty dict if the field is not a section.
+
+    A section without variants has the key "".
+    """
     return _sections_by_type(accepted_types(field))
 
 
 def item_section_types(field: FieldInfo) -> dict[str, type[Settings]]:
-    """Return the same for the items of a list."""
+    """Return the sections that the items of a list accept, in the same form."""
     return _sections_by_type(accepted_item_types(field))
 
 
@@ -81,7 +94,11 @@ def _sections_by_type(types: list[AcceptedType]) -> dict[str, type[Settings]]:
 
 
 def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -> FieldInfo | None:
-    """Return the field at a path, in the first variant of a section that has it."""
+    """Return the field at a path, from the first variant of a section that has it; None if there is none.
+
+    Args:
+        path: keys from the root; an int stands for an item of a list.
+    """
     field = fields_by_key(model).get(str(path[0])) if path else None
     if field is None or len(path) == 1:
         return field
@@ -96,7 +113,7 @@ def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -
 
 @cache
 def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
-    """Return every dotted key of the tree in order, those of sections included."""
+    """Return every dotted key of the tree in order, including the keys of sections themselves."""
     keys: dict[str, None] = {}
     for name, field in fields_by_key(model).items():
         keys[name] = None
@@ -106,19 +123,24 @@ def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
 
 
 def describe_types(types: list[AcceptedType]) -> str:
-    """Return what a setting accepts in words: `a whole number (1 or more) or auto`."""
+    """Describe in words what a setting accepts: `a whole number (1 or more) or auto`."""
     has_int = any(accepted.type is int for accepted in types)
     return join_words([words for accepted in types for words in _describe_type(accepted, has_int)])
 
 
 def format_value(value: Any) -> str:
-    """Return a plain value as it is written in YAML."""
+    """Return a plain value as it is written in YAML; an empty list in words."""
     if value is None or value == []:
         return "null" if value is None else "an empty list"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _describe_type(accepted: AcceptedType, has_int: bool) -> list[str]:
+    """Describe one alternative in words; a boolean has two descriptions.
+
+    Args:
+        has_int: whether integers are accepted too, so that a float needs a decimal point to differ from them.
+    """
     descriptions = [limit.text for limit in accepted.limits if isinstance(limit, Description)]
     if descriptions:
         return descriptions
@@ -139,7 +161,7 @@ def _describe_type(accepted: AcceptedType, has_int: bool) -> list[str]:
 
 
 def _describe_range(limits: tuple[Any, ...]) -> str:
-    """Return ` (1 or more)`, for the limits of a number."""
+    """Describe the limits of a number: ` (1 or more)`, or an empty text if there are none."""
     words = {"ge": "{:,} or more", "gt": "above {:,}", "le": "{:,} or less", "lt": "below {:,}"}
     bounds = {name: getattr(limit, name) for name in words for limit in limits if hasattr(limit, name)}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}

@@ -24,7 +24,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a YAML file, apply dotted overrides such as `optimizer.lr=3e-4` in order, and validate the result.
 
     Raises:
-        JinguError: one or more mistakes, each with its file and line, or its override.
+        JinguError: there are one or more mistakes; the message has the line or the override of each.
     """
     document = parse_yaml(_read(path), str(path))
     if document.value is None and not document.problems:
@@ -35,18 +35,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _validate(document, overrides)
 
 
-# Settings that may name an earlier stage in place of a path.
+# Settings that accept the name of an earlier stage in place of a path.
 _MODEL_KEYS = frozenset({"from", "reference", "initial_adapter", "model", "teacher"})
 
 
 def load_stages(path: Path) -> list[RunConfig]:
-    """Load a file of stages: a list of runs, each of which may name earlier ones as models.
+    """Load a file of stages: a list of runs. A stage may use the name of an earlier stage in place of a model's path.
 
-    Settings beside `stages` hold for all of them; those of a stage have precedence, and a section of another type
-    replaces one.
+    Settings beside `stages` apply to all stages. Settings of a stage have precedence over them. If both have a section
+    with different types, the stage's section replaces the other as a whole.
 
     Raises:
-        JinguError: one or more mistakes, each with its file and line.
+        JinguError: there are one or more mistakes; the message has the line of each.
     """
     document = parse_yaml(_read(path), str(path))
     tree = document.value
@@ -57,11 +57,13 @@ def load_stages(path: Path) -> list[RunConfig]:
             where=path,
             fix="Write stages: and below it a list of runs. `jingu train` takes the file of a single run.",
         )
+    # `stages` is no setting of a run; everything beside it is shared by all stages.
     shared = {key: value for key, value in tree.items() if key != "stages"}
     shared_origins = {key: origin for key, origin in document.origins.items() if key[:1] != ("stages",)}
     folders: dict[str, str] = {}
     configs = []
     for number, stage in enumerate(stages):
+        # Origins of the stage's own settings, with paths relative to the stage.
         own = {key[2:]: origin for key, origin in document.origins.items() if key[:2] == ("stages", number)}
         merged = _name_folders(_merge(shared, stage), folders)
         config = _validate(Document(merged, shared_origins | own, document.problems))
@@ -73,7 +75,7 @@ def load_stages(path: Path) -> list[RunConfig]:
 
 
 def _merge(shared: Any, own: Any) -> Any:
-    """Return settings of a stage on top of those for all stages."""
+    """Return the settings of a stage merged over the shared settings."""
     if not isinstance(shared, dict) or not isinstance(own, dict):
         return own
     if "type" in own and own["type"] != shared.get("type", own["type"]):
@@ -82,7 +84,11 @@ def _merge(shared: Any, own: Any) -> Any:
 
 
 def _name_folders(tree: Any, folders: Mapping[str, str]) -> Any:
-    """Replace the names of earlier stages by the folders of their runs."""
+    """Return a tree in which the folders of runs replace the names of earlier stages.
+
+    Args:
+        folders: folder of each earlier stage's run, by the name of the stage.
+    """
     if isinstance(tree, list):
         return [_name_folders(item, folders) for item in tree]
     if not isinstance(tree, dict):
@@ -96,12 +102,16 @@ def _name_folders(tree: Any, folders: Mapping[str, str]) -> Any:
 
 
 def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Make a configuration from plain values, as `load_config` does from a file."""
+    """Return a validated configuration from plain values and overrides.
+
+    Raises:
+        JinguError: there are one or more mistakes.
+    """
     return _validate(Document(deepcopy(dict(tree))), overrides)
 
 
 def load_stored_config(path: Path) -> RunConfig:
-    """Load the `config.yaml` of a run, which an older version may have written."""
+    """Load the `config.yaml` of a run. Keys of older versions are renamed."""
     document = parse_yaml(_read(path), str(path))
     if isinstance(document.value, dict):
         document.value = migrate_config(document.value)
@@ -109,6 +119,7 @@ def load_stored_config(path: Path) -> RunConfig:
 
 
 def _validate(document: Document, overrides: Sequence[str] = ()) -> RunConfig:
+    """Apply overrides and return the configuration. Raises JinguError with all mistakes."""
     mistakes = list(document.problems)
     for override in overrides:
         try:
@@ -121,7 +132,7 @@ def _validate(document: Document, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return a configuration, with all defaults, as YAML that `load_config` reads back as the same settings."""
+    """Return a configuration with all defaults as YAML, which `load_config` reads back as the same settings."""
     return dump(config.model_dump())
 
 
@@ -156,7 +167,7 @@ def _suggest_file(path: Path) -> str:
 
 
 def _apply(override: str, document: Document) -> None:
-    """Set one `key=value` in the document, replacing any old value."""
+    """Set one `key=value` in the document, replacing any old value. Raises JinguError if it is malformed."""
     key, sign, text = override.partition("=")
     if not sign:
         fix = f"Write {key if find_field(tuple(key.split('.'))) else 'key'}=value, without spaces."
@@ -165,6 +176,7 @@ def _apply(override: str, document: Document) -> None:
     if not all(re.fullmatch(r"\w[\w-]*", part) for part in path):
         fix = "Write it like optimizer.lr=3e-4: no dashes before it, no spaces around the =."
         raise JinguError(f'"{key}" cannot be the name of a setting.', where=override, fix=fix)
+    # Find the section of the key, and create it if it is missing or empty.
     parent = document.value
     for depth, part in enumerate(path[:-1], start=1):
         if parent.get(part) is None:
@@ -175,10 +187,10 @@ def _apply(override: str, document: Document) -> None:
             if field and not section_types(field):
                 what = f"{'.'.join(path[:depth])} is a single value, with no settings under it."
                 raise JinguError(what, where=override)
-            return  # The file is wrong here, which validation reports.
+            return  # The file has a value where a section belongs; validation reports this.
         parent = parent[part]
     parsed = _parse_value(text, override, find_field(path))
-    # The override replaces the whole subtree, and so its origins.
+    # The override replaces the whole subtree, including the origins in it.
     other_origins = {old: origin for old, origin in document.origins.items() if old[: len(path)] != path}
     document.origins = other_origins | {(*path, *inner): origin for inner, origin in parsed.origins.items()}
     parent[path[-1]] = parsed.value
@@ -187,7 +199,7 @@ def _apply(override: str, document: Document) -> None:
 
 
 def _parse_value(text: str, override: str, field: FieldInfo | None) -> Document:
-    """Parse the value of an override. Where text is expected, it is taken literally unless it is quoted or a list."""
+    """Parse the value of an override. Where text is expected, it is taken literally, unless it is quoted or a list."""
     types = accepted_types(field) if field else []
     items = accepted_item_types(field) if field else []
     quoted = text[:1] in ("'", '"') or (text[:1] == "[" and items)

@@ -32,14 +32,15 @@ class EvaluationSettings(Settings):
     """Evaluation on the validation split.
 
     Attributes:
-        every: Steps between evaluations (there is also one at the end); 0: none.
-        num_sequences: Validation sequences in an evaluation; all: the whole split.
+        every: Steps between evaluations, with one more at the end of the run; 0: no evaluations at all.
+        num_sequences: Validation sequences per evaluation; all: the whole split.
         num_sequences_at_end: Validation sequences in the evaluation at the end of the run; null: `num_sequences`.
-        sample_prompts: Prompts to continue at each evaluation, as samples of the model's text.
-        max_new_tokens: Tokens to generate for a prompt.
-        tasks: Evaluation tasks to measure at each evaluation: names of tasks, groups or tags, or .yaml files.
-        task_documents: First documents of each task; all: all of them.
-        patience: Evaluations in a row that do not improve `checkpoint.best_metric` after which training ends; 0: never.
+        sample_prompts: Prompts that the model continues at each evaluation, as samples of its text.
+        max_new_tokens: Tokens to generate per prompt.
+        tasks: Tasks to evaluate at each evaluation: names of tasks, groups or tags, or .yaml files.
+        task_documents: Number of documents per task, from the first on; all: all of them.
+        patience: Training ends after this many evaluations in a row that do not improve `checkpoint.best_metric`; 0:
+            never.
     """
 
     every: NonNegative = 100
@@ -52,7 +53,11 @@ class EvaluationSettings(Settings):
     patience: NonNegative = 0
 
     def limit(self, *, final: bool) -> int | Literal["all"]:
-        """Return the number of validation sequences in an evaluation, or in that at the end of the run."""
+        """Return the number of validation sequences in an evaluation.
+
+        Args:
+            final: whether it is the evaluation at the end of the run.
+        """
         if final and self.num_sequences_at_end is not None:
             return self.num_sequences_at_end
         return self.num_sequences
@@ -62,8 +67,8 @@ class MemorySettings(Settings):
     """In-memory checkpoints: copies of the newest state on each rank's own node and on a neighbor node.
 
     Attributes:
-        every: Steps between copies, during which training waits; 0: none.
-        folder: Folder on a file system in memory, on every node.
+        every: Steps between copies; 0: none. Training waits during a copy.
+        folder: Folder on an in-memory file system, on every node.
     """
 
     every: NonNegative = 0
@@ -74,22 +79,22 @@ class CheckpointSettings(Settings):
     """Saving checkpoints, and resuming from them.
 
     Attributes:
-        every: Steps between checkpoints (there is also one at the end); 0: only at the end.
+        every: Steps between checkpoints, with one more at the end of the run; 0: only the one at the end.
         every_minutes: Also save when the last checkpoint is this many minutes old; 0: never.
-        async_save: Write from a copy in host memory while training continues; if false, or with offload to disk,
+        async_save: Write from a copy in host memory while training continues. If false, or with offload to disk,
             training waits.
-        when_busy: If a save is due while the previous one is still being written: wait for it, or skip the save.
+        when_busy: What to do if a save is due while the previous one is still being written: wait for it, or skip the
+            new save.
         keep_last: Number of newest checkpoints to keep; older ones are deleted.
-        keep_every: Keep checkpoints whose step is a multiple of this; 0: none.
-        keep_best: Number of checkpoints to keep whose last evaluation was best; 0: none.
-        best_metric: Metric of an evaluation that decides which checkpoint is best: loss, bits_per_byte, or with
-            `evaluation.tasks` one of tasks/NAME/bits_per_byte, margin, p_gold or acc.
+        keep_every: Also keep checkpoints whose step is a multiple of this; 0: none.
+        keep_best: Also keep this many checkpoints with the best last evaluation; 0: none.
+        best_metric: Metric that decides which checkpoint is best: loss, bits_per_byte, or with `evaluation.tasks` one
+            of tasks/NAME/bits_per_byte, margin, p_gold or acc.
         url: URL (s3://bucket/runs, or any that fsspec supports) where checkpoints are stored instead of in the run's
             folder.
-        copy_to: URL that fsspec supports (s3://bucket/runs, or a folder) to which each checkpoint is copied once it is
-            complete.
-        grace_seconds: Seconds that saving may take when the run is asked to stop; after that it exits with the previous
-            checkpoint.
+        copy_to: URL that fsspec supports (s3://bucket/runs, or a folder), to which each complete checkpoint is copied.
+        grace_seconds: Seconds that saving may take when the run is asked to stop. After that, it exits with the
+            previous checkpoint.
         resume: auto: resume from the newest complete checkpoint of the run; never: refuse to start if there is one.
     """
 
@@ -123,8 +128,8 @@ class RunConfig(Settings):
 
     name: Annotated[
         str,
-        # Of ASCII only letters, digits, dots, dashes and underscores; and all other letters, in words that every
-        # regular expression understands.
+        # Of ASCII only letters, digits, dots, dashes and underscores; beyond ASCII, anything but whitespace. The syntax
+        # is one that every regular expression engine supports, because the JSON schema contains the pattern.
         Field(pattern=r"^[^\s\x00-/:-@\[-`{-\x7f][^\s\x00-,/:-@\[-^`{-\x7f]*$", max_length=200),
         AfterValidator(check_file_name),
         Description("up to 200 letters, digits, dots, dashes and underscores, beginning with a letter or digit"),
@@ -149,7 +154,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _derive_batch(self) -> RunConfig:
-        """Derive the batch of a task that generates answers from its own settings, unless it is given."""
+        """Set the global batch size of a task that generates answers to its answers per update, unless it is given."""
         if isinstance(self.task, RolloutSettings) and "global_batch_size" not in self.batch.model_fields_set:
             batch = self.batch.model_copy(update={"global_batch_size": self.task.rows_per_update})
             object.__setattr__(self, "batch", batch)
@@ -157,7 +162,7 @@ class RunConfig(Settings):
 
     @property
     def document_length(self) -> int:
-        """Most tokens of a document in a sequence: each answer of a pair has one half."""
+        """Maximum tokens of a document in a sequence. With preference pairs, each answer has half of the sequence."""
         objective = self.data.objective
         is_halved = isinstance(objective, PreferenceSettings) and objective.rows == "pairs"
         return self.batch.sequence_length // 2 if is_halved else self.batch.sequence_length

@@ -1,6 +1,6 @@
-"""Strict YAML: numbers and booleans of YAML 1.2; no duplicate keys, references, merge keys or tags.
+"""Strict YAML: scalars as in YAML 1.2; no duplicate keys, references, merge keys or tags.
 
-`parse_yaml` returns plain Python values, and for each of them its line and its original text.
+`parse_yaml` returns plain Python values, and for each value its line and its original text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
 
 _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    # type: first characters of its plain scalars, their pattern, and the conversion
+    # By type: the possible first characters of a plain scalar, its pattern, and the conversion from text.
     "null": ("~nN", r"~|null|", lambda _: None),
     "bool": ("tf", r"true|false", lambda text: text == "true"),
     "int": (
@@ -35,13 +35,18 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     ),
 }
 _TAG = "tag:yaml.org,2002:"
-# Parts of PyYAML's messages, and plain explanations of them.
+# Plain explanations by parts of PyYAML's messages.
 _EXPLANATIONS: dict[str, str] = read_table(__file__, "yaml_errors.toml")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from: `run.yaml:3` or the text of an override; `written` is the text of a plain scalar."""
+    """Where a value comes from.
+
+    Attributes:
+        where: `run.yaml:3`, or the text of an override.
+        written: original text of a number, boolean or null; None for other values.
+    """
 
     where: str
     written: str | None = None
@@ -49,7 +54,13 @@ class Origin:
 
 @dataclass
 class Document:
-    """Plain values, and the origin of each."""
+    """A parsed document.
+
+    Attributes:
+        value: plain values; None for an empty document.
+        origins: origin of each value, by path.
+        problems: violations of strict YAML, which the caller raises.
+    """
 
     value: Any = None
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
@@ -63,14 +74,16 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with the scalars above instead of YAML 1.1's."""
+    """PyYAML's loader with the scalars above in place of those of YAML 1.1."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
 
 class _FastLoader(Composer, yaml.CSafeLoader):
-    """Libyaml's parser, ten times as fast. Nodes are composed in Python, where deep nesting raises RecursionError
-    instead of a segmentation fault.
+    """libyaml's parser, ten times as fast as PyYAML's.
+
+    Nodes are composed in Python: there, deep nesting raises RecursionError, while libyaml would crash with a
+    segmentation fault.
     """
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
@@ -81,7 +94,7 @@ class _FastLoader(Composer, yaml.CSafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or this module would read as another type."""
+    """Dumper that quotes text which YAML 1.1 or this module would read as another type."""
 
 
 for _kind, (_first, _form, _) in _SCALARS.items():
@@ -91,7 +104,7 @@ for _kind, (_first, _form, _) in _SCALARS.items():
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write line breaks and control characters as escapes; PyYAML would lose some of them."""
+    """Represent text; line breaks and control characters as escapes, because PyYAML would lose some of them."""
     return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
 
@@ -101,11 +114,11 @@ _Dumper.add_representer(str, _represent_text)
 def parse_yaml(text: str, name: str, *, lines: bool = True) -> Document:
     """Parse one YAML document.
 
-    Duplicate keys, references and tags are reported in `problems`.
+    Duplicate keys, references and tags do not raise; they are listed in `problems` of the result.
 
     Args:
-        name: origin of the values.
-        lines: whether to add line numbers to the origin.
+        name: name of the source for messages: a file, or an override.
+        lines: whether to add line numbers to the name.
 
     Raises:
         JinguError: the text is not YAML.
@@ -117,7 +130,7 @@ def parse_yaml(text: str, name: str, *, lines: bool = True) -> Document:
             value = reader.value(node, ())
             reader.document.value = None if value is reader.nothing else value
     except yaml.MarkedYAMLError as error:
-        # What is never closed is best shown where it starts.
+        # Report an unclosed quote or key at its start, not at its end far below.
         is_unclosed = error.context in ("while scanning a simple key", "while scanning a quoted scalar")
         mark = error.context_mark if is_unclosed else error.problem_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark and lines else name
@@ -133,7 +146,7 @@ def parse_yaml(text: str, name: str, *, lines: bool = True) -> Document:
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """Return the root node of a document. Mistakes are found by PyYAML's own parser, whose messages are better."""
+    """Return the root node of a document. After an error, parse again with PyYAML, which has better messages."""
     try:
         return _FastLoader(text).get_single_node()
     except (yaml.YAMLError, UnicodeEncodeError):
@@ -141,7 +154,7 @@ def _compose(text: str) -> yaml.Node | None:
 
 
 def dump(value: Any) -> str:
-    """Return plain values as YAML that `parse_yaml`, and YAML 1.1 parsers, read back as the same values."""
+    """Return plain values as YAML, which `parse_yaml` and YAML 1.1 parsers read back as the same values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
 
 
@@ -154,7 +167,12 @@ def _explain(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Reader:
-    """Converts YAML nodes to values, and records origins and problems."""
+    """Converts YAML nodes to values, and records origins and problems.
+
+    Attributes:
+        seen: ids of the nodes so far, to find references.
+        nothing: stands for a node with a problem, which has no value.
+    """
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name = name
@@ -164,14 +182,16 @@ class _Reader:
         self.nothing = object()
 
     def where(self, node: yaml.Node) -> str:
+        """Return the position of a node, for messages."""
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
     def problem(self, node: yaml.Node, what: str, fix: str) -> Any:
+        """Record a problem, and return `nothing` as the value of the node."""
         self.document.problems.append(JinguError(what, where=self.where(node), fix=fix))
         return self.nothing
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of a node. A node that occurs twice is a reference (`*name`), which is not allowed."""
+        """Return the value of a node. A node that occurs a second time is a reference (`*name`), which is a problem."""
         if id(node) in self.seen:
             what = "a value marked with & is used again with *."
             return self.problem(node, what, "Write the value out in both places.")
@@ -185,6 +205,7 @@ class _Reader:
         return self.scalar(node, path)
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        """Return the keys and values of a section, without those that have problems."""
         result: dict[str, Any] = {}
         first: dict[str, yaml.Node] = {}
         for key_node, value_node in node.value:
@@ -206,6 +227,7 @@ class _Reader:
         return result
 
     def scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return the value of a text, number, boolean or null."""
         text = str(node.value)
         kind = node.tag.removeprefix(_TAG)
         if any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -1,4 +1,4 @@
-"""Bars of several parts, a row for each rank."""
+"""Draw stacked horizontal bars, one row per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 from jingu.report.charts import round_ticks
 from jingu.report.template import load_template
 
-# Where bars begin and end, in SVG units, and the height of a row.
+# Left and right end of the bars, and the height of a row, in SVG units.
 BAR_LEFT, BAR_RIGHT, ROW = 90, 1000, 26
 
 
@@ -20,12 +20,13 @@ def draw_bars(
     rows: Sequence[tuple[str, dict[str, float]]],
     limit: float | None = None,
 ) -> Markup:
-    """Return a figure with a bar for each row.
+    """Return a figure with a stacked bar for each row.
 
     Args:
-        colours: numbers of colours in page.css, by the names of all parts.
-        rows: label and parts of each bar.
-        limit: a value with a dashed line; None: no line.
+        unit: unit of the values.
+        colours: for each part, the number of its color in page.css.
+        rows: label of each bar, and the values of its parts by name.
+        limit: value at which to draw a dashed line; None: no line.
     """
     totals = [sum(parts.values()) for _, parts in rows]
     ticks = round_ticks(0, max([*totals, limit or 0.0]), 8)

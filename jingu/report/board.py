@@ -1,4 +1,4 @@
-"""`jingu watch` and `jingu runs`: runs while they train, on the terminal, in a browser, and for Prometheus."""
+"""`jingu watch` and `jingu runs`: show runs while they train, on the terminal, in a browser, and for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jingu.watch.pace import Window, read_windows
 from jingu.watch.watchdog import STRAGGLERS
 
 _REFRESH_SECONDS = 2.0
-# The time left follows from so many of the last lines of metrics.
+# The time left is estimated from this many of the last logged steps.
 _RATE_LINES = 50
 _BAR_WIDTH = 40
 _SAMPLE_CHARS = 300
@@ -33,8 +33,9 @@ def watch_run(run: Path, web: int | None = None, once: bool = False) -> None:
     """Show a run until Ctrl-C: on the terminal, or as a page and as metrics for Prometheus.
 
     Args:
-        web: port on the loopback address; 0: any free one.
-        once: show it once.
+        web: port on the loopback address for the page and the metrics; 0: any free port; None: show the run on the
+            terminal.
+        once: show the run once and return.
 
     Raises:
         JinguError: there is no such run, or the port is in use.
@@ -44,7 +45,7 @@ def watch_run(run: Path, web: int | None = None, once: bool = False) -> None:
         _serve(run, web)
     while True:
         text = render_board(run)
-        # The cursor goes to the first line, and what follows is cleared.
+        # On a terminal, move the cursor to the first line and clear the screen.
         print(f"\033[H\033[J{text}" if sys.stdout.isatty() else text, flush=True)
         if once:
             return
@@ -52,7 +53,7 @@ def watch_run(run: Path, web: int | None = None, once: bool = False) -> None:
 
 
 def render_board(run: Path) -> str:
-    """Return progress, losses, rates, memory, the last samples and the watchdog's verdict as text."""
+    """Return the board as text: progress, losses, rates, memory, the last two samples and the watchdog's verdict."""
     record = read_run(run)
     lines = describe_progress(run, record)
     for (_, prompt), row in islice(reversed(record.samples.items()), 2):
@@ -74,7 +75,7 @@ def describe_progress(run: Path, record: RunRecord) -> list[str]:
         f"loss {format_number(get_number(last, 'loss'))} · lr {format_number(get_number(last, 'lr'))} · "
         f"gradient norm {format_number(get_number(last, 'grad_norm'))}",
         f"{format_rounded(get_number(last, 'tokens_per_second'))} tokens/s · "
-        f"{get_number(last, 'peak_share'):.0%} of peak · {_format_memory(get_number(last, 'memory_bytes'))} a rank",
+        f"{get_number(last, 'peak_share'):.0%} of peak · {_format_memory(get_number(last, 'memory_bytes'))} per rank",
     ]
     lines += [_describe_plan(record.plan)] if record.plan else []
     windows = _windows(run) if state == "training" else []
@@ -86,7 +87,7 @@ def describe_progress(run: Path, record: RunRecord) -> list[str]:
 
 
 def describe_faults(run: Path) -> list[str]:
-    """Return the verdict of the watchdog, and the last stragglers."""
+    """Return lines with the last verdict of the watchdog and the last stragglers."""
     verdicts = sorted(run.glob("log/jingu-watch-*/verdict.txt"), key=lambda path: path.stat().st_mtime)
     lines = ["", verdicts[-1].read_text(encoding="utf-8")] if verdicts else []
     stragglers = run / "log" / STRAGGLERS
@@ -101,7 +102,7 @@ def _format_memory(size: float) -> str:
 
 
 def _describe_plan(plan: Row) -> str:
-    """Return what a step takes, beside what it was planned to take."""
+    """Return the actual and the planned time and memory of a step, as a line."""
     seconds, memory = (
         [get_number(plan, f"{kind}_{what}") for kind in ("actual", "planned")] for what in ("seconds", "memory_bytes")
     )
@@ -112,13 +113,13 @@ def _describe_plan(plan: Row) -> str:
 
 
 def _windows(run: Path) -> list[Window]:
-    """Return what the watchdogs of all nodes last measured of the run's ranks."""
+    """Return the last measurements of the ranks by the watchdogs of all nodes."""
     folders = sorted(run.glob("log/jingu-watch-*"), key=lambda path: path.stat().st_mtime)
     return read_windows(folders[-1]) if folders else []
 
 
 def _describe_ranks(windows: Sequence[Window]) -> str:
-    """Return how the ranks spend a step, each at least and at most."""
+    """Return a line on how the ranks spend a step, as the range from the lowest to the highest rank."""
     paces = [pace for window in windows for pace in window.paces]
     parts = []
     for field, text in (("compute", "computing {} s"), ("data", "waiting for data {} s"), ("clock", "clock {} MHz")):
@@ -127,7 +128,7 @@ def _describe_ranks(windows: Sequence[Window]) -> str:
         if max(values) > 0:
             parts.append(text.format(" to ".join(bounds)))
     ranks, nodes = pluralize(len(paces), "rank"), pluralize(len(windows), "node")
-    return f"{ranks} on {nodes}, of a step of {format_number(paces[0].step)} s: {' · '.join(parts)}"
+    return f"{ranks} on {nodes}, step of {format_number(paces[0].step)} s: {' · '.join(parts)}"
 
 
 def list_runs(folder: Path) -> None:
@@ -149,13 +150,13 @@ def list_runs(folder: Path) -> None:
 
 
 def describe_state(run: Path, record: RunRecord) -> str:
-    """Return complete, training, diverged or stopped."""
+    """Return the state of a run: complete, training, diverged or stopped."""
     step, steps = _progress(record)
     if step >= steps:
         return "complete"
     descriptor = os.open(run, os.O_RDONLY)
     try:
-        # A process that trains has the folder locked.
+        # A run holds a lock on its folder while it trains.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return "training"
@@ -165,7 +166,7 @@ def describe_state(run: Path, record: RunRecord) -> str:
 
 
 def _progress(record: RunRecord) -> tuple[int, int]:
-    """Return the last logged step, and the number of steps."""
+    """Return the last logged step, and the number of steps of the run (at least 1)."""
     step = max(record.train, default=0)
     try:
         steps = yaml.safe_load(record.config)["train"]["steps"]
@@ -175,7 +176,7 @@ def _progress(record: RunRecord) -> tuple[int, int]:
 
 
 def _seconds_left(record: RunRecord) -> float:
-    """Return the time left, from the training time of many steps."""
+    """Return the estimated seconds until the end, from the time of the last logged steps; NaN if there are too few."""
     rows: list[Row] = [record.train[step] for step in sorted(record.train)[-_RATE_LINES:]]
     step, steps = _progress(record)
     if len(rows) < 2:
@@ -185,7 +186,7 @@ def _seconds_left(record: RunRecord) -> float:
 
 
 def format_metrics(record: RunRecord) -> str:
-    """Return the numbers of the last step in the text format of Prometheus."""
+    """Return the numbers of the last logged step and the last evaluation in the text format of Prometheus."""
     step, steps = _progress(record)
     values = {"steps": steps, "seconds_left": _seconds_left(record)} | record.train.get(step, {})
     evaluation = record.evaluations[max(record.evaluations)] if record.evaluations else {}
@@ -196,16 +197,17 @@ def format_metrics(record: RunRecord) -> str:
 
 
 def make_server(run: Path, port: int) -> ThreadingHTTPServer:
-    """Return a read-only server on the loopback address: the report of the moment, and `/metrics`.
+    """Return a read-only server on the loopback address, with the current report at `/` and metrics at `/metrics`.
 
     Raises:
         JinguError: the port is in use.
     """
 
     def render(record: RunRecord) -> str:
+        """Return the report of the run with its current state on top."""
         return render_page(record, "\n".join(describe_progress(run, record) + describe_faults(run)))
 
-    # The page loads itself again.
+    # By path: the content type, and the function that renders the run. The Refresh header reloads the page.
     routes: dict[str, tuple[str, Callable[[RunRecord], str]]] = {
         "/": ("text/html; charset=utf-8", render),
         "/metrics": ("text/plain; version=0.0.4", format_metrics),
@@ -213,7 +215,7 @@ def make_server(run: Path, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # Another site's name for this address would let its pages read the run.
+            # Accept only our own host names: with DNS rebinding, a website could otherwise read the run.
             host = self.headers.get("Host", "").rpartition(":")[0]
             if self.path not in routes or host not in ("127.0.0.1", "localhost"):
                 self.send_error(404)

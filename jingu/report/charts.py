@@ -1,6 +1,6 @@
-"""Line charts with round ticks, gaps at values that are not finite, and all peaks of long runs.
+"""Line charts with round ticks and gaps at values that are not finite. Downsampling a long run keeps its peaks.
 
-chart.html renders them as inline SVG. Colors and fonts come from the page's style sheet, so that one drawing works in
+chart.html renders the charts as inline SVG. Colors and fonts come from the page's style sheet, so one drawing works in
 light mode, in dark mode and on paper.
 """
 
@@ -25,13 +25,20 @@ get_value = itemgetter(1)
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 544, 14, 216  # the plot area, in SVG units
 SIZES: dict[str, Any] = {"WIDTH": WIDTH, "HEIGHT": HEIGHT, "LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
-MAX_POINTS = 1000
+MAX_POINTS = 1000  # points per curve; longer curves are downsampled
 MAX_DRAWABLE = 1e100  # larger values count as infinite
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named series of points, in the order of their steps."""
+    """A named series of points, in the order of their steps.
+
+    Attributes:
+        label: name in the legend.
+        points: step and value of each point; a value that is not finite makes a gap.
+        kind: line: a line; dots: a line with dots, if these are few; points: dots without a line.
+        colour: number of the color in page.css.
+    """
 
     label: str
     points: list[Point]
@@ -40,7 +47,7 @@ class Series:
 
     @property
     def drawable(self) -> list[Point]:
-        """The points whose values are drawable."""
+        """The points with finite values of a reasonable size."""
         return [point for point in self.points if is_drawable(point[1])]
 
 
@@ -49,9 +56,13 @@ class Chart:
     """The content of a chart.
 
     Attributes:
-        logarithmic_beyond: use a log scale if the maximum exceeds the median by this factor.
-        levels: labeled horizontal lines.
-        names: of the positions 1, 2, ... on the x axis, in the place of steps.
+        title: title of the chart.
+        unit: unit of the values, or a note in its place.
+        series: the curves.
+        from_zero: whether the y axis includes 0; a log scale cannot.
+        logarithmic_beyond: use a log scale if the maximum is more than this factor times the median.
+        levels: label and value of each horizontal line.
+        names: names of the positions 1, 2, ... on the x axis, for a chart that is not over steps.
     """
 
     title: str
@@ -65,7 +76,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values and steps to SVG coordinates."""
+    """Maps values and steps to SVG coordinates.
+
+    Attributes:
+        low: value at the bottom of the y axis.
+        high: value at the top of the y axis.
+        last_step: step at the right end of the x axis, which begins at 0.
+        logarithmic: whether the y axis has a log scale.
+    """
 
     low: float
     high: float
@@ -90,7 +108,7 @@ def is_drawable(value: float) -> bool:
 
 
 def downsample(points: list[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return about `most` points: the minimum, the maximum and one gap of each bucket."""
+    """Return about `most` points: the first, the last, and the minimum, maximum and first gap of each bucket."""
     if len(points) <= most:
         return points
     buckets = max(1, most // 3)
@@ -105,7 +123,10 @@ def downsample(points: list[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return about `about` ticks that enclose [low, high]: multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return about `about` evenly spaced ticks that enclose [low, high].
+
+    They are multiples of 1, 2, 2.5 or 5 times a power of ten.
+    """
     size = max(abs(low), abs(high))
     # Widen an empty range, so that a constant series has an axis.
     if high - low <= 1e-9 * size or size < 1e-100:
@@ -118,7 +139,7 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
-    """Return the scale of a chart and the ticks of its y axis. It is logarithmic if peaks would flatten the rest."""
+    """Return the scale of a chart and the ticks of its y axis: a log scale if peaks would flatten the rest."""
     last_step = max(1, *(step for series in chart.series for step, _ in series.points)) + bool(chart.names)
     values = [value for series in chart.series for _, value in series.drawable]
     values += [value for _, value in chart.levels]
@@ -131,7 +152,7 @@ def choose_scale(chart: Chart) -> tuple[Scale, list[float]]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return ticks of a log scale: powers of ten, and round numbers between them if there are few."""
+    """Return the ticks of a log scale: powers of ten, and round numbers between them if there are few powers."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ratio = high / low
     digits = (1, 1.5, 2, 3, 4, 5, 7) if ratio < 10 else (1, 2, 5) if ratio < 1000 else (1,)
@@ -141,9 +162,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] = ()) -> str:
-    """Return the chart as an HTML figure, with lines where the run was resumed and where a stage of the data began.
+    """Return the chart as an HTML figure; a chart without any drawable value says so in words.
 
-    Without any drawable value it is a sentence.
+    Args:
+        resumes: steps from which the run was resumed, to mark with dotted lines.
+        stages: first steps of the stages of the data, to mark with dashed lines.
     """
     figure = load_template("chart.html")
     if not any(series.drawable for series in chart.series):
@@ -183,7 +206,7 @@ def _curve(series: Series, scale: Scale) -> tuple[Series, Markup, list[tuple[flo
 
 
 def _for_script(shown: list[Series], scale: Scale, names: list[str]) -> str:
-    """Return the JSON with which the page's script shows the values under the pointer."""
+    """Return the JSON from which the page's script shows the values under the pointer."""
     points = [[[step, format_number(value), scale.y_of(value)] for step, value in series.drawable] for series in shown]
     frame = {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM, "last": scale.last_step}
     curves = {"series": points, "colours": [series.colour for series in shown]}

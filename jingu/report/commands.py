@@ -1,4 +1,4 @@
-"""`jingu report RUN`."""
+"""`jingu report RUN`: write a page about a run, two runs, or evaluation results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jingu.runtime.files import write_text_atomically
 def write_report(run: Path, to: Path | None = None, against: Path | None = None) -> None:
     """Write the report of a run, of two runs, or of evaluation results, as one self-contained HTML file.
 
-    Its path is printed. A run with results in `evaluations` gets a page of them there, too.
+    Prints the path of the file. For a run with results in `evaluations`, a page of them is written there too.
 
     Args:
-        run: folder of a run, which may still be training; or one that `jingu evaluate` has written to.
+        run: folder of a run, which may still be training; or a folder with the results of `jingu evaluate`.
         to: file to write; None: `report.html` in the folder, or `comparison.html` for two runs.
-        against: another run, to compare both; or a folder with other evaluation results, to mark the answers that have
+        against: another run to compare with; or a folder with other evaluation results, to mark the answers that
             changed.
 
     Raises:
@@ -44,7 +44,7 @@ def write_report(run: Path, to: Path | None = None, against: Path | None = None)
 
 
 def write_page(target: Path, text: str) -> None:
-    """Write a page, and print where it is."""
+    """Write a page, and print its path. Raises JinguError if it cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(target, text)

@@ -1,4 +1,4 @@
-"""A page of evaluation results: metrics with errors, calibration, and answers to search, the worst ones first."""
+"""A page of evaluation results: metrics with errors, calibration, and searchable answers, with the worst ones first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jingu.evaluate.evaluation import read_results, read_spreads
 from jingu.report.template import render_document
 
 Record = dict[str, Any]
-# Documents of a task that the page shows, so that it stays small; and bins of the calibration curve.
+# Maximum number of documents per task, so that the page stays small; and bins of the calibration curve.
 MAX_DOCUMENTS = 500
 NUM_BINS = 10
 
@@ -23,10 +23,15 @@ class DocumentView:
     """A document on the page.
 
     Attributes:
-        loss: what documents are sorted by; the worst is the highest.
-        state: `right`, `wrong`, or ``, for search.
-        change: `better`, `worse`, or ``, compared with other results.
-        choices: texts, each with its log-probability, probability, and whether it is right; or generated texts.
+        index: number of the document in its task.
+        loss: sort key, the highest first: 1 minus the probability of the right choices; for generated or scored text,
+            the negative log-probability per token, or else 1 minus the metric.
+        state: `right` or `wrong`; empty if the metric is neither 1 nor 0.
+        change: `better` or `worse` than in the other results; empty if there is no change.
+        prompt: text of the prompt.
+        gold: right answers, for a task without choices.
+        choices: text of each choice, its log-probability, its probability among the choices, and whether it is right.
+        texts: generated texts, for a task without choices.
     """
 
     index: int
@@ -44,7 +49,10 @@ class TaskView:
     """A task on the page.
 
     Attributes:
-        bins: of the calibration curve: mean confidence, accuracy, and the share of documents.
+        result: the results file of the task.
+        documents: the documents with the highest losses, at most `MAX_DOCUMENTS`.
+        num_documents: number of all documents.
+        bins: bins of the calibration curve: mean confidence, accuracy, and share of the documents.
     """
 
     result: Record
@@ -54,10 +62,13 @@ class TaskView:
 
 
 def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
-    """Return a page of the results in a folder; None if it has none.
+    """Return the HTML page of the results in a folder; None if it has no results.
 
     Args:
-        against: folder with other results of the same tasks: documents with other values are marked.
+        against: folder with other results of the same tasks. Documents whose metric differs are marked.
+
+    Raises:
+        JinguError: `against` has no results.
     """
     results = read_results(folder)
     if not results:
@@ -81,10 +92,17 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
 
 
 def _make_task_view(result: Record, records: list[Record], others: list[Record]) -> TaskView:
+    """Return the view of a task.
+
+    Args:
+        result: the results file of the task.
+        records: the record of each document.
+        others: the records of the results to compare with; documents are matched by their hash.
+    """
     by_hash = {record["hash"]: record for record in others}
     has_choices = result["settings"].get("output_type") == "multiple_choice"
     documents = [_make_document_view(record, by_hash.get(record["hash"]), has_choices) for record in records]
-    # Confidence is the probability of the choice that the model takes.
+    # Confidence is the probability of the most probable choice, which is the model's answer.
     confidence = np.array([max(choice[2] for choice in view.choices) for view in documents if view.choices])
     is_right = np.array([view.state == "right" for view in documents if view.choices], np.float64)
     numbers = np.minimum(confidence * NUM_BINS, NUM_BINS - 1).astype(int)
@@ -98,11 +116,17 @@ def _make_task_view(result: Record, records: list[Record], others: list[Record])
 
 
 def _make_document_view(record: Record, other: Record | None, has_choices: bool) -> DocumentView:
-    # Choices are also scored without a context for acc_mutual_info.
+    """Return the view of a document.
+
+    Args:
+        other: record of the same document in the results to compare with.
+        has_choices: whether the task is multiple choice.
+    """
+    # 1. Leave out the choices that are scored without a context, which only acc_mutual_info needs.
     pairs = [pair for pair in record["pairs"] if pair[0] or not record["pairs"][0][0]]
     answers = record["answers"]
     gold = record["gold"]
-    # The first metric that is a number of a single document decides about right and wrong.
+    # 2. Right or wrong: the first metric that has a number for each document decides.
     values = {key: value for key, value in record["metrics"].items() if isinstance(value, int | float)}
     key = next(iter(values), None)
     value = float(values[key]) if key is not None else 0.0
@@ -110,13 +134,15 @@ def _make_document_view(record: Record, other: Record | None, has_choices: bool)
     change = ""
     if key is not None and other is not None and other["metrics"].get(key) != value:
         change = "better" if value > other["metrics"].get(key, 0.0) else "worse"
+    # 3. A document without choices has generated texts, or the log-probability of its only text.
     if not has_choices:
         logprobs = [answer["logprob"] for answer in answers if answer["logprob"]]
         loss = -logprobs[0] / max(answers[0]["num_tokens"], 1) if logprobs else 1 - value
         texts = [answer["text"] for answer in answers if answer["text"]]
         prompt = "".join(pairs[0])
         return DocumentView(record["index"], loss, state, change, prompt, list(map(str, gold)), [], texts)
-    # Choices after one context differ in their continuations, else in their contexts.
+    # 4. Choices. Usually they are continuations of one context; in tasks such as WinoGrande, they are contexts of one
+    # continuation.
     shares_context = pairs[0][0] == pairs[-1][0] or pairs[0][1] != pairs[-1][1]
     scores = np.array([answer["logprob"] for answer in answers[: len(pairs)]])
     probabilities = np.exp(scores - scores.max())

@@ -1,4 +1,4 @@
-"""Render the report as one HTML file that loads nothing else. Its layout is in page.html."""
+"""Render the report of a run as one self-contained HTML file. Its layout is in page.html."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jingu.report.step_profile import read_profile
 from jingu.report.template import cut_text, render_document, spread
 
 MAX_TABLE_ROWS = 20
-NOISE_EVALUATIONS = 5  # evaluations whose spread is shown
+NOISE_EVALUATIONS = 5  # last evaluations whose standard deviation is shown as noise
 MAX_SAMPLES_PER_PROMPT = 6
 MAX_PROMPTS = 12
 MAX_WARNINGS = 12
@@ -26,10 +26,10 @@ NUM_COLOURS = 6
 
 
 def render_page(record: RunRecord, status: str = "") -> str:
-    """Return the HTML file. All text of the run is escaped, because a model's output is not trusted.
+    """Return the text of the HTML file. All text from the run is escaped, because a model's output is not trusted.
 
     Args:
-        status: what the run does at the moment, in lines.
+        status: lines about the current state of the run; empty for a page that is not live.
     """
     rate, share, memory = run_figures(record)
     unit = memory_unit(memory)
@@ -64,11 +64,12 @@ def render_page(record: RunRecord, status: str = "") -> str:
 
 
 def _points(rows: dict[int, Row], key: str) -> list[Point]:
+    """Return the steps and values of a key, in the order of steps; NaN where a row does not have it."""
     return [(step, get_number(row, key)) for step, row in sorted(rows.items())]
 
 
 def run_figures(record: RunRecord) -> tuple[float, float, float]:
-    """Return the median tokens per second and share of peak, and the peak memory in bytes; NaN where unknown."""
+    """Return the median tokens per second, the median share of peak, and the peak memory in bytes; NaN if unknown."""
     rate, share, memory = (
         _finite(record.train.values(), key) or [math.nan] for key in ("tokens_per_second", "peak_share", "memory_bytes")
     )
@@ -76,6 +77,7 @@ def run_figures(record: RunRecord) -> tuple[float, float, float]:
 
 
 def _finite(rows: Iterable[Row], key: str) -> list[float]:
+    """Return the finite values of a key."""
     return [value for row in rows if math.isfinite(value := get_number(row, key))]
 
 
@@ -85,9 +87,12 @@ def last_row(rows: dict[int, Row]) -> Row:
 
 
 def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
-    """Return the terms of a step and the whole step: name, planned and actual milliseconds, and their difference as a
-    share of the actual step. Terms that take no time are left out; those of steps that were only timed as a whole are
-    NaN."""
+    """Compare the planned with the actual time of each term of a step, and of the whole step.
+
+    Returns:
+        Name, planned and actual milliseconds per step, and their difference as a share of the actual step. Terms that
+        take no time are left out. Actual terms are NaN if steps were only timed as a whole.
+    """
     seconds = get_number(plan, "actual_seconds")
     if not seconds > 0:
         return []
@@ -103,18 +108,18 @@ def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
 
 
 def _predicts_text(record: RunRecord) -> bool:
-    """Return whether the loss is that of predicted tokens; preferences and rewards have losses of their own."""
+    """Return whether the loss is the cross-entropy of tokens. Tasks with preferences or rewards have other losses."""
     return last_row(record.train).keys().isdisjoint(("reward", "margin"))
 
 
 def _counts_bytes(record: RunRecord) -> bool:
-    """Return whether evaluations predict whole texts. With span corruption they count no bytes."""
+    """Return whether evaluations predict whole texts, so bits per byte exist. Span corruption counts no bytes."""
     counts = [row.get("bytes", 0) for row in record.evaluations.values()] or [0]
     return _predicts_text(record) and any(count is not None for count in counts)
 
 
 def _best(record: RunRecord) -> str:
-    """Return how the last evaluation compares with earlier ones."""
+    """Return a note that compares the bits per byte of the last evaluation with comparable earlier ones."""
     groups = record.alike or [{}]
     values = [(value, step) for step, value in _points(groups[-1], "bits_per_byte") if math.isfinite(value)]
     if not values:
@@ -126,7 +131,12 @@ def _best(record: RunRecord) -> str:
 
 
 def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
-    """Return the charts of a run; `size` and `unit` are those of memory."""
+    """Return the charts of a run.
+
+    Args:
+        size: number of bytes in a unit of memory.
+        unit: name of this unit.
+    """
     train = record.train
     memory = [(step, value / size) for step, value in _points(train, "memory_bytes")]
     levels = [(name, get_number(row, "bits_per_byte")) for name, row in record.baselines.items()]
@@ -155,7 +165,7 @@ def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
 
 
 def _validation_series(record: RunRecord, key: str) -> list[Series]:
-    """Return a series for each group of comparable evaluations."""
+    """Return a series of a key for each group of comparable evaluations."""
     groups = record.alike
     names = [f"validation, {_tokens_read(rows)}" if len(groups) > 1 else "validation" for rows in groups]
     return [
@@ -165,7 +175,11 @@ def _validation_series(record: RunRecord, key: str) -> list[Series]:
 
 
 def _name_series(rows: dict[int, Row], keys: dict[str, str], kind: Literal["line", "dots"] = "line") -> list[Series]:
-    """Return a series for each label and key, each in a colour of its own."""
+    """Return a series for each key, each in a different color.
+
+    Args:
+        keys: keys of the rows, by label.
+    """
     return [
         Series(label, _points(rows, key), kind, number % NUM_COLOURS)
         for number, (label, key) in enumerate(keys.items())
@@ -179,14 +193,14 @@ def _source_charts(record: RunRecord) -> list[Chart]:
 
 
 def _task_charts(record: RunRecord) -> list[Chart]:
-    """Return a chart of the bits per byte of the right answers of all tasks, if there are any."""
+    """Return a chart of the bits per byte of the right answers in each task, if there are tasks."""
     keys = {name: f"{TASKS_PREFIX}{name}/bits_per_byte" for name in record.tasks}
     series = _name_series(record.evaluations, keys, "dots")
     return [Chart("Tasks", "bits per byte of the right answer", series)] if series else []
 
 
 def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
-    """Return charts of a run that learns from rewards: rewards, lengths, what goes wrong, and what bounds learning."""
+    """Return the charts of a run that learns from rewards; none for other runs."""
     last = last_row(train)
     rewards = [name for name in last if name == "reward" or name.startswith("rewards/")]
     if not rewards:
@@ -206,8 +220,12 @@ def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
 
 
 def _tasks(record: RunRecord) -> list[tuple[str, dict[str, float], float, str]]:
-    """Return for each task its name, the measures of its last evaluation, the standard deviation of its bits per byte
-    over the last few ones, and in words how its accuracy compares with chance."""
+    """Return a row of the table for each task.
+
+    Returns:
+        Name, measures of the last evaluation, standard deviation of the bits per byte over the last
+        `NOISE_EVALUATIONS` evaluations, and a comparison of the accuracy with chance in words.
+    """
     rows = []
     for name in record.tasks:
         prefix = f"{TASKS_PREFIX}{name}/"
@@ -221,12 +239,12 @@ def _tasks(record: RunRecord) -> list[tuple[str, dict[str, float], float, str]]:
 
 
 def _tokens_read(rows: dict[int, Row]) -> str:
-    """Return how many tokens the evaluations of a group read."""
+    """Return the number of tokens that each evaluation of a group read, as text."""
     return f"{format_rounded(get_number(last_row(rows), 'tokens'))} tokens"
 
 
 def _samples(record: RunRecord) -> list[tuple[str, list[tuple[str, str]], int]]:
-    """Return each prompt, steps and texts of some of its samples, and the number of all."""
+    """Return for each prompt its text, the steps and texts of some samples, and the number of all samples."""
     steps_by_prompt: dict[str, list[int]] = {}
     for step, prompt in sorted(record.samples, key=lambda key: key[0]):
         steps_by_prompt.setdefault(prompt, []).append(step)
@@ -239,7 +257,7 @@ def _samples(record: RunRecord) -> list[tuple[str, list[tuple[str, str]], int]]:
 
 
 def _table_steps(record: RunRecord) -> list[int]:
-    """Return the steps of the table of figures: evaluations, and steps spread over the run, its ends among them."""
+    """Return the steps for the table of figures: evaluations, and steps spread over the run from first to last."""
     steps = sorted(record.train.keys() | record.evaluations.keys())
     evaluations = spread(sorted(record.evaluations), MAX_TABLE_ROWS)
     others = spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
@@ -247,7 +265,11 @@ def _table_steps(record: RunRecord) -> list[int]:
 
 
 def _coders(record: RunRecord) -> list[tuple[float, str, bool]]:
-    """Return bits per byte, name, and whether it is this model, of each coder; none if there are no baselines."""
+    """Return the compressors and this model, by descending bits per byte; empty if there are no baselines.
+
+    Returns:
+        Bits per byte, name, and whether it is this model.
+    """
     values = [(get_number(row, "bits_per_byte"), name, False) for name, row in record.baselines.items()]
     values.append((get_number(last_row(record.evaluations), "bits_per_byte"), "this model", True))
     values = [value for value in values if math.isfinite(value[0]) and value[0] >= 0]

@@ -1,4 +1,4 @@
-"""`jingu plan`: a plan as tables, as an object, or as a page."""
+"""`jingu plan`: print a plan as tables or JSON, or write it as an HTML page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from jingu.training.plan_commands import PlanQuery
 
 
 def plan(query: PlanQuery, as_json: bool = False, html: Path | None = None) -> int:
-    """Say what a run will take, as `jingu/training/plan_commands.py:plan` does, or write it as a page, too.
+    """Print the plan of a run, as `jingu/training/plan_commands.py:plan` does, and write it as a page if asked.
 
     Args:
-        as_json: print all figures as an object instead of tables.
-        html: the file of the page.
+        as_json: print all figures as a JSON object instead of tables.
+        html: file of the page; None: no page.
+
+    Returns:
+        The exit code.
 
     Raises:
-        JinguError: as there; or the file cannot be written.
+        JinguError: the plan cannot be made, or the file cannot be written.
     """
     if html is None:
         return plan_commands.plan(query, as_json)
-    # Templates take longer to import than a plan to make.
+    # Importing the templates takes longer than making a plan, so they are imported only for a page.
     from jingu.report.plan_page import write_plan
 
     return write_plan(query, html, as_json=as_json)

@@ -1,4 +1,4 @@
-"""The page of a plan: memory of each rank, the pipeline's timeline, the roofline, and cost."""
+"""The HTML page of a plan: memory per rank, the pipeline's timeline, the roofline of the matmuls, and cost."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from jingu.report.commands import write_page
 from jingu.report.template import render_document, spread
 from jingu.training.plan_commands import PlanQuery, forecast_for_page
 
-# Rows of a picture: ranks of a pipeline.
+# Maximum number of rows in a figure; a row is a rank of the pipeline.
 MAX_ROWS = 16
-# Micro-batches have numbers where there are at most so many passes.
+# Maximum number of passes for which the timeline shows the numbers of micro-batches.
 MAX_NUMBERED = 400
 
 
 def write_plan(query: PlanQuery, html: Path, *, as_json: bool) -> int:
-    """Write the page of a plan, and print it, too.
+    """Write the page of a plan, and also print the plan.
 
     Args:
-        html: the file of the page.
-        as_json: print all figures as an object instead of tables.
+        html: file of the page.
+        as_json: print all figures as a JSON object instead of tables.
 
     Returns:
-        The exit code: 0; 1 if the run does not fit into memory.
+        The exit code: 0, or 1 if the run does not fit into memory.
 
     Raises:
-        JinguError: as `jingu/training/plan_commands.py:plan`; or the file cannot be written.
+        JinguError: the plan cannot be made (`jingu/training/plan_commands.py:plan`), is not one of training, or the
+            file cannot be written.
     """
     if query.mode not in (None, "search"):
         fix = "Leave out the other option, or --html."
@@ -55,17 +56,19 @@ def write_plan(query: PlanQuery, html: Path, *, as_json: bool) -> int:
         print(json.dumps(outcome.to_json()))
     else:
         print_forecast(outcome)
-    # The object is all that a program reads.
+    # With --json, stdout holds only the object, so that a program can read it.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         write_page(html, page)
     return 0 if outcome.spare >= 0 else 1
 
 
 def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
-    """Return the page of a plan.
+    """Return the HTML page of a plan.
 
     Args:
-        clusters: forecasts of the run on other numbers of cards.
+        title: heading of the page.
+        outcome: forecast of the run.
+        clusters: forecasts of the run on different numbers of GPUs.
     """
     work = outcome.work
     unit, unit_name = memory_unit(outcome.memory.total)
@@ -93,7 +96,7 @@ def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
 
 # Memory
 
-# In the order of their colours: what a rank owns, what it gathers, and what a step computes.
+# Parts of memory in the order of their colors: owned by the rank, gathered for computing, and temporary in a step.
 _PARTS = (
     *("weights", "gradients", "optimizer state", "compute weights", "reduction"),
     *("activations", "recomputation", "loss"),
@@ -101,7 +104,7 @@ _PARTS = (
 
 
 def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
-    """Return a bar for each rank of the pipeline: ranks of the other axes hold the same."""
+    """Return a figure with a bar per rank of the pipeline; the ranks of other axes hold the same."""
     work = outcome.work
     rows = []
     for stage in spread(list(work.rank_stages), MAX_ROWS):
@@ -109,7 +112,7 @@ def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
         name = f"rank {stage.rank}" if work.sizes.pipeline > 1 else "every rank"
         rows.append((name, {part: size / unit for part, size in card.items()}))
     others = {part for _, card in rows for part in card}.difference(_PARTS)
-    # A card that is far larger would make the bars invisible.
+    # Omit the limit if it is far larger than the bars, because its scale would make them invisible.
     usable = outcome.machine.usable_bytes
     limit = usable / unit if usable < 4 * outcome.memory.total else None
     colours = {part: min(colour, 9) for colour, part in enumerate([*_PARTS, *sorted(others)])}
@@ -121,13 +124,13 @@ def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
 
 @dataclass(frozen=True)
 class TimelineDrawing:
-    """Passes of ranks as bars.
+    """The passes of each rank of a pipeline as bars, in SVG units.
 
     Attributes:
-        is_numbered: whether passes are few enough for numbers.
-        rows: rank, a path for each kind of pass and chunk of blocks, numbers of micro-batches with their x, and the
-            share in which the rank waits.
-        ticks: x and seconds.
+        is_numbered: whether there are few enough passes to show the numbers of micro-batches.
+        rows: for each rank its number, an SVG path per style of pass, the x and number of each micro-batch, and the
+            share of the step in which the rank waits.
+        ticks: x and seconds of each tick.
     """
 
     is_numbered: bool
@@ -136,11 +139,16 @@ class TimelineDrawing:
 
     @property
     def kinds(self) -> set[str]:
-        """Styles of the passes."""
+        """CSS classes of the passes that occur."""
         return {style for _, paths, _, _ in self.rows for style in paths}
 
 
 def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
+    """Return the drawing of a timeline.
+
+    Args:
+        ranks: number of pipeline ranks, of which at most `MAX_ROWS` are drawn.
+    """
     ticks = [tick for tick in round_ticks(0, timeline.seconds, 8) if tick <= timeline.seconds]
     scale = (BAR_RIGHT - BAR_LEFT) / timeline.seconds
     is_numbered = sum(map(len, timeline.ranks)) <= MAX_NUMBERED
@@ -153,6 +161,7 @@ def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
             paths.setdefault(_pass_class(item, ranks), []).append(
                 f"M{left:.1f} {row * ROW + 2}H{right:.1f}v{ROW - 4}H{left:.1f}z"
             )
+            # A narrower bar has no room for a number.
             if is_numbered and right - left > 14:
                 numbers.append((round((left + right) / 2, 1), item.batch))
         joined = {name: Markup("".join(parts)) for name, parts in paths.items()}
@@ -161,7 +170,7 @@ def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
 
 
 def _pass_class(item: Pass, ranks: int) -> str:
-    """Return the style of a pass: its kind; later chunks of a rank's blocks are lighter."""
+    """Return the CSS classes of a pass: its kind, and `later` (lighter) for the later stages of a rank."""
     return f"{item.kind} later" if item.stage >= ranks else item.kind
 
 
@@ -170,12 +179,13 @@ def _pass_class(item: Pass, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class RooflineDrawing:
-    """Products by operations for each byte that they move, and by speed.
+    """Matmuls by arithmetic intensity (FLOP per byte moved) and speed (TFLOP/s), in SVG units.
 
     Attributes:
-        roof: the path of what the card can do.
-        points: x, y, shape of the matrix, its TFLOP/s, and its share of the products' time.
-        x_ticks, y_ticks: positions and values.
+        roof: SVG path of the highest possible speed.
+        points: for each shape of matrix x, y, the shape, its TFLOP/s, and its share of the time of all matmuls.
+        x_ticks: x and value of each tick of the intensity.
+        y_ticks: y and value of each tick of the speed.
     """
 
     roof: str
@@ -185,9 +195,10 @@ class RooflineDrawing:
 
 
 def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
+    """Return the roofline of the matmuls in the blocks and the head."""
     work, machine = outcome.work, outcome.machine
     parts = [*work.model.blocks, work.model.head]
-    # Equal products are one point: of each shape the time of all.
+    # Matmuls of the same shape are one point; their times add up.
     seconds: dict[str, float] = {}
     examples = {}
     for part in parts:
@@ -198,7 +209,8 @@ def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
     peak, bandwidth = machine.matmul_tflops, machine.memory_gbs / 1000  # TFLOP/s, TB/s
     speeds = {shape: product.flops / product.seconds / 1e12 for shape, product in examples.items()}
     intensities = {shape: product.flops / product.moved for shape, product in examples.items()}
-    # A decade around the ridge at least, in powers of ten.
+    # Both axes are logarithmic. The x axis ends at powers of ten and includes the ridge of the roofline, where the
+    # limit changes from memory bandwidth to compute.
     across = [*intensities.values(), peak / bandwidth]
     up = [*speeds.values(), peak]
     x_low, x_high = math.floor(math.log10(min(across) / 2)), math.ceil(math.log10(max(across) * 2))

@@ -1,7 +1,7 @@
-"""A run's folder, read for its report.
+"""Read the folder of a run for its report.
 
-The reader is forgiving: the run may still be writing, or may have been killed in the middle of a line. What it
-had to leave out it says in `RunRecord.notes`, so that the page can say it too.
+The run may still be writing, or may have been killed in the middle of a line, so unreadable lines and files are left
+out rather than being errors. `RunRecord.notes` lists them, and the page shows these notes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ Row = dict[str, Any]
 
 @dataclass
 class RunRecord:
-    """What `metrics.jsonl` and its neighbours say of a run; rows by step, the later word winning.
+    """The contents of `metrics.jsonl`, `config.yaml` and `model.json` of a run.
+
+    If a step was logged twice, as after a rollback, the later row counts.
 
     Attributes:
-        folder: where it is; None: nowhere, and no other files are read.
+        name: name of the run's folder.
+        folder: folder of the run; None: the record is not from a folder, and the report reads no further files.
+        starts: rows of type start, one for the start and each resume.
+        train: rows of type train, by step.
+        evaluations: rows of type evaluation, by step.
+        samples: sampled texts, by step and prompt.
+        baselines: results of compressors on the validation text, by name.
+        divergences: rows of type divergence.
         plan: the last comparison of the run with its plan.
         config: text of config.yaml.
         model: text of model.json.
-        notes: what was left out, and why.
+        family: family of the model.
+        notes: notes for the reader about lines and files that were left out.
     """
 
     name: str
@@ -52,19 +62,19 @@ class RunRecord:
 
     @property
     def stages(self) -> list[int]:
-        """First steps of the stages of the data, after the first stage."""
+        """First step of each stage of the data, except the first stage."""
         stages = self.starts[-1].get("stages") if self.starts else None
         return [step for step in stages if type(step) is int and step > 0] if isinstance(stages, list) else []
 
     @property
     def sources(self) -> list[str]:
-        """Names of the sources whose validation loss was measured."""
+        """Names of the data sources that have a validation loss."""
         keys = {key: None for row in self.evaluations.values() for key in row if key.startswith("loss/")}
         return [key.removeprefix("loss/") for key in keys]
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the evaluation tasks that were measured."""
+        """Names of the evaluation tasks with results."""
         keys = {key: None for row in self.evaluations.values() for key in row if key.startswith(TASKS_PREFIX)}
         names = [key.removeprefix(TASKS_PREFIX).rpartition("/")[0] for key in keys if key.endswith("/bits_per_byte")]
         return list(dict.fromkeys(names))
@@ -76,7 +86,10 @@ class RunRecord:
 
     @property
     def alike(self) -> list[dict[int, Row]]:
-        """Evaluations in groups that read equally many tokens, and so are comparable; the last one's group is last."""
+        """Comparable evaluations in groups, by step: those of a group read the same number of tokens.
+
+        The group of the last evaluation comes last.
+        """
         groups: dict[str, dict[int, Row]] = {}
         for step, row in sorted(self.evaluations.items()):
             tokens = str(row.get("tokens"))
@@ -87,7 +100,7 @@ class RunRecord:
 def get_number(row: Row | None, key: str) -> float:
     """Return a value as a float; NaN if it is missing, null, or not a number."""
     value = row.get(key) if row else None
-    if value in ("inf", "-inf"):  # JSON has no infinity, so metrics.jsonl has its name
+    if value in ("inf", "-inf"):  # JSON has no infinity, so metrics.jsonl stores it as text.
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -98,7 +111,7 @@ def get_number(row: Row | None, key: str) -> float:
 
 
 def read_run(run: Path) -> RunRecord:
-    """Read the folder of a run. Raises JinguError if there is no run, or it has not trained yet."""
+    """Read the folder of a run. Raises JinguError if there is no run, or the run has no metrics yet."""
     metrics = run / "metrics.jsonl"
     if not run.is_dir():
         fix = "Give the folder of a run, such as runs/NAME; `jingu train` makes it."
@@ -122,7 +135,7 @@ def read_run(run: Path) -> RunRecord:
 
 
 def parse_line(line: str) -> Row | None:
-    """Return a JSON object; None if the text is none."""
+    """Return the JSON object in a text; None if the text is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,6 +144,7 @@ def parse_line(line: str) -> Row | None:
 
 
 def _read_metrics(path: Path, record: RunRecord) -> None:
+    """Add the rows of metrics.jsonl to the record, and notes about lines that cannot be read."""
     damaged: list[int] = []
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
@@ -151,7 +165,7 @@ def _read_metrics(path: Path, record: RunRecord) -> None:
 
 
 def _add_row(row: Row, record: RunRecord) -> None:
-    """Add a row to the record by its type. Rows of unknown types, of later versions, are skipped."""
+    """Add a row to the record by its type. Rows of unknown types, as from later versions, are skipped."""
     kind, step = row.get("type"), row.get("step")
     if kind == "baseline":
         record.baselines[str(row.get("name", ""))] = row
@@ -173,6 +187,7 @@ def _add_row(row: Row, record: RunRecord) -> None:
 
 
 def _read_text(path: Path, record: RunRecord) -> str:
+    """Return the text of a file; an empty text, and a note in the record, if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -181,11 +196,11 @@ def _read_text(path: Path, record: RunRecord) -> str:
 
 
 def read_warnings(folder: Path) -> list[str]:
-    """Return the warnings in the log of a run's first rank, each once, the first line of each."""
+    """Return the distinct warnings in the log of a run's first rank; of each, the first line."""
     try:
         text = (folder / "log" / "rank-00000.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    # Date, time, level, message.
+    # A line has a date, a time, a level and a message.
     lines = (line.split(" ", 3) for line in text.split("\n"))
     return list(dict.fromkeys(parts[3] for parts in lines if len(parts) == 4 and parts[2] == "WARNING"))

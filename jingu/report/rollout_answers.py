@@ -1,4 +1,4 @@
-"""Answers to the same prompts over the steps of a run that learns from rewards, read from its rollouts."""
+"""Read from the rollouts of a run how its answers to the same prompts change over the steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean
 from jingu.report.record import get_number, parse_line
 from jingu.report.template import cut_text, spread
 
-# Rollouts that are read, spread over the run; prompts on the page, and steps of each.
+# Maximum numbers: rollouts to read (spread over the run), prompts on the page, and steps per prompt.
 MAX_ROLLOUTS = 24
 MAX_PROMPTS = 6
 MAX_STEPS = 4
@@ -22,9 +22,11 @@ class ShownAnswer:
     """The first answer to a prompt in a step.
 
     Attributes:
-        reward: of this answer; NaN if there is none.
-        mean: of the rewards of all answers to the prompt in this step.
-        is_cut: whether it reached the largest number of tokens.
+        step: step of the rollout.
+        text: text of the answer.
+        reward: reward of this answer; NaN if it has none.
+        mean: mean reward of all answers to the prompt in this step.
+        is_cut: whether the answer ended at the maximum number of tokens.
     """
 
     step: int
@@ -35,13 +37,13 @@ class ShownAnswer:
 
 
 def read_answers(folder: Path) -> list[tuple[str, list[ShownAnswer]]]:
-    """Return prompts that occur in several of a run's steps, each with its answers in some of them."""
+    """Return the prompts that occur most often in a run, at least in two steps, each with an answer from some steps."""
     files = {}
     for file in folder.glob("rollouts/step_*.jsonl"):
         number = file.stem.removeprefix("step_")
         if number.isdecimal():
             files[int(number)] = file
-    # Prompts by their row: text, and answers by step.
+    # By row of the prompt: its text, and its answers in the order of steps.
     prompts: dict[int, tuple[str, list[ShownAnswer]]] = {}
     for step in spread(sorted(files), MAX_ROLLOUTS):
         for row, (prompt, answer) in _read_step(step, files[step], files[step].stat().st_mtime_ns).items():
@@ -55,7 +57,8 @@ def _read_step(step: int, path: Path, mtime: int) -> dict[int, tuple[str, ShownA
     """Return the prompts of a step by row, each with its first answer.
 
     Args:
-        mtime: of the file, in nanoseconds. A live page reads a file again only if it has changed.
+        path: file of the rollout.
+        mtime: modification time of the file in nanoseconds, so that the cache reads a file again if it has changed.
     """
     answers: dict[int, tuple[str, ShownAnswer]] = {}
     rewards: dict[int, list[float]] = {}

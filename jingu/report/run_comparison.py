@@ -1,4 +1,4 @@
-"""A page that compares two runs: their results, their curves in the same charts, and how their settings differ."""
+"""A page that compares two runs: results, curves in shared charts, and differences in settings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jingu.tables import flatten
 
 
 def render_comparison(first: RunRecord, second: RunRecord) -> str:
-    """Return the HTML page of two runs; the first is what the second is compared with."""
-    # Memory that is not known is NaN, which is no maximum.
+    """Return the HTML page of two runs. Changes are those from the first to the second run."""
+    # Unknown memory is NaN. max() ignores it only after a number, so the 0.0 comes first.
     unit = memory_unit(max(0.0, run_figures(first)[2], run_figures(second)[2]))
-    # Two runs of the same name are told apart by their order.
+    # Two runs with the same name get their order as a suffix.
     names = [first.name, second.name] if first.name != second.name else [f"{first.name} (1)", f"{second.name} (2)"]
     charts = _pair_charts(names, run_charts(first, *unit), run_charts(second, *unit))
     return render_document(
@@ -40,7 +40,12 @@ def render_comparison(first: RunRecord, second: RunRecord) -> str:
 
 
 def _results(first: RunRecord, second: RunRecord, size: float, unit: str) -> list[tuple[str, str, str, str]]:
-    """Return rows of the table of results: what, its value in each run, and the change from the first to the second."""
+    """Return the rows of the table of results: name, its value in each run, and the relative change.
+
+    Args:
+        size: number of bytes in a unit of memory.
+        unit: name of this unit.
+    """
     rows = [("ranks", _describe_ranks(first), _describe_ranks(second), "")]
     values = [_values(first, size, unit), _values(second, size, unit)]
     for key, (before, show) in values[0].items():
@@ -91,13 +96,14 @@ def _pair_charts(names: list[str], first: list[Chart], second: list[Chart]) -> l
 
 
 def _differences(first: str, second: str) -> list[tuple[str, str, str]]:
-    """Return the keys with other values in two files, YAML or JSON, and these values."""
+    """Return the keys whose values differ between two YAML or JSON texts, each with both values; except the name."""
     before, after = _flat_values(first), _flat_values(second)
     keys = [key for key in {**before, **after} if key != "name" and before.get(key) != after.get(key)]
     return [(key, _show(before, key), _show(after, key)) for key in keys]
 
 
 def _flat_values(text: str) -> dict[str, Any]:
+    """Return the values of a YAML or JSON text by dotted key; none if the text is not valid."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on each rank: the summaries of `train.profile`."""
+"""Read the profile of a run (`train.profile`): the time of operators in a step on each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jingu.report.bars import draw_bars
 from jingu.report.record import Row, get_number, parse_line
 from jingu.report.template import spread
 
-# Kinds of operators: the number of their colour, and a pattern of their names. The first that matches counts.
+# Kinds of operators: the number of their color in page.css, and a pattern for their names in lower case. The first
+# pattern that matches applies.
 _KINDS = {
     "optimizer": (5, r"adam|optimizer|_foreach|muon|lion"),
     "attention": (1, r"attention|sdpa|flash|fmha"),
@@ -28,7 +29,7 @@ _KINDS = {
     ),
     "other": (9, ""),
 }
-# In the order of their bars.
+# The number of the color of each kind, in the order of the bars' parts.
 _COLOURS = {kind: colour for colour, kind in sorted((colour, kind) for kind, (colour, _) in _KINDS.items())}
 _NUM_OPERATORS = 10
 _MAX_RANKS = 16
@@ -39,8 +40,12 @@ class StepProfile:
     """The last profile of a run.
 
     Attributes:
-        bars: milliseconds of self time by kind of operator, a bar for each rank.
-        slowest: the rank with the most self time; operators: name, milliseconds, share and calls of a step on it.
+        step: step after which the profile begins.
+        steps: number of profiled steps.
+        bars: figure with a bar per rank: milliseconds of self time per step, by kind of operator.
+        slowest: the rank with the most self time.
+        operators: the slowest operators of this rank: name, milliseconds per step, share of the self time, and calls
+            per step.
     """
 
     step: int
@@ -75,7 +80,7 @@ def read_profile(folder: Path) -> StepProfile | None:
 
 
 def _operators(summary: Row) -> list[tuple[str, float, float]]:
-    """Return name, milliseconds and calls per step of each operator of a summary."""
+    """Return name, milliseconds per step and calls per step of each operator in the summary of a rank."""
     steps = get_number(summary, "steps")
     rows = [row for row in summary.get("operators", []) if isinstance(row, dict)]
     return [
@@ -85,6 +90,7 @@ def _operators(summary: Row) -> list[tuple[str, float, float]]:
 
 
 def _sum_by_kind(operators: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Return the milliseconds per step of each kind of operator, without kinds that take no time."""
     sums = dict.fromkeys(_COLOURS, 0.0)
     for name, milliseconds, _ in operators:
         kind = next(kind for kind, (_, pattern) in _KINDS.items() if re.search(pattern, name.lower()))

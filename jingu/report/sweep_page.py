@@ -1,4 +1,4 @@
-"""A page about the runs of a sweep: their losses by each setting, the curves of the best, and a table."""
+"""The page of a sweep: losses by the values of each setting, curves of the best runs, and a table of all runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jingu.report.charts import Chart, Point, Series, draw_chart
 from jingu.report.record import RunRecord, get_number
 from jingu.report.template import render_document
 
-# The page has so many colors for curves.
+# Maximum number of curves: the number of colors in page.css.
 MAX_CURVES = 6
 
 
@@ -19,8 +19,10 @@ def render_sweep(name: str, results: Sequence[Mapping[str, Any]], records: Seque
     """Return the HTML page of a sweep.
 
     Args:
-        results: of the runs, the best first: name, settings, state, step and validation loss (None: unknown).
-        records: the runs whose curves are drawn, at most `MAX_CURVES`.
+        name: name of the sweep.
+        results: the results of each run, the best first: name, settings, state, step and validation loss (None: no
+            evaluation yet).
+        records: the runs to draw curves of, at most `MAX_CURVES`.
     """
     keys = list(results[0]["settings"])
     charts = [chart for key in keys if (chart := _chart_of_setting(key, results)) is not None]
@@ -37,7 +39,7 @@ def render_sweep(name: str, results: Sequence[Mapping[str, Any]], records: Seque
 
 
 def _chart_of_setting(key: str, results: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """Return the losses at each value of a setting; None if fewer than two values have any."""
+    """Return a chart of the losses at each value of a setting; None if fewer than two values have losses."""
     losses: dict[str, list[float]] = {}
     for row in results:
         if row["validation_loss"] is not None:
@@ -52,7 +54,7 @@ def _chart_of_setting(key: str, results: Sequence[Mapping[str, Any]]) -> Chart |
 
 
 def _sort_key(value: str) -> tuple[float, str]:
-    """Numbers in their order, then words."""
+    """Return a sort key: numbers in ascending order, then words."""
     try:
         return float(value), value
     except ValueError:

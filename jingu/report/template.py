@@ -1,4 +1,4 @@
-"""Load the report's templates, which escape everything that is not marked as markup, and bound what they show."""
+"""Load the templates of the reports. They escape all text that is not Markup, and limit the length of texts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jingu.formatting import format_duration, format_number, format_rounded, for
 from jingu.report.record import get_number
 
 Item = TypeVar("Item")
+# Maximum length of a text on a page, in characters.
 MAX_CHARS = 4000
 
 
@@ -25,6 +26,7 @@ MAX_CHARS = 4000
 def load_template(name: str) -> Template:
     """Return a template of this package."""
 
+    # A model's output may contain control characters; show them as visible symbols.
     def shown(value: object) -> object:
         return value if isinstance(value, Markup) else show_control_characters(value)
 
@@ -41,13 +43,19 @@ def load_template(name: str) -> Template:
 
 
 def render_document(name: str, script_name: str = "page.js", **values: object) -> str:
-    """Return a page that loads nothing else: a template that extends base.html, with its style and its script."""
+    """Render a self-contained page, with its style and its script inline.
+
+    Args:
+        name: file of a template that extends base.html.
+        script_name: file of the page's script.
+        values: variables of the template.
+    """
     script = read_resource(script_name)
     return load_template(name).render(
         version=__version__,
         style=Markup(read_resource("page.css")),
         script=Markup(script),
-        # The content security policy allows only this script, whatever slips through the escaping.
+        # The Content Security Policy allows only the script with this hash, in case escaping misses something.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         **values,
     )
@@ -59,12 +67,12 @@ def read_resource(name: str) -> str:
 
 
 def spread(items: list[Item], most: int) -> list[Item]:
-    """Return at most `most` items, evenly spaced, with the first and the last."""
+    """Return at most `most` items (2 or more), evenly spaced, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
 def cut_text(text: str) -> str:
-    """Return a text, the end of a long one left out."""
+    """Return a text, truncated to `MAX_CHARS` characters."""
     return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"

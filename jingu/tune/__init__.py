@@ -1,1 +1,1 @@
-"""Fine-tuning: rows of instruction data, how they are written for a model, and which of their tokens are trained."""
+"""Fine-tuning: reading and tokenizing instruction data, previews of the trained tokens, and merging adapters."""

@@ -1,4 +1,4 @@
-"""`jingu tune export | merge | unmerge`: adapters as a peft folder, and models with adapters merged."""
+"""`jingu tune export | merge | unmerge`: write adapters as a peft folder, merge them into a model, and undo this."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from jingu.runtime.device import DTYPES
 
 
 def export(run: Path, to: Path) -> None:
-    """Write the adapters of a run as peft loads them.
+    """Write the adapters of a run as a folder that peft loads.
+
+    Args:
+        run: the run that trained the adapters, or a checkpoint of it.
+        to: the new folder.
 
     Raises:
-        JinguError: the run trains no adapters, or adapters that peft does not have.
+        JinguError: the run trains no adapters, or peft has no such adapters.
     """
     adapters, base, base_path = open_adapter_run(run)
     write_adapters(adapters, base, base_path, to)
@@ -37,9 +41,10 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     """Write a model with its adapters merged into its matrices, as a Hugging Face folder.
 
     Args:
-        model: a run that trained adapters, or, with `base`, a peft folder.
-        base: the model that the adapters of a peft folder belong to.
-        dtype: of the weights; auto: that of the base, to which the sums are rounded.
+        model: a run that trained adapters, or a peft folder.
+        to: the new folder.
+        base: the base model of a peft folder's adapters; None: the one that the folder names.
+        dtype: dtype of the merged weights; auto: that of the base model.
 
     Raises:
         JinguError: there are no adapters, they do not fit the base, or they cannot be merged (prompt tuning).
@@ -57,15 +62,16 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
 
 
 def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
-    """Write the exact model that adapters were merged into.
+    """Restore the base model, bit for bit, from a merged model and its adapters.
 
     Args:
-        model: what `merge` wrote.
+        model: the folder that `merge` wrote.
+        to: the new folder.
         adapters: the merged adapters: a run, or a peft folder.
-        dtype: of the base; auto: that of the merged model.
+        dtype: dtype of the base model; auto: that of the merged model.
 
     Raises:
-        JinguError: rounding has lost what is needed to restore the base.
+        JinguError: the base cannot be restored, because merging rounded it too much or replaced some of its values.
     """
     merged = open_model(model)
     adapter_model = load_adapters(adapters, merged)
@@ -81,6 +87,8 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     adapter_names = parameter_shapes(adapter_model.spec)
 
     def read(name: str) -> Tensor:
+        """Return a parameter of the base model; one without an adapter is that of the merged model."""
+        # 1. The merged value, and the adapter's tensors for its module.
         value = merged.read(name)
         module, _, leaf = name.rpartition(".")
         parts = {
@@ -88,13 +96,16 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
             for part in ADAPTER_PARAMETERS
             if f"{module}.{part}" in adapter_names
         }
+        # 2. Parameters that were trained themselves replaced those of the base, which are lost. Parameters without an
+        # adapter are unchanged.
         if is_trained(name, adapter_model.spec):
             raise JinguError(
                 f"{name} was trained whole, and cannot be restored.", where=model, fix="Use the base model itself."
             )
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
-        # DoRA's magnitudes replace the norms of the base, and trained rows those of the embedding.
+        # 3. Undo the adapter. Two kinds replaced values of the base, which are lost: DoRA the norms of matrices, and
+        # trained token rows the rows of the embedding.
         own = adapter.of_module(module)
         is_lost = "lora_m" in parts or "token_rows" in parts
         restored = None if is_lost else unmerge_adapter(value, leaf, parts, own, base_dtype)

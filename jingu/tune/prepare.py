@@ -29,12 +29,13 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_row
 from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows
 
+# The parts of files that one task of a process encodes.
 Unit = tuple[Span, ...]
 
-# Starting a process takes seconds, so each must have several units to work on.
+# Starting a process takes seconds, so it pays off only with several units per process.
 MIN_UNITS_PER_WORKER = 2
 
-# Keys of `ReadCounts.rows`. After the prefixes follows the form of a row, or the reason to drop it.
+# Keys of `ReadCounts.rows`. READ_PREFIX is followed by the format of a row, DROPPED_PREFIX by the reason to drop it.
 READ_PREFIX = "read: "
 DROPPED_PREFIX = "dropped: "
 TOKENIZED = "tokenized"
@@ -47,11 +48,13 @@ WITHOUT_END = "without an end token"
 
 @dataclass(frozen=True)
 class RowTokenizer:
-    """Turns the rows of one corpus into token ids.
+    """Tokenizes the rows of one corpus.
 
     Attributes:
-        max_length: token ids that a row may have.
-        mixture: the receipt of the mixture of tasks that the rows come from; None: they were written by others.
+        data: settings of the corpus.
+        objective: the objective among these settings.
+        max_length: maximum number of token ids per row.
+        mixture: receipt of the mixture of tasks that the rows come from; None if they do not come from one.
     """
 
     data: DataSettings
@@ -62,7 +65,12 @@ class RowTokenizer:
     mixture: dict[str, Any] | None = None
 
     def tokenize_span(self, span: Span, counts: ReadCounts) -> Iterator[tuple[int, TokenizedRow]]:
-        """Yield the rows of a span to train on, each with its number in the span (from 1), and count all others.
+        """Yield the rows of a span that have trained tokens, each with its number in the span (from 1).
+
+        A row that is split yields several parts with the same number.
+
+        Args:
+            counts: receives the counts of all rows and tokens, and the bad rows.
 
         Raises:
             JinguError: a row cannot be used and `data.on_error` is `stop`.
@@ -76,6 +84,7 @@ class RowTokenizer:
         special_ids = set(self.tokenizer.special_tokens.values())
         rows_before = cache(partial(count_rows_before, span))
         for number, row in read_rows(span, handle, parse=self.parse):
+            # 1. Tokenize the row. One that cannot be tokenized is a bad row.
             counts.count(f"{READ_PREFIX}{row.kind}")
             try:
                 parts = self.tokenize(row, counts)
@@ -83,8 +92,9 @@ class RowTokenizer:
                 start = row.messages[0].content if row.messages else row.segments[0][0]
                 handle(BadRow(span.file.path, rows_before() + number, str(error), start))
                 continue
+            # 2. Count and yield its parts, except those without a trained token.
             for part in parts:
-                # The first token is never predicted.
+                # The first token is never predicted, so its weight does not count.
                 trained = part.weights[1:].nonzero()[0] + 1
                 if not len(trained):
                     counts.count(f"{DROPPED_PREFIX}without a trained token")
@@ -92,17 +102,20 @@ class RowTokenizer:
                 counts.count(TOKENIZED)
                 counts.count(TOKENS, len(part.ids))
                 counts.count(TRAINED_TOKENS, len(trained))
-                # A row of full length may have lost its end token to truncation, which is counted elsewhere.
+                # A row of maximum length may have lost its end token to truncation, which `tokenize` counts.
                 if part.ids[trained[-1]] not in special_ids and len(part.ids) < self.max_length:
                     counts.count(WITHOUT_END)
                 yield number, part
 
     def parse(self, value: Any) -> Any:
-        """Convert the value of a row. Raises ConversationError."""
+        """Convert the JSON value of a row. Raises ConversationError if that is not possible."""
         return parse_row(value, self.objective.columns)
 
     def tokenize(self, row: Any, counts: ReadCounts) -> Sequence[TokenizedRow]:
-        """Tokenize a row so that it fits `max_length`: several rows if it is split, none if it is dropped.
+        """Tokenize a row so that it fits `max_length`.
+
+        Returns:
+            One row; several if the row is split; none if it is dropped.
 
         Raises:
             ConversationError: the row cannot be used.
@@ -126,11 +139,14 @@ class RowTokenizer:
         return tokenize_row(row, self.template, self.tokenizer, self.objective.loss_on)
 
     def _split(self, row: Row) -> Iterator[Row]:
-        """Yield conversations of as many rounds as fit, but at least one, each with the system message."""
+        """Yield parts of a conversation, each with the system message and as many rounds as fit, but at least one.
+
+        A round is a question with everything up to the next question.
+        """
         system = row.messages[:1] if row.messages[0].role == "system" else ()
         rest = row.messages[len(system) :]
         while rest:
-            # A round ends before the next question.
+            # Take one round, then further rounds while the part fits.
             ends = [index for index in range(1, len(rest)) if rest[index].role == "user"]
             end, *longer_ends = [*ends, len(rest)]
             for longer_end in longer_ends:
@@ -143,11 +159,11 @@ class RowTokenizer:
 
 
 class RowKind(NamedTuple):
-    """A kind of rows, of which data sets are made.
+    """A kind of rows: supervised, or preference rows.
 
     Attributes:
-        objective: the settings of its data.
-        row_tokenizer: tokenizes its rows.
+        objective: class of the objective that trains on these rows.
+        row_tokenizer: class that tokenizes these rows.
     """
 
     objective: type[RowSettings]
@@ -158,7 +174,7 @@ SUPERVISED = RowKind(SupervisedSettings, RowTokenizer)
 
 
 def build_row_tokenizer(kind: RowKind, data: DataSettings, tokenizer: Tokenizer, max_length: int) -> RowTokenizer:
-    """Return a row tokenizer with the template that the settings name. Raises JinguError."""
+    """Return a row tokenizer with the chat template of the settings. Raises JinguError if it cannot be loaded."""
     objective = data.objective
     assert isinstance(objective, RowSettings)
     template = load_template(
@@ -168,7 +184,7 @@ def build_row_tokenizer(kind: RowKind, data: DataSettings, tokenizer: Tokenizer,
 
 
 def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[RowTokenizer]:
-    """Yield the row tokenizer of each corpus of the run.
+    """Yield a row tokenizer for each corpus of the run. A mixture of tasks is rendered to rows first.
 
     Raises:
         JinguError: the run's data is not of this kind, or a template cannot be loaded.
@@ -185,13 +201,13 @@ def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[Ro
     for source in validate_sources(config.data):
         if source.input or not config.data.sources:
             data, mixture = render_mixture(config.data.for_source(source))
-            # One id more than a sequence has tokens: the last one is only a label.
+            # A row may have one id more than a sequence has tokens, because its last id is only a label.
             rows = build_row_tokenizer(kind, data, tokenizer, config.batch.sequence_length + 1)
             yield replace(rows, mixture=mixture)
 
 
 def plan_row_units(data: DataSettings) -> list[Unit]:
-    """Divide a corpus of rows into units of work. Raises JinguError if it has files that cannot hold rows."""
+    """Divide a corpus of rows into units of work. Raises JinguError for files that are neither JSON Lines nor JSON."""
     files = find_files(data)
     for file in files:
         if file.kind not in ("lines", "json"):
@@ -200,12 +216,16 @@ def plan_row_units(data: DataSettings) -> list[Unit]:
                 where=file.path,
                 fix="Name .json and .jsonl files in data.input.",
             )
-    # A JSON list can be divided as well: each part of the file stands for as large a part of its rows.
+    # A JSON list can be split too: a span of the file stands for the same fraction of its rows.
     return plan_units([replace(file, splits=file.splits or file.kind == "json") for file in files])
 
 
 def prepare(config: RunConfig, kind: RowKind = SUPERVISED) -> None:
-    """Prepare the data set of each corpus of the run in its `path`, unless the same data set is already there."""
+    """Build the data set of each corpus of the run in its `path`, unless the same data set is already there.
+
+    Raises:
+        JinguError: the settings or the files are not usable, or `path` holds another data set.
+    """
     for rows in row_tokenizers(config, kind):
         path = Path(rows.data.path)
         settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
@@ -222,7 +242,11 @@ def prepare(config: RunConfig, kind: RowKind = SUPERVISED) -> None:
 
 
 def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -> None:
-    """Build the data set of one corpus, and print what became of its rows."""
+    """Build the data set of one corpus, and print the counts of its rows.
+
+    Args:
+        settings: all settings that the content depends on, to store with the data set.
+    """
     path = Path(rows.data.path)
     command, _ = rows.objective.BUILD_COMMAND.split()
     encode, units, workers = plan_encoding(config, rows)
@@ -235,7 +259,7 @@ def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -
     for line in summarize(counts, drops_duplicates=rows.data.duplicates == "drop"):
         print(f"  {line}")
     sequences = open_supervised(path, "train", rows.objective, config.batch, config.seed)
-    # Of each row the last id is only a label.
+    # The last id of each row is only a label, so it takes no place in a sequence.
     tokens = manifest.train.tokens - manifest.train.documents
     fill = tokens / (len(sequences) * config.batch.sequence_length)
     documents = pluralize(manifest.train.documents, "row")
@@ -244,9 +268,10 @@ def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -
 
 
 def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
-    """Return lines that say what became of the rows."""
+    """Return lines of text about the rows that were read, tokenized, split, truncated and dropped."""
 
     def list_counts(prefix: str, more: dict[str, int]) -> str:
+        """Return the counts whose keys have a prefix, and further ones, by descending number."""
         numbers = {key.removeprefix(prefix): n for key, n in counts.rows.items() if key.startswith(prefix)} | more
         ranked = sorted(numbers.items(), key=lambda item: -item[1])
         return ", ".join(f"{number:,} {name}" for name, number in ranked if number) or "none"
@@ -256,7 +281,7 @@ def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
     trained = counts.rows.get(TRAINED_TOKENS, 0)
     truncated = counts.rows.get(TRUNCATED, 0)
     endless = counts.rows.get(WITHOUT_END, 0)
-    note = ", which then do not teach where to end" if truncated else ""
+    note = ", so the model does not learn where they end" if truncated else ""
     more = {"bad": len(counts.skipped), "duplicates": counts.copies if drops_duplicates else 0}
     lines = [
         f"read: {list_counts(READ_PREFIX, {})}",
@@ -268,13 +293,13 @@ def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
         lines.append(f"warning: {counts.copies:,} are duplicates (data.duplicates=drop removes them)")
     if endless:
         lines.append(
-            f"warning: {endless:,} do not end in a special token, so that the model learns no end of an answer"
+            f"warning: {endless:,} do not end in a special token, so the model does not learn to end its answers"
         )
     return lines
 
 
 def plan_encoding(config: RunConfig, rows: RowTokenizer) -> tuple[UnitEncoder, list[Unit], int]:
-    """Return the function that encodes a unit of a corpus, the units, and how many processes should work on them."""
+    """Return the function that encodes a unit of a corpus, the units, and the number of processes to use."""
     units = plan_row_units(rows.data)
     limit = num_usable_cores() if rows.data.num_workers == "auto" else rows.data.num_workers
     workers = max(1, min(limit, len(units) // MIN_UNITS_PER_WORKER))
@@ -286,7 +311,11 @@ def plan_encoding(config: RunConfig, rows: RowTokenizer) -> tuple[UnitEncoder, l
 
 @lru_cache(maxsize=1)
 def _worker_row_tokenizer(kind: RowKind, tokenizer: Path, fingerprint: str, data: str, max_length: int) -> RowTokenizer:
-    """Return this process's row tokenizer, which its first unit creates."""
+    """Return the row tokenizer of this process, created with the first unit.
+
+    Args:
+        data: the data settings as JSON, because arguments of a cached function must be hashable.
+    """
     settings = DataSettings.model_validate_json(data)
     return build_row_tokenizer(kind, settings, build.load_worker_tokenizer(tokenizer, fingerprint), max_length)
 
@@ -300,7 +329,7 @@ def _encode_unit(
     unit: Unit,
     counts: ReadCounts,
 ) -> Iterator[EncodedDocuments]:
-    """Yield the rows of a unit as ids and loss weights."""
+    """Yield all rows of a unit as one object: ids, loss weights, and hashes for the validation split."""
     rows = _worker_row_tokenizer(kind, tokenizer, fingerprint, data.model_dump_json(), max_length)
     dtype = best_dtype(rows.tokenizer.vocab_size)
     ids = []
@@ -308,7 +337,7 @@ def _encode_unit(
     hashes = []
     for span in unit:
         for _, row in rows.tokenize_span(span, counts):
-            # Converted at once: a list of Python integers takes far more memory.
+            # Convert each row immediately: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
             sidecars.append(row.sidecar)
             hashes.append(build.hash_document(np.array(row.split_ids, dtype).tobytes()))

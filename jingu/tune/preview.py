@@ -1,4 +1,4 @@
-"""`jingu tune preview`: show which tokens of which rows will be trained, before anything is."""
+"""`jingu tune preview`: show which tokens of the rows will be trained, before training."""
 
 from __future__ import annotations
 
@@ -35,33 +35,35 @@ from jingu.tune.prepare import (
 )
 from jingu.tune.rows import count_rows_before
 
-# Bad rows that are printed; the others are counted.
+# Maximum number of bad rows to print; the others are only counted.
 MAX_BAD_ROWS = 5
 
-# Shows the texts of consecutive tokens that have the same weight.
+# Formats the texts of consecutive tokens with the same weight (in hundredths).
 Highlight = Callable[[list[str], int], str]
 
 
 def preview(
     config: RunConfig, rows: int = 3, to: Path | None = None, as_json: bool = False, kind: RowKind = SUPERVISED
 ) -> None:
-    """Print the first rows of each corpus, token by token, and what becomes of all rows.
+    """Print the first rows of each corpus, token by token, and counts of all rows.
 
     Args:
-        rows: number of rows to show.
-        to: HTML file to write them to; None prints them.
-        as_json: print JSON objects, one in each line: of each row its file, number, kind, and tokens (id, text and
-            loss weight); of each corpus its path and the lines about all rows.
+        rows: number of rows to show per corpus.
+        to: HTML file to write the rows to; None: print them.
+        as_json: print one JSON object per line: for each row its file, number, kind, and tokens (id, text and loss
+            weight); for each corpus its path and the counts.
 
     Raises:
-        JinguError: the settings or files do not allow rows to be read. A bad row does not stop the preview.
+        JinguError: the settings are not usable, or a file cannot be read or written. Bad rows do not stop the preview.
     """
     highlight = _color if sys.stdout.isatty() else _bracket
     page = []
+    # Skip bad rows, whatever `data.on_error` says; `_totals` lists them.
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
     for row_tokenizer in row_tokenizers(config, kind):
         tokenizer = row_tokenizer.tokenizer
         spans = (span for unit in plan_row_units(row_tokenizer.data) for span in unit)
+        # Lazy: only as many rows are read and tokenized as are shown.
         numbered = ((s, number, row) for s in spans for number, row in row_tokenizer.tokenize_span(s, ReadCounts()))
         for span, number, row in islice(numbered, rows):
             trained = int((row.weights[1:] != 0).sum())
@@ -73,6 +75,7 @@ def preview(
                 print(json.dumps(_describe_row(row, tokenizer, span.file.path, number_in_file), ensure_ascii=False))
             elif to is None:
                 print(f"{title}\n{_format_row(row, tokenizer, highlight)}\n")
+        # Counts of all rows, for which the whole corpus is read.
         title = f"{row_tokenizer.data.path}:"
         lines = _totals(config, row_tokenizer)
         totals = "\n".join(f"  {line}" for line in lines)
@@ -93,7 +96,11 @@ def preview(
 
 
 def _describe_row(row: TokenizedRow, tokenizer: Tokenizer, file: str | Path, number: int) -> dict[str, Any]:
-    """Return a row as JSON. The first token is never predicted, so its weight is 0."""
+    """Return a row as a JSON object. The first token is never predicted, so its weight is 0.
+
+    Args:
+        number: number of the row in its file, from 1.
+    """
     weights = [0.0, *(float(weight) / WEIGHT_SCALE for weight in row.weights[1:])]
     tokens = [
         {"id": token_id, "text": text, "weight": weight}
@@ -103,16 +110,16 @@ def _describe_row(row: TokenizedRow, tokenizer: Tokenizer, file: str | Path, num
 
 
 def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
-    """Return lines about all rows of a corpus, and the first bad ones."""
+    """Return lines of text with the counts of all rows of a corpus, and the first bad rows."""
     counts = ReadCounts()
     seen = set[int]()
     drops_duplicates = row_tokenizer.data.duplicates == "drop"
-    # Of the rows that are trained.
+    # Lengths of the rows that will be in the data set.
     lengths: list[int] = []
     encode, units, workers = plan_encoding(config, row_tokenizer)
     for unit_counts, hashes, unit_lengths in map_tasks(partial(_count_unit, encode), units, workers):
         counts.add(unit_counts)
-        # Duplicates within the unit, and of rows of earlier units.
+        # Copies of rows in this unit or in earlier units.
         counts.copies += len(hashes) - len(set(hashes) - seen)
         for row_hash, length in zip(hashes, unit_lengths, strict=True):
             if not (drops_duplicates and row_hash in seen):
@@ -129,7 +136,7 @@ def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
 
 
 def _describe_packing(lengths: list[int], config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
-    """Return a line about the sequences that rows of these lengths are packed into."""
+    """Return a line about the packed sequences of rows with these lengths; empty if the rows are not packed."""
     if not lengths or row_tokenizer.objective.packing != "packed":
         return []
     sequence_length = config.batch.sequence_length
@@ -142,7 +149,7 @@ def _describe_packing(lengths: list[int], config: RunConfig, row_tokenizer: RowT
 
 
 def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int], list[int]]:
-    """Return the counts of a unit's rows, and hashes and lengths of those to train on."""
+    """Return the counts of a unit, and the hashes and lengths of its rows with trained tokens."""
     counts = ReadCounts()
     hashes: list[int] = []
     lengths: list[int] = []
@@ -154,7 +161,7 @@ def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int],
 
 def _format_row(row: TokenizedRow, tokenizer: Tokenizer, highlight: Highlight) -> str:
     """Return a row's text with its trained tokens highlighted."""
-    # The first token is never predicted.
+    # The first token is never predicted, so its weight does not count.
     weights = [0, *row.weights[1:].tolist()]
     tokens = zip(_token_texts(row, tokenizer), weights, strict=True)
     parts = []
@@ -164,7 +171,7 @@ def _format_row(row: TokenizedRow, tokenizer: Tokenizer, highlight: Highlight) -
 
 
 def _token_texts(row: TokenizedRow, tokenizer: Tokenizer) -> list[str]:
-    """Return the text of each token; of several tokens that make up one character, the last has it."""
+    """Return the text of each token. If several tokens make up one character, the last one gets it, the others none."""
     texts = []
     pending: list[int] = []
     for token_id in row.ids:
@@ -179,6 +186,7 @@ def _token_texts(row: TokenizedRow, tokenizer: Tokenizer) -> list[str]:
 
 
 def _color(texts: list[str], weight: int) -> str:
+    """Highlight for terminals: weight 0 is faint, 1 green, any other yellow; bars separate tokens."""
     if weight == 0:
         style = "2"
     else:
@@ -187,6 +195,7 @@ def _color(texts: list[str], weight: int) -> str:
 
 
 def _bracket(texts: list[str], weight: int) -> str:
+    """Highlight for plain text: trained tokens are in brackets, after their weight if it is not 1."""
     text = "│".join(texts)
     if weight == 0:
         return text
@@ -195,6 +204,7 @@ def _bracket(texts: list[str], weight: int) -> str:
 
 
 def _mark_up(texts: list[str], weight: int) -> str:
+    """Highlight for the HTML page (preview.html)."""
     frames = "".join(f"<i>{html.escape(text)}</i>" for text in texts).replace("\n", "<s>↵</s>\n")
     if weight == 0:
         return frames

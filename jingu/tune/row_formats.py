@@ -1,4 +1,4 @@
-"""Recognize the forms in which instruction data is written, and convert each row to a `Row`."""
+"""Recognize the formats of instruction data (OpenAI, ShareGPT, Alpaca, ...), and convert each row to a `Row`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
 
-# Weights are stored in hundredths, in one byte.
+# A data set stores a weight in one byte, in hundredths.
 MAX_WEIGHT = 2.0
 
-# Fields that hold what only multimodal models can read.
+# Fields for multimodal models.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Fields for what an assistant thought before its answer.
+# Fields with the reasoning of an assistant before its answer.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# The roles of OpenAI's messages and of ShareGPT's conversations.
+# Roles by their names in OpenAI's messages and ShareGPT's conversations.
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
+# Roles that may follow a role; None stands for the start of a conversation.
 _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
@@ -35,15 +36,16 @@ _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
 
 
 def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
-    """Convert a row of any known form.
+    """Convert a row of any known format.
 
-    A row is recognized by its `type`, or else by the first of the known fields that it has.
+    The format is recognized by the row's `type`, or else by its fields.
 
     Args:
-        columns: names of fields in the row, by the names that are known here.
+        value: the parsed JSON of the row.
+        columns: names of fields in the row, by the names that jingu uses.
 
     Raises:
-        ConversationError: the row has no known form, or a field of it is not as expected.
+        ConversationError: the format is unknown, a field is not as expected, or nothing of the row is trained.
     """
     if not isinstance(value, dict):
         raise ConversationError(f"expected an object with fields, not {_quote(value)}")
@@ -66,19 +68,24 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
 
 
 def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
-    """Return a row with the names of fields that are known here."""
+    """Return a row whose fields have the names that jingu uses.
+
+    Args:
+        columns: names of fields in the row, by the names that jingu uses.
+    """
     others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
     return others | {name: value[column] for name, column in columns.items() if column in value}
 
 
 def _parse_form(value: JsonObject) -> Row:
+    """Convert a row without regard to its weight. Raises ConversationError if its format is unknown."""
     kind = value.get("type")
     if isinstance(kind, str) and kind in _PARSERS_BY_TYPE:
         return _PARSERS_BY_TYPE[kind](value)
     for name, (field, parse) in _PARSERS_BY_FIELD.items():
         if field in value:
             return replace(parse(value), kind=name)
-    # A data set may have a column of that name for purposes of its own.
+    # An unknown `type` is an error only now: a data set of a known format may use that column for something else.
     if kind is not None:
         raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
     fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
@@ -123,7 +130,11 @@ def _list(value: JsonObject, name: str) -> list[Any]:
 
 
 def _weight(value: JsonObject, prefix: str) -> float:
-    """Return the weight of a row or a message, which `train: false` sets to 0."""
+    """Return the loss weight of a row or a message; `train: false` stands for 0.
+
+    Args:
+        prefix: path of the message in its row, for error messages.
+    """
     train = value.get("train")
     if not isinstance(train, bool | None):
         raise _unexpected(f"{prefix}train", "true or false", train)
@@ -144,7 +155,7 @@ def _check_media(value: JsonObject, prefix: str) -> None:
 
 
 def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
-    """Return the definitions of tools, which may be a list or JSON text."""
+    """Return the tool definitions of a row, which may be a list or the JSON text of one."""
     tools = value.get("tools") or value.get("apis") or []
     if isinstance(tools, str):
         tools = _parse_json(tools)
@@ -154,7 +165,12 @@ def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
 
 
 def _tool_call(value: Any, name: str) -> JsonObject:
-    """Return a tool call: an object with name and arguments, possibly under `function`, possibly as JSON text."""
+    """Return a tool call with its name, arguments and, if it has one, id.
+
+    Args:
+        value: an object with `name` and `arguments`, or with `function`, which holds them; or the JSON text of one.
+        name: path of the call in its row, for error messages.
+    """
     call = _parse_json(value) if isinstance(value, str) else value
     identity = {}
     if isinstance(call, dict):
@@ -189,7 +205,7 @@ def _pretrain(value: JsonObject) -> Row:
 def _completion(value: JsonObject) -> Row:
     if not isinstance(value["prompt"], list):
         return Row("completion", segments=((_text(value, "prompt"), False), (_text(value, "completion"), True)))
-    # A conversation that is divided into prompt and completion.
+    # Both are lists of messages: one conversation, divided into prompt and completion.
     completion = value.get("completion", [])
     if not isinstance(completion, list):
         raise _unexpected("completion", "a list of messages as in prompt", completion)
@@ -206,6 +222,12 @@ def _instruct(value: JsonObject) -> Row:
 
 
 def _alpaca(value: JsonObject, question: str = "instruction", answer: str = "output") -> Row:
+    """Parse a question, perhaps with an input, and its answer, after an optional system message and history.
+
+    Args:
+        question: the field of the question.
+        answer: the field of the answer.
+    """
     messages = _system(value)
     history = value.get("history") or []
     if not isinstance(history, list):
@@ -231,7 +253,7 @@ def _system(value: JsonObject) -> list[Message]:
 
 
 def _rounds(value: JsonObject) -> Row:
-    """Parse rounds of ["ask", text], ["ans", text, weight?] and ["api", call, result?]."""
+    """Parse a list of rounds: ["ask", text], ["ans", text, weight?] or ["api", call, result?]."""
     messages = _system(value)
     for index, turn in enumerate(_list(value, "rounds")):
         name = f"rounds[{index}]"
@@ -250,7 +272,7 @@ def _rounds(value: JsonObject) -> Row:
             case _:
                 raise ConversationError(f'field {name}: expected ["ask", text], ["ans", text] or ["api", call, return]')
     if value["type"] == "ref_qa":
-        # The first question is asked about a reference text.
+        # The first question is about a reference text, which goes before it.
         reference = _text(value, "reference")
         first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
         if first is not None:
@@ -264,7 +286,7 @@ def _tool_result(value: Any, name: str) -> str:
 
 def _sharegpt(value: JsonObject) -> Row:
     first = _list(value, "conversations")[0]
-    # Some data sets have OpenAI's keys under ShareGPT's name.
+    # Some data sets use OpenAI's keys in ShareGPT's field `conversations`.
     keys = ("role", "content") if isinstance(first, dict) and "role" in first else ("from", "value")
     messages = _system(value) + _messages(value, "conversations", *keys)
     return _conversation("sharegpt", messages, _tools(value))
@@ -275,7 +297,12 @@ def _openai(value: JsonObject) -> Row:
 
 
 def _messages(value: JsonObject, field: str, role_key: str, content_key: str) -> list[Message]:
-    """Return the messages of a list of objects, whose roles and contents are under the given keys."""
+    """Return the messages in a field of the row, a list of objects.
+
+    Args:
+        role_key: key of the role in each object.
+        content_key: key of the content in each object.
+    """
     messages = []
     for index, turn in enumerate(_list(value, field)):
         name = f"{field}[{index}]"
@@ -285,7 +312,7 @@ def _messages(value: JsonObject, field: str, role_key: str, content_key: str) ->
         content = turn.get(content_key)
         calls = turn.get("tool_calls") or []
         if role == "function_call":
-            # ShareGPT's own role for a call, which is the content.
+            # ShareGPT has a role for tool calls; the content is the call.
             role, calls, content = "assistant", [content], None
         if not isinstance(role, str) or role not in _ROLES:
             raise _unexpected(f"{name}.{role_key}", ", ".join([*_ROLES, "function_call"]), role)
@@ -308,7 +335,7 @@ def _messages(value: JsonObject, field: str, role_key: str, content_key: str) ->
 
 
 def _content_part(part: Any, name: str) -> str:
-    """Return the text of a part of a message: a text, or an object of type text."""
+    """Return the text of one part of a message's content: a text, or an object with type `text`."""
     if isinstance(part, dict):
         if part.get("type", "text") != "text":
             raise ConversationError(f"field {name}: only text can be trained on, not {_quote(part['type'])}")
@@ -317,7 +344,11 @@ def _content_part(part: Any, name: str) -> str:
 
 
 def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, ...] = ()) -> Row:
-    """Return a conversation after checking the order of its roles; consecutive messages of one role are merged."""
+    """Return a conversation, with consecutive messages of one role merged where that is possible.
+
+    Raises:
+        ConversationError: the roles are in a wrong order, or the last message is not an answer.
+    """
     merged: list[Message] = []
     for number, message in enumerate(messages, start=1):
         last = merged[-1] if merged else None
@@ -326,7 +357,7 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
             content = "\n".join(text for text in (last.content, message.content) if text)
             merged[-1] = replace(last, content=content, tool_calls=last.tool_calls + message.tool_calls)
             continue
-        # Results of several calls follow each other, and so do answers of different weights.
+        # These may follow each other unmerged: results of several calls, and answers with different weights.
         may_repeat = repeats and message.role in ("tool", "assistant")
         answers_no_call = message.role == "tool" and last is not None and last.role != "tool" and not last.tool_calls
         allowed = _ALLOWED_NEXT[last.role if last else None]
@@ -342,7 +373,7 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
 
 
 def _can_merge(first: Message, second: Message) -> bool:
-    """Return whether two messages of one role can be one, in which the text stands before the calls."""
+    """Return whether two messages of one role can be merged; in the result, the text stands before the tool calls."""
     if first.role == "tool" or (first.tool_calls and second.content) or second.reasoning_content:
         return False
     return (first.weight, first.name) == (second.weight, second.name)
@@ -355,7 +386,7 @@ _PARSERS_BY_TYPE: dict[str, Callable[[JsonObject], Row]] = {
     "conver_has_api": _rounds,
     "ref_qa": _rounds,
 }
-# By the kind of row: the field by which it is recognized.
+# By the kind of row: the field that identifies it, and its parser. The first field that a row has decides.
 _PARSERS_BY_FIELD: dict[str, tuple[str, Callable[[JsonObject], Row]]] = {
     "messages": ("messages", _openai),
     "sharegpt": ("conversations", _sharegpt),

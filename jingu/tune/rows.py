@@ -1,6 +1,6 @@
 """Read rows of instruction data from files.
 
-A file is JSON Lines, or JSON that holds a list. It may mix the forms that `jingu.tune.row_formats` knows.
+A file is JSON Lines, or a JSON list. Its rows may have different formats (`jingu.tune.row_formats`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jingu.text.corpus_file import CorpusFile, is_url, read_errors
 from jingu.text.document_reader import Span, corpus_file_error, describe_json_error, read_lines, seek_first_line
 from jingu.tune.row_formats import parse_row
 
-# A longer row is taken for a mistake.
+# A longer row is treated as a mistake in the data.
 MAX_ROW_BYTES = 10_000_000
 _READ_BYTES = 1 << 24
 
@@ -30,9 +30,10 @@ class BadRow:
     """A row that cannot be used.
 
     Attributes:
-        number: its number in the file, from 1.
-        reason: what is wrong with it.
-        start: how it begins.
+        file: path of the file.
+        number: number of the row in the file, from 1.
+        reason: what is wrong with the row.
+        start: beginning of the row's text.
     """
 
     file: str
@@ -46,20 +47,20 @@ class BadRow:
 
 
 def raise_bad_row(bad: BadRow) -> None:
-    """Raise JinguError for a bad row where bad rows are not skipped."""
+    """Raise a JinguError for a bad row: the callback of `read_rows` if bad rows are not to be skipped."""
     raise JinguError(
         f"{bad}.", where=bad.file, fix="Correct the row, or set data.on_error=skip to skip and list such rows."
     )
 
 
 def count_rows_before(span: Span) -> int:
-    """Return how many rows (lines, in JSON Lines) of the file precede a span."""
+    """Return the number of rows before a span in its file. In JSON Lines, each line counts as a row."""
     if span.file.kind == "json":
         return _slice_of_list(len(_load_list(span.file)), span)[0]
     with closing(span.file.open()) as stream:
         remaining = seek_first_line(stream, span)
         if remaining:
-            # Not every compressed stream can seek, but those are read as one span.
+            # Count the lines before the span. Streams that cannot seek have a single span, with nothing before it.
             stream.seek(0)
         count = 0
         while remaining and (block := stream.read(min(remaining, _READ_BYTES))):
@@ -74,15 +75,17 @@ def read_rows(
     max_bytes: int = MAX_ROW_BYTES,
     parse: Callable[[Any], Any] = parse_row,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the valid rows of a span, each with its number in the span (from 1); report the others to `on_bad_row`.
+    """Yield the valid rows of a span, each with its number in the span (from 1).
 
     Args:
-        parse: converts the value of a row, or raises ConversationError.
+        on_bad_row: receives each row that is not valid.
+        max_bytes: maximum size of a row; a longer one is not valid.
+        parse: converts the JSON value of a row, or raises ConversationError.
 
     Raises:
-        JinguError: the file cannot be read, or is not JSON as a whole.
+        JinguError: the file cannot be read; or a .json file is not a JSON list.
     """
-    # Counted only once a row is bad.
+    # Counting reads the file, so it is done only when a row is bad.
     rows_before = cache(partial(count_rows_before, span))
     values = _read_list(span, max_bytes) if span.file.kind == "json" else _read_lines(span, max_bytes)
     try:
@@ -104,7 +107,7 @@ def read_rows(
 
 
 def _read_lines(span: Span, max_bytes: int) -> Iterator[tuple[int, str | None, Any]]:
-    """Yield the number, text and value of each line. The value is a ValueError if the text is not a row."""
+    """Yield the number, text and value of each line. The value is an exception if the text is not a row."""
     with closing(span.file.open()) as stream:
         for number, (line, position) in enumerate(read_lines(stream, span, max_bytes), start=1):
             value: Any = None
@@ -124,7 +127,10 @@ def _read_lines(span: Span, max_bytes: int) -> Iterator[tuple[int, str | None, A
 
 
 def _read_list(span: Span, max_bytes: int) -> Iterator[tuple[int, str | None, Any]]:
-    """Like `_read_lines`, for the part of a JSON list; the text is None unless its length has to be checked."""
+    """Yield the number, text and value of each row in a span of a JSON list, as `_read_lines` does.
+
+    The text is None unless the length of rows has to be checked.
+    """
     rows = _load_list(span.file)
     start, end = _slice_of_list(len(rows), span)
     must_check = span.file.size > max_bytes or span.file.compression
@@ -135,23 +141,27 @@ def _read_list(span: Span, max_bytes: int) -> Iterator[tuple[int, str | None, An
 
 
 def _too_long(max_bytes: int) -> ConversationError:
-    return ConversationError(f"it is longer than {max_bytes:,} bytes, which is taken for a mistake")
+    return ConversationError(f"it is longer than {max_bytes:,} bytes, which is treated as a mistake")
 
 
 def _slice_of_list(rows: int, span: Span) -> tuple[int, int]:
-    """Return which rows of a JSON list belong to a span: as large a part of them as the span is of the file."""
+    """Return the range of rows of a JSON list that belong to a span: the same fraction as the span is of the file.
+
+    Args:
+        rows: number of rows in the list.
+    """
     size = max(span.file.size, 1)
     return rows * span.start // size, rows * span.end // size
 
 
 def _load_list(file: CorpusFile) -> list[Any]:
-    """Return the rows of a JSON file. Raises JinguError."""
+    """Return the rows of a JSON file. Raises JinguError if it does not hold a list of rows."""
     return _load_list_once(file, 0 if is_url(file.path) else Path(file.path).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _load_list_once(file: CorpusFile, _modified_ns: int) -> list[Any]:
-    """`_load_list`, once for all spans of a file."""
+    """Return the rows of a JSON file, from a cache for all spans of the same version of a file."""
     try:
         with closing(file.open()) as stream:
             text = stream.read().decode("utf-8-sig")
@@ -171,7 +181,7 @@ def _load_list_once(file: CorpusFile, _modified_ns: int) -> list[Any]:
 
 
 def _parse_json(text: str) -> Any:
-    """Return the value of JSON text, or the ValueError that says why it has none."""
+    """Return the value of JSON text, or the ValueError that says why it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:

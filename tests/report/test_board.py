@@ -41,7 +41,7 @@ def test_board_shows_progress_and_samples(run):
     # 42 s for 19 steps, 80 times.
     assert text.startswith("mine: stopped, step 20 of 100, 2 min 57 s left\n[████████")
     assert "] 20%\nloss 3 · lr 0.001" in text
-    assert "1,234 tokens/s · 25% of peak · 3.0 GiB a rank\nvalidation loss 3.25" in text
+    assert "1,234 tokens/s · 25% of peak · 3.0 GiB per rank\nvalidation loss 3.25" in text
     assert "Once upon␛[2J a time" in text and "\x1b" not in text
 
 
@@ -62,7 +62,7 @@ def test_board_shows_the_plan_and_what_the_ranks_do(run):
     for node in (0, 1):
         window = Window(20, 5, paces[2 * node : 2 * node + 2], [])
         (folder / f"pace-0000{2 * node}.json").write_text(json.dumps(asdict(window)))
-    text = "4 ranks on 2 nodes, of a step of 2 s: computing 1.2 to 1.5 s"
+    text = "4 ranks on 2 nodes, step of 2 s: computing 1.2 to 1.5 s"
     assert text not in render_board(run)  # it has stopped
     with lock_folder(run, "", ""):
         board = render_board(run)

@@ -81,7 +81,8 @@ def test_warnings(tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     output = capsys.readouterr().out
     assert (
-        "read: 3 alpaca" in output and "too long: 0 split, 1 truncated, which then do not teach where to end" in output
+        "read: 3 alpaca" in output
+        and "too long: 0 split, 1 truncated, so the model does not learn where they end" in output
     )
     assert "dropped: 1 without a trained token" in output
     assert "warning: 1 are duplicates" in output and "warning: 2 do not end in a special token" in output

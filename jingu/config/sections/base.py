@@ -22,13 +22,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 @dataclass(frozen=True)
 class Description:
-    """Describes what values are allowed, where the other constraints are hard to put into words."""
+    """Describes the allowed values of a setting in words, where its other constraints do not say it well."""
 
     text: str
 
 
 def reject_bool_and_float(value: object) -> object:
-    """Accept only integers in a choice among them: for Python, `True == 1 == 1.0`."""
+    """Reject booleans and floats where integers are to choose from: in Python, `True == 1 == 1.0`."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("whole", "a whole number")
     return value
@@ -42,7 +42,7 @@ def check_file_name(name: str) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanduser), Description("the name of a file or folder")]
-"""A file or folder, relative to the working directory; a leading ~ is the home folder."""
+"""Path of a file or folder, relative to the working directory; a leading ~ stands for the home folder."""
 
 
 class Settings(BaseModel):
@@ -52,7 +52,7 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(
-        # The whole configuration is one schema; none of its parts needs another.
+        # Build validators on first use: that of RunConfig contains those of all sections.
         defer_build=True,
         frozen=True,
         extra="forbid",
@@ -62,7 +62,7 @@ class Settings(BaseModel):
     )
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Move the descriptions of the settings from the docstring to the fields, before pydantic collects these."""
+        """Move the descriptions of settings from the docstring to the fields, before pydantic collects the fields."""
         super().__init_subclass__(**options)
         cls.__doc__, _, attributes = cleandoc(cls.__doc__ or "").partition("\n\nAttributes:\n")
         # A description continues on lines that are indented further than the names.

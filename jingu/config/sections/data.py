@@ -14,7 +14,7 @@ class TokenizerSettings(Settings):
 
     Attributes:
         path: Folder with tokenizer.json, a SentencePiece model, tiktoken ranks, or vocab.json and merges.txt.
-        type: Algorithm for training: byte-level BPE, Unigram, or WordPiece.
+        type: Algorithm that trains the tokenizer: byte-level BPE, Unigram or WordPiece.
         base: Tokenizer to which `jingu tokenizer extend` adds entries until it has `vocab_size` of them.
         vocab_size: Number of entries, special tokens included (byte-level BPE needs 256 plus the special tokens).
         special_tokens: Tokens that are never split; the first one ends every document.
@@ -55,11 +55,12 @@ class SourceSettings(Settings):
     """One of several corpora that a run mixes.
 
     Attributes:
-        path: Folder of its built data set. The last part of the path names the source.
-        input: Files from which `jingu data build` builds it, as in `data.input`; an empty list: it is built already.
-        weight: Its share of the samples, relative to the weights of the other sources.
-        validation_fraction: Fraction of its documents to use for validation; null: that of `data.validation_fraction`.
-        max_epochs: Maximum number of passes over its text; after them the other sources share its weight. null: no
+        path: Folder of the source's built data set. The last part of the path names the source.
+        input: Files from which `jingu data build` builds the data set, as in `data.input`; an empty list: the data set
+            is already built.
+        weight: Share of the samples, relative to the weights of the other sources.
+        validation_fraction: Fraction of the source's documents to use for validation; null: `data.validation_fraction`.
+        max_epochs: Maximum number of passes over the source. After them, the other sources share its weight. null: no
             limit.
     """
 
@@ -71,7 +72,7 @@ class SourceSettings(Settings):
 
 
 class StageSettings(Settings):
-    """Source weights that hold from a step on.
+    """Source weights that apply from a given step on.
 
     Attributes:
         start_step: First step (from 0) with these weights.
@@ -83,11 +84,12 @@ class StageSettings(Settings):
 
 
 class DropSettings(Settings):
-    """Documents to exclude from a step on. A run can return to an earlier checkpoint and continue without them.
+    """Documents that are excluded from a given step on. A run can return to an earlier checkpoint and continue without
+    them.
 
     Attributes:
-        file: File that lists one document a line, as `jingu data preview` prints them (data/train-00003:1207).
-        start_step: First step (from 0) without them.
+        file: File that lists the documents, one per line, as `jingu data preview` prints them (data/train-00003:1207).
+        start_step: First step (from 0) without these documents.
     """
 
     file: PathText | None = None
@@ -95,14 +97,14 @@ class DropSettings(Settings):
 
 
 class CausalSettings(Settings):
-    """Predict each token from those before it; for decoders."""
+    """Predict each token from the tokens before it; for decoders."""
 
     type: Literal["causal"] = "causal"
 
 
 class SpanCorruptionSettings(Settings):
     """Remove spans from the encoder's input; the decoder predicts them (Raffel et al., 2020). For encoder-decoders.
-    Each batch.sequence_length tokens of text become one source and one target.
+    Every batch.sequence_length tokens of text become one encoder input and one target.
 
     Attributes:
         noise_density: Fraction of the tokens to remove.
@@ -118,7 +120,7 @@ class SpanCorruptionSettings(Settings):
 
 
 class SplitPointSettings(Settings):
-    """Split each sequence in two at a random point. The prefix has a random fraction of its tokens.
+    """Split each sequence in two at a random point. The prefix gets a random fraction of its tokens.
 
     Attributes:
         min_prefix: Smallest fraction of the tokens in the prefix.
@@ -130,29 +132,29 @@ class SplitPointSettings(Settings):
 
 
 class PrefixLmSettings(SplitPointSettings):
-    """Attend to the prefix of each sequence in both directions, and predict the rest (prefix LM, Raffel et al., 2020);
-    with data.document_mask, of each document. For decoders. Generation from the run attends to prompts in both
-    directions too; an exported folder cannot express this."""
+    """Attend to the prefix of each sequence in both directions, and predict the rest (prefix LM, Raffel et al., 2020).
+    With data.document_mask, each document has a prefix of its own. For decoders. Generation from the run also attends
+    to prompts in both directions; an exported folder cannot express this."""
 
     type: Literal["prefix_lm"] = "prefix_lm"
 
 
 class ContinuationSettings(SplitPointSettings):
     """The encoder reads the prefix of each sequence, and the decoder predicts the rest. Both are padded to their
-    maximum length; there is no padding if min_prefix and max_prefix are equal."""
+    maximum length; if min_prefix and max_prefix are equal, there is no padding."""
 
     type: Literal["continuation"] = "continuation"
 
 
 class TargetFilesSettings(Settings):
-    """Data sets in CPM-2's format for encoder-decoders, from which spans are removed already. data.path is the prefix
-    of the file names (PATH_context.bin and so on), and batch.sequence_length the length of the encoder's input.
+    """Data sets in CPM-2's format for encoder-decoders, in which spans are already removed. data.path is the prefix of
+    the file names (PATH_context.bin and so on), and batch.sequence_length is the length of the encoder's input.
 
     Attributes:
         target_length: Length of the decoder's input, in tokens; longer targets are truncated.
-        first_sentinel: First id that stands for a removed span in the files; null: the size of the tokenizer's
-            vocabulary.
-        sentinel: Names of the tokenizer's sentinel tokens, with N in place of the number.
+        first_sentinel: First of the ids that stand for removed spans in the files; null: the vocabulary size of the
+            tokenizer.
+        sentinel: Name of the tokenizer's sentinel tokens, with N in place of the number.
     """
 
     type: Literal["target_files"] = "target_files"
@@ -162,7 +164,8 @@ class TargetFilesSettings(Settings):
 
 
 class FillInTheMiddleSettings(Settings):
-    """Reorder some documents as prefix, suffix, middle, so that a decoder learns to fill in (Bavarian et al., 2022).
+    """Reorder some documents as prefix, suffix, middle, so that a decoder learns to fill in the middle (Bavarian et
+    al., 2022).
 
     Attributes:
         rate: Fraction of the documents to reorder.
@@ -184,15 +187,15 @@ class RowSettings(Settings):
     Attributes:
         template: Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a
             Jinja file.
-        columns: Names of fields in the rows, by the names that jingu knows, such as {instruction: question}.
-        parse_special_tokens: Whether special tokens written in the text of a row act as such; otherwise they are plain
-            text.
-        packing: packed: as many rows in a sequence as fit, masked from each other; padded: one row; group_by_length:
-            one row, and the rows of a step have similar lengths. With one row, a micro-batch is as long as its longest
-            row (not in a pipeline).
+        columns: Names of the fields in the rows, by the names that jingu uses, such as {instruction: question}.
+        parse_special_tokens: Whether special tokens in the text of a row act as special tokens; otherwise they are
+            plain text.
+        packing: packed: each sequence holds as many rows as fit, masked from each other; padded: one row per sequence;
+            group_by_length: one row per sequence, and the rows of a step have similar lengths. With one row per
+            sequence, a micro-batch is as long as its longest row (not in a pipeline).
     """
 
-    # The command that builds such a data set.
+    # The jingu command that builds such a data set.
     BUILD_COMMAND: ClassVar[str] = ""
 
     type: str
@@ -203,12 +206,12 @@ class RowSettings(Settings):
 
 
 class SupervisedSettings(RowSettings):
-    """Train on the answers of instruction data, from which `jingu tune prepare` builds sequences of
-    batch.sequence_length tokens. If the model has an encoder, that reads the prompts, up to the first answer.
+    """Train on the answers of instruction data. `jingu tune prepare` builds sequences of batch.sequence_length tokens
+    from it. If the model has an encoder, the encoder reads the prompts, up to the first answer.
 
     Attributes:
-        loss_on: Tokens to train on: all assistant answers, the last one, or all tokens. A row may weight the loss of
-            its answers.
+        loss_on: Tokens to train on: all assistant answers, only the last one, or all tokens. A row may weight the loss
+            of its answers.
         overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
     """
 
@@ -221,14 +224,16 @@ class SupervisedSettings(RowSettings):
 
 class PreferenceSettings(RowSettings):
     """Compare answers to the same prompt, for the tasks reward, dpo, simpo, orpo, cpo and kto. `jingu align prepare`
-    builds the data set. Both answers of a pair, each with the prompt, share a sequence: each has one half of
-    batch.sequence_length.
+    builds the data set. The two answers of a pair share a sequence: each has half of batch.sequence_length, including
+    the prompt.
 
     Attributes:
-        rows: pairs: a chosen and a rejected answer; labels: single answers, desirable or not (for the task kto).
+        rows: pairs: a chosen and a rejected answer; labels: single answers that are labeled desirable or not (for the
+            task kto).
         overflow: What to do with a row that is longer than a sequence: drop it, or truncate its answers.
-        packing: padded: one row in a sequence, so that a batch is that many pairs (or labeled answers);
-            group_by_length: one row, and the rows of a step have similar lengths; packed: as many rows as fit.
+        packing: padded: one row per sequence, so the batch size is the number of pairs (or labeled answers);
+            group_by_length: one row per sequence, and the rows of a step have similar lengths; packed: as many rows as
+            fit.
     """
 
     BUILD_COMMAND: ClassVar[str] = "align prepare"
@@ -254,17 +259,17 @@ Objective = Annotated[
 
 
 ENCODER_OBJECTIVES = ContinuationSettings, SpanCorruptionSettings, TargetFilesSettings
-"""Objectives that give an encoder something to read."""
+"""Objectives that produce the inputs of an encoder."""
 
 
 class DataSettings(Settings):
     """The corpus, and the data set that `jingu data build` builds from it.
 
     Attributes:
-        input: Files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs of the corpus;
+        input: The corpus: files (text, .jsonl, .json, .parquet; also .gz, .xz, .zst), folders, glob patterns or URLs;
             or the file of a mixture of tasks (.yaml).
         path: Folder of the built data set.
-        suffixes: Extensions of the files to read from a folder; a .jsonl file has one document a line, any other file
+        suffixes: Extensions of the files to read from a folder; a .jsonl file has one document per line, any other file
             is one document.
         text_field: Field of a .jsonl line or a table's row that holds the text. A path such as
             `meta.paragraphs[*].text` reaches nested fields; the texts of a list are joined by newlines.
@@ -272,24 +277,25 @@ class DataSettings(Settings):
             their text.
         invalid_utf8: What to do with a document that is not valid UTF-8: stop, replace the invalid bytes, or skip the
             document.
-        documents: What one document of a text file is: the file, a line, or a block between blank lines.
+        documents: What counts as one document in a text file: the file, a line, or a block between blank lines.
         escaped_newlines: Whether `<n>` in a text file stands for a newline.
-        max_document_bytes: Maximum size of a document in bytes; a longer one is an error, raised before memory runs
+        max_document_bytes: Maximum size of a document in bytes. A longer document raises an error before memory runs
             out.
         add_bos_token: Whether to begin each document with the tokenizer's BOS token, if it adds one (`<s>` of Llama;
             most add none).
         on_error: What to do about an error in the corpus: stop, or skip the document and list it in skipped.txt.
-        num_workers: Number of processes that build; auto: one a core.
-        duplicates: What to do with exact copies of a document (by a hash of the text): keep them, or drop them.
+        num_workers: Number of processes that build the data set; auto: one per core.
+        duplicates: What to do with exact copies of a document (found by a hash of the text): keep them, or drop them.
         shard_tokens: Start a new shard after about this many tokens.
         reader: How to read shards: memory-mapped, piece by piece, or through a block cache; infer: depending on their
             file system.
         local_cache: Folder on a fast local disk. Shards are copied there while training begins, and read from there
-            once verified.
+            once they are verified.
         sources: Several corpora in place of `input` and `path`, mixed by their weights.
-        stages: Source weights by step, in place of the sources' own; each stage lasts until the next one begins.
-        temperature: With temperature T, multiply each weight by its source's tokens ^ (1/T); null: use the weights as
-            they are.
+        stages: Source weights by step, replacing the weights of the sources; each stage lasts until the next one
+            begins.
+        temperature: With temperature T, multiply each weight by the source's number of tokens ^ (1/T); null: use the
+            weights as they are.
         packing: concat: concatenate documents and cut the text into sequences; best_fit: fill sequences with whole
             documents, and pad.
         document_mask: Whether attention is limited to each document, and positions restart with it.
@@ -336,7 +342,7 @@ class DataSettings(Settings):
         return self.sources or [SourceSettings(path=self.path, input=self.input)]
 
     def for_source(self, source: SourceSettings) -> DataSettings:
-        """Return the settings of one source alone."""
+        """Return these settings with one source as the only one."""
         update: dict[str, Any] = {"path": source.path, "input": source.input, "sources": []}
         if source.validation_fraction is not None:
             update["validation_fraction"] = source.validation_fraction

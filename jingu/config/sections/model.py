@@ -1,4 +1,4 @@
-"""Settings of the model, and of its initial weights."""
+"""Settings of the model and of its initial weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jingu.config.sections.base import PathText, Positive, Settings
 
 
 class ExpertsSettings(Settings):
-    """Mixture of experts, for families that have one. null: the family's default.
+    """Mixture of experts, for families that have one. null stands for the family's default.
 
     Attributes:
-        num_experts: Experts in a block; `intermediate_size` is the size of one.
-        num_experts_per_token: Experts that process a token.
-        router: How tokens are assigned: to the most probable experts, evenly while training (BASE), or by a frozen
-            random projection.
-        shared_intermediate_size: Inner size of a shared expert that processes every token.
+        num_experts: Experts per block; `intermediate_size` is the size of one expert.
+        num_experts_per_token: Experts that process each token.
+        router: How tokens are assigned to experts: top_k: to the most probable experts; balanced: evenly during
+            training (BASE); random_projection: by a frozen random projection.
+        shared_intermediate_size: Intermediate size of a shared expert that processes every token.
         shared_expert_gate: Whether a learned gate weights the shared expert.
-        capacity_factor: Tokens that an expert accepts from a training sequence, as a multiple of an even share; others
-            are dropped.
+        capacity_factor: Maximum tokens per expert from a training sequence, as a multiple of an even share; further
+            tokens are dropped.
         aux_loss_coef: Weight of the load-balancing loss.
-        aux_loss_scope: Whether to balance each layer, or the mean over all layers (as transformers does).
+        aux_loss_scope: Whether to balance each layer by itself, or the mean over all layers (as transformers does).
         z_loss_coef: Weight of the router's z-loss.
     """
 
@@ -38,20 +38,20 @@ class ExpertsSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """The model to train from scratch: a family or a preset, and the dimensions that differ from it.
+    """The model to train from scratch: a family or a preset, and dimensions that override it.
 
     Attributes:
         family: Model family (`jingu model list` lists them); null: the preset's, or llama.
         preset: A published model, such as `llama-2-7b`. Other settings of this section override its values. If the run
-            starts from a model (`initialize.from`), that model must have these dimensions, and its own values count for
-            the rest.
+            starts from a model (`initialize.from`), that model must have these dimensions; all other values come from
+            it.
         num_layers: Number of blocks; null: the preset's, or 6.
         num_encoder_layers: Number of encoder blocks, for families with an encoder; null: the preset's, or `num_layers`.
         hidden_size: Size of the hidden states; null: the preset's, or 384.
         num_heads: Attention (query) heads; null: the preset's, or 6.
         num_kv_heads: Key and value heads; null: the preset's, or `num_heads`.
         head_dim: Size of a head; null: the preset's, or hidden_size / num_heads.
-        intermediate_size: Inner size of the feed-forward layer; null: the preset's, or the family's rule.
+        intermediate_size: Intermediate size of the feed-forward layer; null: the preset's, or the family's rule.
         vocab_size: Rows of the embedding; auto: the preset's or the size of the tokenizer, whichever is larger.
         max_position_embeddings: Maximum sequence length (context length); null: the preset's, or batch.sequence_length.
         tie_word_embeddings: Whether the LM head shares the embedding's weights; null: the preset's, or the family's
@@ -83,8 +83,8 @@ class InitializeSettings(Settings):
     """Where the initial weights come from.
 
     Attributes:
-        from_: Model whose weights a new run starts with, and whose dimensions hold where `model` sets none; null:
-            random weights.
+        from_: Model whose weights a new run starts from. Its dimensions apply wherever `model` sets none. null: random
+            weights.
     """
 
     from_: Annotated[PathText | None, Field(alias="from")] = None

@@ -22,8 +22,8 @@ class HostOffloadSettings(Settings):
 
 
 class DiskOffloadSettings(Settings):
-    """As `host`, but with master weights and optimizer state in a file, of which host memory caches what it has room
-    for.
+    """As `host`, but with master weights and optimizer state in a file on disk. Host memory caches as much of it as
+    fits.
 
     Attributes:
         path: Folder on a local disk; null: the folder `offload` of the run.
@@ -39,27 +39,27 @@ Offload = Annotated[
 
 
 class ParallelSettings(Settings):
-    """The layout over ranks. Their number is the product of replicate, shard, context, tensor and pipeline.
+    """The layout over ranks. The number of ranks is replicate × shard × context × tensor × pipeline.
 
     Attributes:
         zero_stage: What to shard over data-parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
             parameters.
         replicate: Data-parallel replicas, each with the whole model; auto: 1, or with ZeRO 0 all remaining ranks.
         shard: Data-parallel ranks that share one copy of the model (ZeRO 1 to 3); auto: all remaining ranks.
-        tensor: Ranks that split the heads, inner dimensions and vocabulary of each block; auto: all remaining ranks.
-        async_tensor_parallel: Whether compiled blocks split the products around the messages of `tensor`, so that both
-            overlap; CUDA only.
+        tensor: Ranks that split the heads, intermediate dims and vocabulary of each block; auto: all remaining ranks.
+        async_tensor_parallel: Whether compiled blocks split matmuls so that they overlap with the communication of
+            `tensor`; CUDA only.
         context: Ranks that split the tokens of each row; auto: all remaining ranks.
         context_method: ulysses: ranks exchange tokens for heads around attention, and the number of heads must be
             divisible; ring: keys and values are passed around a ring, with any number of heads.
-        pipeline: Ranks that split the blocks into stages, one or more for each rank; auto: all remaining ranks.
-        pipeline_schedule: gpipe: all forward passes, then all backward passes; 1f1b: alternating; interleaved:
-            alternating, with several stages for each rank; zero_bubble: the same with split backward passes; zbv: the
-            same with two stages for each rank.
-        stages_per_rank: Pipeline stages for each rank (interleaved and zero_bubble); auto: 2, or 1 with gpipe and 1f1b.
-        layers_per_stage: Number of blocks in each pipeline stage, in order; null: balanced by cost, with embedding and
-            head counted.
-        expert: Ranks, of those of shard × context, that split the experts; auto: as many as possible.
+        pipeline: Ranks that split the blocks into pipeline stages, one or more per rank; auto: all remaining ranks.
+        pipeline_schedule: gpipe: all forward passes, then all backward passes; 1f1b: forward and backward passes
+            alternate; interleaved: 1f1b with several stages per rank; zero_bubble: interleaved, with the backward pass
+            split into gradients of inputs and of weights; zbv: zero_bubble with two stages per rank, placed in a V.
+        stages_per_rank: Pipeline stages per rank (interleaved and zero_bubble); auto: 2, or 1 with gpipe and 1f1b.
+        layers_per_stage: Number of blocks in each pipeline stage, in order; null: balanced by cost, including embedding
+            and head.
+        expert: Ranks that split the experts, out of the shard × context ranks; auto: as many as possible.
     """
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(reject_bool_and_float)] = 1
@@ -84,9 +84,9 @@ class DeviceSettings(Settings):
     """The device on which the run computes.
 
     Attributes:
-        type: auto: the machine's accelerator (CUDA and ROCm are `cuda`, Intel GPUs `xpu`, Ascend NPUs `npu`, Apple GPUs
-            `mps`), or else the CPU.
-        threads: CPU threads for each rank; auto: the number of cores divided by the number of local ranks.
+        type: auto: the machine's accelerator if it has one, otherwise the CPU. `cuda` stands for CUDA and ROCm, `xpu`
+            for Intel GPUs, `npu` for Ascend NPUs, `mps` for Apple GPUs.
+        threads: CPU threads per rank; auto: the number of cores divided by the number of local ranks.
     """
 
     type: DeviceType = "auto"

@@ -1,4 +1,4 @@
-"""Settings of tasks that learn from rewards of answers that the model itself generates."""
+"""Settings of tasks in which the model generates answers and learns from their rewards, or from a teacher."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 class NoKlSettings(Settings):
-    """No pull towards a reference model."""
+    """No KL penalty."""
 
     type: Literal["none"] = "none"
 
 
 class KlSettings(Settings):
-    """KL divergence from a reference model, of which beta times is subtracted from the objective.
+    """KL penalty: the objective minus beta times the KL divergence from a reference model.
 
-    Only two estimators have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 = (log π/π_ref)²/2
-    in the loss (Tang and Munos, 2025).
+    Of the usual estimators, only two have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 =
+    (log π/π_ref)²/2 in the loss (Tang and Munos, 2025).
 
     Attributes:
-        estimator: k1, in the reward; k2, in the loss; no others, as k1 in the loss has no gradient on average, and k3
-            that of another divergence.
-        beta: Coefficient.
+        estimator: Estimator of the divergence: k1 in the reward, or k2 in the loss; no others, because k1 in the loss
+            has no gradient on average, and k3 has that of another divergence.
+        beta: Coefficient of the KL divergence.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """
 
@@ -50,12 +50,13 @@ Kl = Annotated[NoKlSettings | KlSettings, Discriminator("type"), default_type("k
 
 
 class SeparateCriticSettings(Settings):
-    """A critic of its own: a model with a score head, which is trained in full and saved in the run's checkpoints.
+    """A separate critic: a model with a score head. All of its weights are trained, and saved in the run's checkpoints.
 
     Attributes:
-        model: What it starts from: a run of the task `reward`, or any model with the same tokenizer; null:
-            `initialize.from`, or random weights.
-        lr_multiplier: Factor on `optimizer.lr`. Optimizer and schedule are those of the run.
+        model: Model that the critic starts from: a run of the task `reward`, or any model with the same tokenizer;
+            null: `initialize.from`, or random weights.
+        lr_multiplier: The critic's learning rate, as a multiple of `optimizer.lr`. It uses the run's optimizer and
+            schedule.
     """
 
     type: Literal["separate"] = "separate"
@@ -64,10 +65,11 @@ class SeparateCriticSettings(Settings):
 
 
 class SharedCriticSettings(Settings):
-    """A linear head on the states of the trained model, which learn to predict values too. It takes no memory.
+    """A linear head on the hidden states of the trained model. The value loss trains the model too. It needs no second
+    model in memory.
 
     Attributes:
-        weight: Coefficient of the loss of the values.
+        weight: Coefficient of the value loss.
     """
 
     type: Literal["shared"] = "shared"
@@ -78,16 +80,16 @@ Critic = Annotated[SeparateCriticSettings | SharedCriticSettings, Discriminator(
 
 
 class EnvironmentSettings(Settings):
-    """An environment, which replies to each turn of an answer.
+    """An environment: it replies to each turn of the model until the answer ends.
 
     Attributes:
-        path: Its class, `module:class` or `file.py:class`, with the methods begin(row), step(answer), which returns a
-            text or None for the end, and score(), which returns the reward. null: there are tools alone, and an answer
-            ends with a turn that calls none.
-        tools: Functions that the model may call, `module:function` or `file.py:function`, or names of methods of the
-            class. Each needs a docstring, and types of its arguments.
-        max_turns: The most turns of an answer.
-        timeout: Seconds that a call may take for all answers of a rank.
+        path: Class of the environment, `module:class` or `file.py:class`. Its methods are begin(row); step(answer),
+            which returns a text, or None to end the answer; and score(), which returns the reward. null: there are only
+            tools, and an answer ends with a turn without a tool call.
+        tools: Functions that the model may call: `module:function` or `file.py:function`, or names of methods of the
+            class. Each needs a docstring and annotated arguments.
+        max_turns: Maximum number of the model's turns in an answer.
+        timeout: Seconds that one call may take, for all answers of a rank together.
     """
 
     path: PathText | None = None
@@ -97,20 +99,20 @@ class EnvironmentSettings(Settings):
 
 
 class SynchronousSettings(Settings):
-    """The ranks generate the answers of a step before they train on them."""
+    """The ranks of the run generate the answers of a step, then train on them."""
 
     type: Literal["none"] = "none"
 
 
 class GenerationProcessesSettings(Settings):
-    """Processes that generate beside training, on the machine of the first rank: on GPUs that no rank uses, or else on
-    that of the first rank. They get the weights after each step.
+    """Separate processes generate answers while the ranks train. They run on the machine of the first rank: on GPUs
+    that no rank uses, or else on the GPU of the first rank. They receive the new weights after each step.
 
     Attributes:
-        staleness: Steps by which the weights that generate are older than those that are trained, always exactly so
-            many (but in the first steps); 0: training waits for each rollout.
-        processes: How many there are; each has a whole copy of the model.
-        threads: CPU threads of each; null: as many as the first rank has.
+        staleness: Age, in steps, of the weights that generate answers, compared with the trained ones. It is always
+            exactly this, except in the first steps; 0: training waits for each rollout.
+        processes: Number of processes; each holds a whole copy of the model.
+        threads: CPU threads per process; null: as many as the first rank has.
         timeout: Seconds that the answers of a step may take.
     """
 
@@ -122,18 +124,18 @@ class GenerationProcessesSettings(Settings):
 
 
 class GenerationServerSettings(Settings):
-    """A server that generates, with OpenAI's protocol, token ids and log-probabilities: `jingu serve`, or vLLM. It has
-    the model that the run starts from, and loads the run's adapter after each step from the run's folder, which it must
-    be able to read.
+    """A server generates the answers. It speaks OpenAI's protocol with token ids and log-probabilities: `jingu serve`,
+    or vLLM. It serves the model that the run starts from. After each step it loads the run's adapter from the run's
+    folder, so it must be able to read this folder.
 
     Attributes:
-        staleness: Steps by which the adapter that generates is older than the one that is trained, always exactly so
-            many (but in the first steps); 0: training waits for each rollout.
-        url: Address of the server, which ends in /v1.
-        api_key_file: File with the key that is sent as a bearer token; null: none.
-        timeout: Seconds that a request may take.
-        retries: Further attempts after a failure.
-        concurrency: Requests at a time, of one answer each.
+        staleness: Age, in steps, of the adapter that generates answers, compared with the trained one. It is always
+            exactly this, except in the first steps; 0: training waits for each rollout.
+        url: URL of the server, ending in /v1.
+        api_key_file: File with the API key, which is sent as a bearer token; null: no key.
+        timeout: Seconds that one request may take.
+        retries: Number of retries after a failed request.
+        concurrency: Maximum number of concurrent requests; each asks for one answer.
     """
 
     type: Literal["server"] = "server"
@@ -158,20 +160,22 @@ class RolloutSettings(Settings):
     """Settings of every task that generates answers.
 
     Attributes:
-        prompts: JSON Lines file of rows with `prompt` (a text or messages) and columns for the rewards.
-        template: Name or file of the chat template of prompts that are messages; auto: the tokenizer's.
-        prompts_per_step: Prompts of a step.
-        answers_per_prompt: Answers to each.
-        updates_per_step: Optimizer steps with the answers of a step, each with an equal part of the prompts.
-        max_new_tokens: The most tokens of an answer, with the replies of an environment.
-        temperature: Of sampling. The model is trained at the same temperature.
-        max_num_seqs: Answers that a rank generates at a time.
-        rewards: What scores the answers.
-        environment: What replies to each turn of an answer, and scores it; null: an answer has one turn.
-        max_mismatch: Largest difference between the log-probabilities of a token in generation and in training; beyond
-            it the run stops.
-        exact: Compute training in the operations of generation, so that the log-probabilities are equal to the last bit
-            on CPUs, and stop if they are not; takes longer.
+        prompts: JSON Lines file of prompts. Each row has a `prompt` (a text, or messages) and the columns that the
+            rewards read.
+        template: Chat template for prompts that are messages: a name or a file; auto: the tokenizer's own.
+        prompts_per_step: Prompts per step.
+        answers_per_prompt: Answers to each prompt.
+        updates_per_step: Optimizer steps per rollout; each uses the answers to an equal part of the prompts.
+        max_new_tokens: Maximum number of tokens in an answer, including an environment's replies.
+        temperature: Sampling temperature. Training computes log-probabilities at the same temperature.
+        max_num_seqs: Maximum number of answers that a rank generates at a time.
+        rewards: Rewards that score the answers.
+        environment: Environment that replies to each turn of an answer; its class also scores the answer. null: an
+            answer has one turn.
+        max_mismatch: Largest allowed difference between the log-probabilities of a token in generation and in training,
+            in nats. The run stops at a larger one.
+        exact: Use the operations of generation in training, so that both compute the same log-probabilities: on CPUs
+            bit for bit. The run stops if they differ. Training takes longer.
     """
 
     type: str
@@ -190,7 +194,7 @@ class RolloutSettings(Settings):
 
     @property
     def rows_per_update(self) -> int:
-        """Answers that an update is computed from."""
+        """Number of answers in one optimizer step."""
         return max(self.prompts_per_step // self.updates_per_step, 1) * self.answers_per_prompt
 
 
@@ -198,16 +202,18 @@ class PolicySettings(RolloutSettings):
     """Settings of every task with a policy-gradient loss.
 
     Attributes:
-        loss: Normalization: grpo: mean over answers of means over tokens; dapo: mean over all tokens; dr_grpo: sum over
-            answers and `max_new_tokens`.
-        ratio: token: of the probabilities of a token; sequence: their geometric mean over the answer (GSPO, Zheng et
-            al., 2025).
-        objective: clip: clipped surrogate objective (PPO); cispo: clipped weights of log-probabilities (MiniMax, 2025).
-        clip_low: The ratio counts down to 1 - clip_low.
-        clip_high: The ratio counts up to 1 + clip_high.
-        importance_cap: Truncate the weights that correct for differences between generation and training (Yao et al.,
-            2025); null: no correction. With `asynchronous` it is 2 by default.
-        asynchronous: What generates while training goes on.
+        loss: How the token losses are normalized: grpo: mean over answers of the mean over their tokens; dapo: mean
+            over all tokens; dr_grpo: sum over all tokens, divided by the number of answers times `max_new_tokens`.
+        ratio: Importance ratio of the new to the old policy: token: of each token's probability; sequence: the
+            geometric mean of these ratios over the answer (GSPO, Zheng et al., 2025).
+        objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
+            (MiniMax, 2025).
+        clip_low: The ratio is clipped below 1 - clip_low.
+        clip_high: The ratio is clipped above 1 + clip_high.
+        importance_cap: Upper bound of the weights that correct for the difference between generation and training
+            (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
+            2.
+        asynchronous: How answers are generated while training goes on.
     """
 
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
@@ -221,7 +227,7 @@ class PolicySettings(RolloutSettings):
     @model_validator(mode="before")
     @classmethod
     def _correct_staleness(cls, values: Any) -> Any:
-        """Set the default of `importance_cap` where old weights generate."""
+        """Set the default of `importance_cap` for asynchronous generation."""
         asynchronous = values.get("asynchronous") if isinstance(values, dict) else None
         if isinstance(asynchronous, dict) and asynchronous.get("type") != "none":
             return {"importance_cap": 2.0, **values}
@@ -229,29 +235,30 @@ class PolicySettings(RolloutSettings):
 
     @property
     def staleness(self) -> int:
-        """Steps by which the weights that generate are older than those that are trained."""
+        """Age, in steps, of the weights that generate answers; 0 for synchronous generation."""
         return 0 if self.generation_source is None else self.generation_source.staleness
 
     @property
     def generation_source(self) -> GenerationProcessesSettings | GenerationServerSettings | None:
-        """What generates beside training; None: nothing does."""
+        """The source of asynchronous rollouts; None if generation is synchronous."""
         return None if isinstance(self.asynchronous, SynchronousSettings) else self.asynchronous
 
     @property
     def penalty(self) -> KlSettings | None:
-        """The pull towards a reference model, if there is one."""
+        """The KL penalty, if there is one."""
         return None
 
 
 class DistillationSettings(PolicySettings):
-    """On-policy distillation: a teacher judges each token of the model's own answers. The advantage of a token is
-    log π_teacher - log π, whose gradient is that of the reverse KL divergence of the next token (Gu et al., 2024;
-    Agarwal et al., 2024). With `beta`, whole distributions are compared rather than sampled tokens.
+    """On-policy distillation: a teacher judges each token of the model's own answers. The advantage of a token is log
+    π_teacher - log π. Its gradient is that of the reverse KL divergence of the next token (Gu et al., 2024; Agarwal et
+    al., 2024). `beta` compares whole distributions instead of sampled tokens.
 
     Attributes:
         teacher: The teacher, with the same tokenizer: a run, a checkpoint, or a Hugging Face folder.
-        beta: Loss: the generalized Jensen-Shannon divergence over the vocabulary (Agarwal et al., 2024); 0: forward KL
-            divergence; 1: reverse KL divergence; 0.5: between both; null: the policy-gradient loss on sampled tokens.
+        beta: Compute the generalized Jensen-Shannon divergence over the vocabulary (Agarwal et al., 2024): 0: forward
+            KL divergence; 1: reverse KL divergence; 0.5: halfway between them. null: the policy-gradient loss on
+            sampled tokens.
     """
 
     type: Literal["distill"] = "distill"
@@ -263,9 +270,9 @@ class RewardedSettings(PolicySettings):
     """Settings of tasks that learn from rewards.
 
     Attributes:
-        kl: Pull towards a reference model.
-        overlong_tokens: From so many tokens before the limit the reward of an answer falls, to 1 less at the limit
-            (DAPO); 0: never.
+        kl: KL penalty.
+        overlong_tokens: Soft overlong penalty (DAPO): over the last `overlong_tokens` tokens before `max_new_tokens`,
+            the reward of an answer falls linearly by 1; 0: no penalty.
     """
 
     kl: Kl = NoKlSettings()
@@ -277,21 +284,22 @@ class RewardedSettings(PolicySettings):
 
 
 class PpoSettings(RewardedSettings):
-    """Proximal policy optimization (PPO, Schulman et al., 2017) with a critic, which predicts the reward that an answer
-    will get from each of its tokens on. Defaults are those of TRL's PPOTrainer, but for one update per step.
+    """Proximal policy optimization (PPO, Schulman et al., 2017) with a critic. At each token of an answer, the critic
+    predicts the reward that the answer will get. Defaults are those of TRL's PPOTrainer, except for one update per
+    step.
 
     Attributes:
-        loss: Normalization: dapo: mean over all tokens.
+        loss: How the token losses are normalized: dapo: mean over all tokens.
         answers_per_prompt: Answers to each prompt.
-        clip_high: The ratio counts up to 1 + clip_high.
-        kl: Pull towards a reference model.
-        critic: What predicts the rewards.
-        value_clip: A prediction learns only within this distance from what it was when the answers were generated;
-            null: without a bound.
-        discount: Factor on a reward for each token before it.
-        gae_lambda: Generalized advantage estimation (Schulman et al., 2016): 0: differences of neighboring predictions;
-            1: rewards minus predictions.
-        whiten: Give the advantages of a step mean 0 and standard deviation 1.
+        clip_high: The ratio is clipped above 1 + clip_high.
+        kl: KL penalty.
+        critic: Model that predicts the rewards.
+        value_clip: Clip the critic's predictions to this distance from those before the first update of the step; null:
+            no clipping.
+        discount: Discount factor γ per token.
+        gae_lambda: λ of generalized advantage estimation (Schulman et al., 2016): 0: temporal differences of the
+            critic's predictions; 1: rewards minus predictions.
+        whiten: Whether to normalize the advantages over all tokens of a step to mean 0 and standard deviation 1.
     """
 
     type: Literal["ppo"] = "ppo"
@@ -307,18 +315,20 @@ class PpoSettings(RewardedSettings):
 
 
 class GrpoSettings(RewardedSettings):
-    """Group relative policy optimization (GRPO, Shao et al., 2024) and its family: several answers to each prompt,
-    whose rewards are compared with each other. Defaults are those of DAPO (Yu et al., 2025) for the loss, and no KL.
+    """Group relative policy optimization (GRPO, Shao et al., 2024) and its variants: the rewards of several answers to
+    one prompt are compared with each other. The loss has the defaults of DAPO (Yu et al., 2025), without a KL penalty.
 
     Attributes:
-        answers_per_prompt: Answers to each prompt, 2 or more: their rewards are compared.
-        advantage: group: reward minus the mean of its prompt's answers. rloo: minus the mean of the others (Ahmadian et
-            al., 2024). reinforce++: whitened over the batch (Hu, 2025). remax: minus the reward of the greedy answer
-            (Li et al., 2023). best: 1 for the best answer to a prompt if there is a worse one, 0 for all others:
-            rejection sampling (RAFT, Dong et al., 2023).
-        scale: group: divide by the standard deviation of the group; none: as Dr. GRPO (Liu et al., 2025).
-        max_resampling: How often groups in which all rewards are equal are replaced by other prompts (dynamic sampling,
-            DAPO).
+        answers_per_prompt: Answers to each prompt, at least 2, because their rewards are compared.
+        advantage: group: reward minus the mean of the group (all answers to the prompt). rloo: reward minus the mean of
+            the other answers (Ahmadian et al., 2024). reinforce++: the return of each token, normalized over all tokens
+            of the step (Hu, 2025). remax: reward minus that of the greedy answer (Li et al., 2023). best: 1 for the
+            best answer to a prompt if there is a worse one, and 0 for all others: rejection sampling (RAFT, Dong et
+            al., 2023).
+        scale: group: divide advantages by the standard deviation of the group; none: do not divide. The latter is Dr.
+            GRPO (Liu et al., 2025).
+        max_resampling: Maximum number of attempts to replace groups whose rewards are all equal by answers to other
+            prompts (dynamic sampling, DAPO).
     """
 
     type: Literal["grpo"] = "grpo"

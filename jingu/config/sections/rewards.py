@@ -1,4 +1,4 @@
-"""Settings of rewards: what scores the answers of a model."""
+"""Settings of rewards, which score the answers of a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class RewardBase(Settings):
     """Settings of every reward.
 
     Attributes:
-        name: Name in metrics and files; null: that of the function, or the type.
-        weight: Factor on its values in the sum of all rewards.
-        audit: Only measure it, and never train on it: what training does not see shows whether it deceives itself.
-        timeout: Seconds that it may take for the answers of a step (a verifier: for one answer).
-        on_error: What to do if it fails during a run, or returns no finite number: stop, after saving, or skip what it
-            should have scored.
+        name: Name of the reward in metrics and files; null: the name of the function, or else the type.
+        weight: Factor on the values of this reward in the sum of all rewards.
+        audit: Whether to measure this reward only, and never train on it. An audit shows whether training exploits the
+            other rewards.
+        timeout: Seconds that the reward may take for the answers of a step (a verifier: for one answer).
+        on_error: What to do if the reward fails during a run, or returns a number that is not finite: stop, after a
+            checkpoint, or skip the answers that it could not score.
     """
 
     type: str
@@ -33,11 +34,11 @@ class RewardBase(Settings):
 
 
 class PythonReward(RewardBase):
-    """A Python function. It receives lists as keywords, `prompts`, `completions`, `completion_ids` and each column of
-    the rows, and returns a list of numbers; None: not scorable. It may be async.
+    """A Python function. It receives lists as keyword arguments: `prompts`, `completions`, `completion_ids` and each
+    column of the rows. It returns a list of numbers, with None for an answer that cannot be scored. It may be async.
 
     Attributes:
-        function: `module:function` or `file.py:function`.
+        function: The function: `module:function` or `file.py:function`.
     """
 
     type: Literal["python"] = "python"
@@ -47,11 +48,11 @@ class PythonReward(RewardBase):
 
 
 class VerifierBase(RewardBase):
-    """Settings of rewards that compare an answer with a column of its row, and give 1 or 0.
+    """Settings of rewards that compare an answer with a column of its row, and return 1 or 0.
 
     Attributes:
-        column: Column of the row with what is expected.
-        timeout: Seconds for one answer; then it is 0.
+        column: Column of the row that holds the expected answer.
+        timeout: Seconds per answer; an answer that takes longer gets 0.
     """
 
     column: Text = "answer"
@@ -59,19 +60,19 @@ class VerifierBase(RewardBase):
 
 
 class ExactReward(VerifierBase):
-    """The whole answer, without spaces around it, is the expected text."""
+    """The whole answer equals the expected text, apart from whitespace around it."""
 
     type: Literal["exact"] = "exact"
 
 
 class NumberReward(VerifierBase):
-    """The last number of the answer is the expected number."""
+    """The last number in the answer equals the expected number."""
 
     type: Literal["number"] = "number"
 
 
 class MathReward(VerifierBase):
-    """The answer's formula is equivalent to the expected one (needs the math-verify package)."""
+    """The formula in the answer is equivalent to the expected one (needs the math-verify package)."""
 
     type: Literal["math"] = "math"
 
@@ -80,7 +81,7 @@ class RegexReward(VerifierBase):
     """A regular expression matches the answer from its beginning to its end.
 
     Attributes:
-        pattern: The expression; null: that of the column.
+        pattern: The regular expression; null: the row's column holds it.
     """
 
     type: Literal["regex"] = "regex"
@@ -91,7 +92,7 @@ class JsonSchemaReward(VerifierBase):
     """The answer is JSON that matches a JSON schema (needs the jsonschema-rs package).
 
     Attributes:
-        column: Column of the row with the schema.
+        column: Column of the row that holds the schema.
     """
 
     type: Literal["json_schema"] = "json_schema"
@@ -99,12 +100,13 @@ class JsonSchemaReward(VerifierBase):
 
 
 class PythonTestsReward(VerifierBase):
-    """The answer's Python code passes tests: statements that follow it. Code of the last fenced block counts, or else
-    the whole answer. It runs in a sandbox: Linux namespaces without network and with limits.
+    """The answer's Python code passes tests, which are statements that run after it. The code is the last fenced block
+    of the answer, or else the whole answer. It runs in a sandbox: Linux namespaces without network, with limits on time
+    and memory.
 
     Attributes:
-        column: Column of the row with the tests.
-        memory_mb: Megabytes of memory of a program.
+        column: Column of the row that holds the tests.
+        memory_mb: Memory limit of a program, in MiB.
     """
 
     type: Literal["python_tests"] = "python_tests"
@@ -113,11 +115,12 @@ class PythonTestsReward(VerifierBase):
 
 
 class LengthReward(RewardBase):
-    """1 for an answer of a length within limits, less by the excess relative to the nearer limit, at least 0.
+    """1 if the length of the answer is within the limits; otherwise 1 minus the distance to the nearer limit relative
+    to that limit, but at least 0.
 
     Attributes:
-        min_tokens: The fewest tokens.
-        max_tokens: The most tokens.
+        min_tokens: Minimum number of tokens.
+        max_tokens: Maximum number of tokens.
     """
 
     type: Literal["length"] = "length"
@@ -129,9 +132,9 @@ class ServerBase(RewardBase):
     """Settings of rewards that a server computes.
 
     Attributes:
-        url: Address of the server.
-        api_key_file: File with the key that is sent as a bearer token; null: none.
-        retries: Further attempts after a failure.
+        url: URL of the server.
+        api_key_file: File with the API key, which is sent as a bearer token; null: no key.
+        retries: Number of retries after a failed request.
     """
 
     url: Annotated[str, Field(pattern=r"^https?://"), Description("an address such as http://localhost:8000")] = (
@@ -149,13 +152,14 @@ class HttpReward(ServerBase):
 
 
 class JudgeReward(ServerBase):
-    """A language model that judges each answer, behind OpenAI's protocol (its url ends in /v1). The last number in its
-    reply counts.
+    """A language model that grades each answer, behind a server with OpenAI's protocol (`url` ends in /v1). The last
+    number in its reply is the reward.
 
     Attributes:
         model: Name of the model.
-        template: Question to the judge, with {prompt}, {completion} and names of columns in braces.
-        concurrency: Requests at a time.
+        template: The question to the judge. {prompt}, {completion} and names of columns in braces are replaced by their
+            values.
+        concurrency: Maximum number of concurrent requests.
     """
 
     type: Literal["judge"] = "judge"
@@ -171,7 +175,7 @@ class ModelReward(RewardBase):
     """A reward model, trained by `task.type: reward`.
 
     Attributes:
-        model: Its run, or a checkpoint of it.
+        model: The reward model's run, or a checkpoint of it.
     """
 
     type: Literal["model"] = "model"

@@ -1,4 +1,4 @@
-"""Settings of the task: what a run learns from, and its loss."""
+"""Settings of the task, which defines the training data and the loss of a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Temperature = Annotated[float, Field(gt=0)]
 
 
 class PretrainingSettings(Settings):
-    """Predict the next token, of text or of the answers of instruction data."""
+    """Predict the next token, in plain text or in the answers of instruction data."""
 
     type: Literal["pretraining"] = "pretraining"
 
 
 class RewardSettings(Settings):
-    """Train a reward model: a scalar head at the end of an answer, with the loss of Bradley and Terry on pairs (Ouyang
-    et al., 2022; optimizer.lr=1e-5 is usual).
+    """Train a reward model: a scalar head at the end of an answer, with the Bradley-Terry loss on pairs (Ouyang et al.,
+    2022; optimizer.lr=1e-5 is usual).
 
     Attributes:
-        centering: Coefficient of the mean of (chosen + rejected reward)², which keeps rewards around 0 (Eisenstein et
-            al., 2023; 0.01 there).
+        centering: Coefficient of the mean of (chosen reward + rejected reward)². This term keeps rewards around 0
+            (Eisenstein et al., 2023, who use 0.01).
     """
 
     type: Literal["reward"] = "reward"
@@ -33,15 +33,15 @@ class RewardSettings(Settings):
 
 
 class DpoSettings(Settings):
-    """Direct preference optimization on pairs (Rafailov et al., 2023; beta of 0.1 as there, optimizer.lr=1e-6 is usual,
-    ten times as much with LoRA).
+    """Direct preference optimization on pairs (Rafailov et al., 2023, who also use beta=0.1; optimizer.lr=1e-6 is
+    usual, and ten times as much with LoRA).
 
     Attributes:
-        loss: sigmoid: DPO itself; with label_smoothing conservative DPO (cDPO, Mitchell, 2023). robust: unbiased if a
-            share `label_smoothing` of the pairs is swapped (Chowdhury et al., 2024). hinge: SLiC (Zhao et al., 2023).
-            ipo: squared error of the margin, from means over tokens (Azar et al., 2023).
-        beta: Strength of the pull towards the reference model.
-        label_smoothing: Share of the pairs whose preference is taken to be the other way round.
+        loss: sigmoid: DPO, or with label_smoothing conservative DPO (cDPO, Mitchell, 2023). robust: unbiased if a
+            fraction `label_smoothing` of the pairs is swapped (Chowdhury et al., 2024). hinge: SLiC (Zhao et al.,
+            2023). ipo: squared error of the margin, with log-probabilities averaged over tokens (Azar et al., 2023).
+        beta: Strength of the KL constraint: a larger beta keeps the model closer to the reference model.
+        label_smoothing: Assumed fraction of pairs whose preference is swapped.
         sft_weight: Coefficient of the mean negative log-probability per token of the chosen answer (RPO, Pang et al.,
             2024).
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
@@ -56,12 +56,12 @@ class DpoSettings(Settings):
 
 
 class SimpoSettings(Settings):
-    """SimPO on pairs: mean log-probabilities per token, no reference (Meng et al., 2024, whose defaults these are;
+    """SimPO on pairs: mean log-probabilities per token, without a reference model (defaults as in Meng et al., 2024;
     optimizer.lr=1e-6 is usual).
 
     Attributes:
         beta: Factor on the difference of the mean log-probabilities.
-        gamma: Margin that this product should exceed.
+        gamma: Target margin, subtracted from beta times this difference.
     """
 
     type: Literal["simpo"] = "simpo"
@@ -70,8 +70,8 @@ class SimpoSettings(Settings):
 
 
 class OrpoSettings(Settings):
-    """ORPO on pairs: likelihood of the chosen answer and odds ratio, no reference (Hong et al., 2024, whose default
-    this is; optimizer.lr=8e-6 is usual).
+    """ORPO on pairs: likelihood of the chosen answer plus an odds ratio term, without a reference model (default as in
+    Hong et al., 2024; optimizer.lr=8e-6 is usual).
 
     Attributes:
         beta: Coefficient of the log odds ratio.
@@ -82,8 +82,8 @@ class OrpoSettings(Settings):
 
 
 class CpoSettings(Settings):
-    """CPO on pairs: DPO without a reference, and likelihood of the chosen answer (Xu et al., 2024, whose defaults these
-    are).
+    """CPO on pairs: DPO without a reference model, plus the likelihood of the chosen answer (defaults as in Xu et al.,
+    2024).
 
     Attributes:
         beta: Factor on the difference of the log-probabilities.
@@ -96,12 +96,12 @@ class CpoSettings(Settings):
 
 
 class KtoSettings(Settings):
-    """KTO on single answers that are labeled desirable or not (Ethayarajh et al., 2024, whose default beta this is).
+    """KTO on single answers that are labeled desirable or undesirable (default beta as in Ethayarajh et al., 2024).
 
     Attributes:
-        beta: Strength of the pull towards the reference model.
-        desirable_weight: Factor on the loss of desirable answers. Choose both factors so that the two kinds, times
-            their factors, are in a ratio from 1:1 to 4:3.
+        beta: Strength of the KL constraint: a larger beta keeps the model closer to the reference model.
+        desirable_weight: Factor on the loss of desirable answers. Choose both factors so that (desirable_weight ×
+            number of desirable answers) : (undesirable_weight × number of undesirable answers) is between 1:1 and 4:3.
         undesirable_weight: Factor on the loss of undesirable answers.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """

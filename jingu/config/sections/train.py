@@ -13,8 +13,8 @@ class BatchSettings(Settings):
     """The batch of one optimizer step. Gradient accumulation steps and tokens per step follow from it.
 
     Attributes:
-        sequence_length: Tokens in a sequence.
-        global_batch_size: Sequences in an optimizer step, over all ranks.
+        sequence_length: Tokens per sequence.
+        global_batch_size: Sequences per optimizer step, over all ranks.
         micro_batch_size: Sequences in a forward pass of one rank; auto: the largest divisor with at most 8,192 tokens.
     """
 
@@ -27,10 +27,10 @@ class ParamGroupSettings(Settings):
     """Parameters with another learning rate or weight decay.
 
     Attributes:
-        match: Pattern of their names, such as `embedding.*` or `blocks.0.*`. If several groups match, the last one
-            counts.
-        lr_multiplier: Their learning rate, as a multiple of the schedule's.
-        weight_decay: Their weight decay; null: the optimizer's.
+        match: Pattern for the names of the parameters, such as `embedding.*` or `blocks.0.*`. If several groups match,
+            the last one applies.
+        lr_multiplier: Learning rate of these parameters, as a multiple of the schedule's.
+        weight_decay: Weight decay of these parameters; null: the optimizer's.
     """
 
     match: Annotated[str, Field(min_length=1)] = "*"
@@ -53,12 +53,12 @@ class AdamWSettings(OptimizerBase):
     """AdamW (Loshchilov and Hutter, 2019).
 
     Attributes:
-        state_dtype: Format of both moments; int8 (for matrices whose rows have a multiple of 256 elements) needs the
-            bitsandbytes package.
+        state_dtype: Dtype of both moments. int8 needs the bitsandbytes package, and applies to matrices whose rows have
+            a multiple of 256 elements.
         lr: Peak learning rate.
         beta1: Decay rate of the first moment.
         beta2: Decay rate of the second moment.
-        eps: Epsilon added to the root of the second moment.
+        eps: Epsilon added to the square root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
     """
 
@@ -72,11 +72,11 @@ class AdamWSettings(OptimizerBase):
 
 
 class LionSettings(OptimizerBase):
-    """Lion (Chen et al., 2023): updates by the sign of an interpolated momentum.
+    """Lion (Chen et al., 2023): updates by the sign of an interpolation of momentum and gradient.
 
     Attributes:
-        lr: Peak learning rate, about a tenth of AdamW's.
-        beta1: Weight of the momentum in the direction of the update.
+        lr: Peak learning rate; usually about a tenth of AdamW's.
+        beta1: Weight of the momentum in this interpolation.
         beta2: Decay rate of the momentum.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
     """
@@ -89,13 +89,14 @@ class LionSettings(OptimizerBase):
 
 
 class AdafactorSettings(OptimizerBase):
-    """Adafactor (Shazeer and Stern, 2018): stores only row and column means of a matrix's second moment, and scales
-    updates by the size of the weights.
+    """Adafactor (Shazeer and Stern, 2018): stores only the row and column means of a matrix's second moment, and scales
+    updates by the root mean square of the weights.
 
     Attributes:
-        lr: Peak learning rate, relative to the size of the weights, and at most 1 / √step.
-        decay_rate: The second moment of step t has weight t ^ -decay_rate.
-        clip_threshold: Root mean square above which an update is scaled down.
+        lr: Peak learning rate, relative to the root mean square of the weights; never more than 1 / √step.
+        decay_rate: In step t, the new squared gradient enters the second moment with weight t ^ -decay_rate.
+        clip_threshold: Maximum root mean square of an update, before it is scaled; a larger update is scaled down to
+            it.
         min_weight_rms: Lower bound for the root mean square of the weights.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
     """
@@ -112,7 +113,7 @@ class MuonSettings(OptimizerBase):
     """Muon (Jordan, 2024): orthogonalized momentum for the matrices of blocks, AdamW for all other parameters.
 
     Attributes:
-        lr: Peak learning rate of both; Muon's updates are scaled to the size of AdamW's (Liu et al., 2025).
+        lr: Peak learning rate of Muon and AdamW; Muon's updates are scaled to the size of AdamW's (Liu et al., 2025).
         momentum: Decay rate of the Nesterov momentum.
         beta1: AdamW's decay rate of the first moment.
         beta2: AdamW's decay rate of the second moment.
@@ -135,7 +136,12 @@ Optimizer = Annotated[
 
 
 def resolve_steps(length: int | float, steps: int) -> int:
-    """A length given in steps (a whole number) or as a fraction of the run, in steps."""
+    """Return a length in steps.
+
+    Args:
+        length: a number of steps (int), or a fraction of the run (float).
+        steps: number of steps of the run.
+    """
     return length if isinstance(length, int) else round(length * steps)
 
 
@@ -171,7 +177,7 @@ class CosineSettings(ScheduleBase):
 
 
 class InverseSqrtSettings(ScheduleBase):
-    """Decay with the inverse square root of the step, from the peak at the end of warmup (Vaswani et al., 2017)."""
+    """Decay with the inverse square root of the step, from the peak at the end of the warmup (Vaswani et al., 2017)."""
 
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
 
@@ -180,7 +186,7 @@ class ExponentialSettings(ScheduleBase):
     """Decay exponentially over the run.
 
     Attributes:
-        decay: Fraction of the peak learning rate at the last step.
+        decay: Learning rate at the last step, as a fraction of the peak.
     """
 
     type: Literal["exponential"] = "exponential"
@@ -206,12 +212,12 @@ Schedule = Annotated[
 
 
 class ActivationCheckpointingSettings(Settings):
-    """Activations that are stored for the backward pass; it recomputes the others.
+    """Which activations are stored for the backward pass. It recomputes the others.
 
     Attributes:
-        type: none: store everything; selective: results of matrix products, attention and communication; full: only
-            block inputs.
-        every: Recompute only every n-th block; the others store everything.
+        type: none: store all activations; selective: store the results of matmuls, attention and communication; full:
+            store only the inputs of blocks.
+        every: Recompute only in every n-th block; the other blocks store everything.
     """
 
     type: Literal["none", "selective", "full"] = "none"
@@ -219,7 +225,8 @@ class ActivationCheckpointingSettings(Settings):
 
 
 class ProfileSettings(Settings):
-    """Traces of the PyTorch profiler, in the run's folder `profile`; log and report get tables of operators.
+    """Traces of the PyTorch profiler, in the folder `profile` of the run. The log and the report show tables of
+    operators.
 
     Attributes:
         steps: Number of steps to profile, after the first one; 0: none.
@@ -234,18 +241,20 @@ class TrainSettings(Settings):
     Attributes:
         steps: Number of optimizer steps.
         max_grad_norm: Maximum global norm of the gradient; null: no clipping.
-        label_smoothing: Probability that is spread evenly over the vocabulary in each target; evaluations ignore it.
-        z_loss_coef: Weight of the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore it.
-        neftune_alpha: Scale of the noise on token embeddings (NEFTune's alpha, such as 5), for decoders.
+        label_smoothing: Probability that each target spreads evenly over the vocabulary; evaluations ignore it.
+        z_loss_coef: Weight of the z-loss, the squared log of the softmax's normalizer, such as 1e-4; evaluations ignore
+            it.
+        neftune_alpha: Scale of the noise on token embeddings (NEFTune's alpha, such as 5); 0: no noise. Only for
+            decoders.
         compile: Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit.
         on_divergence: What to do when the loss is not finite for several steps: stop with an error; rollback: load the
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
-        trackers: Services that also receive the numbers of metrics.jsonl: wandb, mlflow (their packages are needed, and
-            their own settings say where they send them).
-        hang_timeout: Seconds (or 10 steps, if they take longer) without progress after which a run of several ranks is
-            ended, and the rank at fault named; null: never.
+        trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow. Each needs its package; the
+            package's own settings decide where the values go.
+        hang_timeout: Seconds without progress (or 10 steps, if they take longer) after which a run of several ranks
+            counts as hung: it is stopped, and the rank at fault is named; null: never.
     """
 
     steps: Positive = 1000
@@ -267,8 +276,7 @@ class PrecisionBase(Settings):
     """Settings of every precision.
 
     Attributes:
-        reduce: Format in which gradients are accumulated over micro-batches and ranks; auto: that of the master
-            weights.
+        reduce: Dtype in which gradients are accumulated over micro-batches and ranks; auto: that of the master weights.
     """
 
     type: str
@@ -276,7 +284,8 @@ class PrecisionBase(Settings):
 
 
 class PrecisionSettings(PrecisionBase):
-    """bf16 computes in bf16 with fp32 master weights; auto: bf16 if the device is fast at it, else fp32."""
+    """bf16: compute in bf16 with fp32 master weights; fp32 and fp64: compute and store weights in this dtype; auto:
+    bf16 if the device is fast at it, otherwise fp32."""
 
     type: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
 
@@ -300,12 +309,12 @@ class FP16Settings(PrecisionBase):
 
 
 class FP8Settings(PrecisionBase):
-    """bf16 with fp32 master weights, in which the matrices of the blocks are multiplied in FP8, forward and backward:
-    for GPUs with FP8 units. Experts, the head and matrices whose sizes are no multiples of 16 stay in bf16.
+    """bf16 with fp32 master weights, where the matmuls of the blocks are in FP8, forward and backward. For GPUs with
+    FP8 units. Experts, the head, and matrices whose sizes are not multiples of 16 stay in bf16.
 
     Attributes:
-        scaling: Scales of the factors of a product: row: one for each row or column; tensor: one for each matrix, which
-            is faster and less exact.
+        scaling: Granularity of the FP8 scales of both operands of a matmul: row: one scale per row or column; tensor:
+            one scale per matrix, which is faster and less exact.
     """
 
     type: Literal["fp8"] = "fp8"

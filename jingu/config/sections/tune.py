@@ -1,4 +1,4 @@
-"""Settings of what is trained: the whole model, a part of it, or adapters."""
+"""Settings that choose which weights are trained: the whole model, a part of it, or adapters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jingu.config.sections.base import PathText, Positive, Settings, default_typ
 
 
 class FullSettings(Settings):
-    """Train the model's own weights, all of them or a part. The whole model is saved.
+    """Train the model's own weights, all or some of them. The whole model is saved.
 
     Attributes:
-        freeze: Patterns of names of weights that are not trained, such as `embedding.*` or `blocks.0.*`.
+        freeze: Patterns for names of weights that are not trained, such as `embedding.*` or `blocks.0.*`.
         num_trainable_layers: Train only the last n blocks, and the norm and the head after them; null: all blocks.
     """
 
@@ -26,7 +26,7 @@ class AdapterBase(Settings):
     """Settings of every adapter. Only the adapter is trained and saved.
 
     Attributes:
-        initial_adapter: A run, or a peft folder, whose adapter the new one starts from.
+        initial_adapter: A run or a peft folder whose adapter the new adapter starts from.
         quantization: Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes
             package); null: none.
     """
@@ -45,21 +45,22 @@ class LoraSettings(AdapterBase):
         use_rslora: Scale by alpha / √rank instead (rank-stabilized LoRA, Kalajdzievski, 2023).
         use_dora: Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024).
         dropout: Dropout probability of the adapter's input.
-        target_modules: Patterns of names of the adapted matrices, such as `blocks.*.attention.q`; or names of
-            modules in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks.
-            `embedding` and `head` can be named, too.
-        rank_pattern: Ranks of some of these matrices, by such names: `{"*.feed_forward.*": 32}`. The first pattern
-            that matches counts.
-        alpha_pattern: Alphas of some of these matrices, likewise.
-        lora_bias: Also train a bias of each adapter's second matrix.
-        init_lora_weights: How adapters begin. `default`: as zero. `pissa`: as the principal part of the matrix
-            (Meng et al., 2024), and `olora` as its first orthogonal directions (Büyükakyüz, 2024); the matrix keeps the
-            rest. `eva`: with the principal directions of the matrix's inputs in the data (Paischer et al., 2024).
-            `loftq`: as what `quantization` loses (Li et al., 2023).
+        target_modules: Patterns for names of the adapted matrices, such as `blocks.*.attention.q`; or names of modules
+            in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks. `embedding` and
+            `head` are allowed too.
+        rank_pattern: Ranks of some of these matrices, by name or pattern: `{"*.feed_forward.*": 32}`. The first pattern
+            that matches applies.
+        alpha_pattern: Alphas of some of these matrices, in the same form.
+        lora_bias: Also train a bias for the second matrix of each adapter.
+        init_lora_weights: How adapters are initialized. `default`: so that they change nothing at first. `pissa`: to
+            the principal part of the matrix (Meng et al., 2024). `olora`: to its first orthogonal directions
+            (Büyükakyüz, 2024). With both, the frozen matrix keeps the rest. `eva`: with the principal directions of the
+            matrix's inputs in the data (Paischer et al., 2024). `loftq`: to the error of `quantization` (Li et al.,
+            2023).
         lora_plus_ratio: Learning rate of the adapters' second matrices, relative to that of the first (LoRA+, Hayou et
             al., 2024).
-        modules_to_save: Names of modules that are trained whole beside the adapters, such as `head` or `lm_head`.
-        trainable_token_indices: Ids of tokens whose rows of the embedding are trained, such as those of new tokens.
+        modules_to_save: Names of modules that are trained in full beside the adapters, such as `head` or `lm_head`.
+        trainable_token_indices: Ids of tokens whose rows of the embedding are trained, such as new tokens.
     """
 
     type: Literal["lora"] = "lora"
@@ -79,11 +80,11 @@ class LoraSettings(AdapterBase):
 
 
 class Ia3Settings(AdapterBase):
-    """IA³ (Liu et al., 2022): trained factors for the outputs of selected matrices, or for the inputs of feed-forward
-    `down`.
+    """IA³ (Liu et al., 2022): trained factors that scale the outputs of selected matrices, or the inputs of
+    feed-forward `down`.
 
     Attributes:
-        target_modules: Patterns of names of the adapted matrices, or names of modules in Hugging Face's model.
+        target_modules: Patterns for names of the adapted matrices, or names of modules in Hugging Face's model.
     """
 
     type: Literal["ia3"] = "ia3"
@@ -91,13 +92,13 @@ class Ia3Settings(AdapterBase):
 
 
 class SoftPromptBase(AdapterBase):
-    """Settings of trained vectors in place of tokens.
+    """Settings of trained vectors that take the place of tokens.
 
     Attributes:
         num_virtual_tokens: Length of the prompt in virtual tokens.
-        init_text: Text whose token embeddings initialize the prompt (or its network's input), repeated or cut to its
-            length; null: random tokens.
-        position: Whether the prompt stands before the input, or behind it (an encoder's only).
+        init_text: Text whose token embeddings initialize the prompt (or the input of its network), repeated or cut to
+            the prompt's length; null: random tokens.
+        position: front: the prompt stands before the input; back: after it (only for an encoder).
     """
 
     num_virtual_tokens: Positive = 20
@@ -115,8 +116,9 @@ class PTuningSettings(SoftPromptBase):
     """P-tuning: a prompt whose vectors a small network computes during training (Liu et al., 2021).
 
     Attributes:
-        encoder: The network: an MLP of three layers, or a bidirectional LSTM of two layers followed by two linear ones.
-        encoder_hidden_size: Its hidden size; null: the model's.
+        encoder: Network that computes the vectors: an MLP of three layers, or a bidirectional LSTM of two layers
+            followed by two linear layers.
+        encoder_hidden_size: Hidden size of the network; null: the model's.
     """
 
     type: Literal["p_tuning"] = "p_tuning"
@@ -129,7 +131,7 @@ class DeepPromptBase(AdapterBase):
 
     Attributes:
         num_virtual_tokens: Length of the prompt in virtual tokens.
-        in_encoder: Whether the encoder's blocks have them, too.
+        in_encoder: Whether the encoder's blocks get them too.
     """
 
     num_virtual_tokens: Positive = 20
@@ -140,7 +142,7 @@ class PrefixTuningSettings(DeepPromptBase):
     """Prefix tuning: keys and values in each block, computed by a small network (Li and Liang, 2021).
 
     Attributes:
-        encoder_hidden_size: Hidden size of the network, of which each block has its own.
+        encoder_hidden_size: Hidden size of the network. Each block has a network of its own.
     """
 
     type: Literal["prefix"] = "prefix"
