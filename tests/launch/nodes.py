@@ -135,7 +135,9 @@ def start_nodes(folder: Path, count: int) -> Iterator[Nodes]:
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        assert first == "ready\n", first + process.stdout.read()
+        if first != "ready\n":
+            process.kill()  # else the script, which waits for its input to end, would write no end
+            raise AssertionError(first + process.stdout.read())
         (root,) = psutil.Process(process.pid).children()
         work = folder / "work"
         work.mkdir()

@@ -40,7 +40,8 @@ for i in $(seq "$COUNT"); do
   ip netns exec "n$i" unshare --uts bash -c \
     "hostname node$i; exec $(command -v sshd) -D -e -f $FOLDER/sshd.conf" 2> "$FOLDER/sshd$i" &
 done
-for i in $(seq "$COUNT"); do until grep -q listening "$FOLDER/sshd$i"; do sleep 0.1; done; done
+# On a busy machine the file does not exist at first.
+for i in $(seq "$COUNT"); do until grep -qs listening "$FOLDER/sshd$i"; do sleep 0.1; done; done
 echo ready
 # When this process, the first of its namespace, ends, the kernel ends all others, and so the networks and mounts.
 cat
