@@ -20,13 +20,13 @@ train: {{steps: 1, log_every: 1, compile: false}}
 # Plans: a title, the arguments of `jingu plan`, and the target in seconds.
 PLANS = (
     (
-        "llama-3-8b on 8 cards, one layout",
+        "llama-3-8b on 8 GPUs, one layout",
         "llama-3-8b parallel.zero_stage=3 batch.micro_batch_size=1 --on a100-80 --gpus 8",
         0.5,
     ),
-    ("llama-3-8b on 8 cards, the best layout", "llama-3-8b --on a100-80 --gpus 8", 5),
-    ("llama-3.1-405b on 4,096 cards, `--search`", "llama-3.1-405b --on h100 --nodes 512 --search", 5),
-    ("cpm2-moe-198b on 3,072 cards, `--search`", "cpm2-moe-198b --on a100-80 --nodes 384 --search", 5),
+    ("llama-3-8b on 8 GPUs, the best layout", "llama-3-8b --on a100-80 --gpus 8", 5),
+    ("llama-3.1-405b on 4,096 GPUs, `--search`", "llama-3.1-405b --on h100 --nodes 512 --search", 5),
+    ("cpm2-moe-198b on 3,072 GPUs, `--search`", "cpm2-moe-198b --on a100-80 --nodes 384 --search", 5),
 )
 
 

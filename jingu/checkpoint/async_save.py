@@ -99,7 +99,7 @@ class AsyncSaver:
         # A single thread copies and then waits for the writer process, so a save begins after the previous one.
         self._thread = ThreadPoolExecutor(1)
         self._folder: CheckpointPath = Path()
-        self._card_copy: Any | None = None
+        self._gpu_copy: Any | None = None
         self._copying: Future[None] | None = None
         self._writing: Future[str | None] | None = None
         self._hook = None
@@ -150,11 +150,11 @@ class AsyncSaver:
         if self._rank == 0:
             request |= {"state": state, "retention": asdict(retention), "copy_to": copy_to}
         pairs = [(copy, blocks[name].local) for name, copy in self._copies.items()]
-        self._card_copy = self._start_card_copy([pair for pair in pairs if _has_streams(pair[1].device)])
+        self._gpu_copy = self._start_gpu_copy([pair for pair in pairs if _has_streams(pair[1].device)])
         self._copying = self._thread.submit(self._copy, [pair for pair in pairs if not _has_streams(pair[1].device)])
         self._writing = self._thread.submit(self._write, self._copying, request)
 
-    def _start_card_copy(self, pairs: Sequence[CopyPair]) -> Any | None:
+    def _start_gpu_copy(self, pairs: Sequence[CopyPair]) -> Any | None:
         """Start to copy from the GPU on a separate stream; return the event of its end."""
         if not pairs:
             return None
@@ -179,8 +179,8 @@ class AsyncSaver:
     def _write(self, copying: Future[None], request: dict[str, Any]) -> str | None:
         """Let the writer process write the complete copy, on the save thread; return why it failed, or None."""
         copying.result()  # raises if the copy failed
-        if self._card_copy is not None:
-            self._card_copy.synchronize()
+        if self._gpu_copy is not None:
+            self._gpu_copy.synchronize()
         _send(self._process, request)
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
@@ -196,8 +196,8 @@ class AsyncSaver:
         """Wait until the tensors may change: they are copied, or the GPU copies them before its next work."""
         if self._copying is not None:
             self._copying.result()
-        if self._card_copy is not None:
-            device_module(self._device).current_stream().wait_event(self._card_copy)
+        if self._gpu_copy is not None:
+            device_module(self._device).current_stream().wait_event(self._gpu_copy)
 
     @property
     def busy(self) -> bool:

@@ -165,8 +165,8 @@ def int4_matmul(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros:
     return y_NO
 
 
-def pack_int4_on_card(pairs: Tensor) -> Tensor:
-    """Pack a matrix into the layout that `int4_matmul_on_card` reads. O must be a multiple of 8, and I of 32.
+def pack_int4_on_gpu(pairs: Tensor) -> Tensor:
+    """Pack a matrix into the layout that `int4_matmul_on_gpu` reads. O must be a multiple of 8, and I of 32.
 
     Args:
         pairs: numbers from 0 to 15, two per byte, the first in the high half [O, I / 2].
@@ -177,8 +177,8 @@ def pack_int4_on_card(pairs: Tensor) -> Tensor:
     return packed
 
 
-def int4_matmul_on_card(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
-    """Return `x @ weight.T` [N, O] in bf16 on a GPU, for a matrix that `pack_int4_on_card` has packed.
+def int4_matmul_on_gpu(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
+    """Return `x @ weight.T` [N, O] in bf16 on a GPU, for a matrix that `pack_int4_on_gpu` has packed.
 
     The other arguments are those of `int4_matmul`.
     """

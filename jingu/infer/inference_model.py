@@ -253,7 +253,7 @@ def _warn_of_slow_products(kind: QuantizationFormat, spec: ModelSpec, dtype: tor
     elif isinstance(spec.feed_forward, Experts):
         log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {dequantized}")
     elif kind == "int4" and dtype != torch.bfloat16:
-        log_warning(f"{name}'s kernel for int4 computes in bf16, which this card lacks: matrices are {dequantized}")
+        log_warning(f"{name}'s kernel for int4 computes in bf16, which this GPU lacks: matrices are {dequantized}")
     elif kind == "int4" and not has_int4_kernel(device):
         log_warning(f"PyTorch has no kernel for int4 on {name}: matrices are {dequantized}")
 

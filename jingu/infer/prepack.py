@@ -29,7 +29,7 @@ from jingu.model.quantized_weight import (
     QuantizedWeight,
     can_quantize,
     dequantize,
-    pack_for_card,
+    pack_for_gpu,
 )
 from jingu.model.spec import QuantizationFormat
 from jingu.runtime.device import collapse_to_huge_pages
@@ -152,7 +152,7 @@ def _pack_quantized(
     if as_bytes:
         return ByteWeight.pack(dequantize(values, scales, kind))
     if kind != "fp8" and values.device.type != "cpu":
-        return pack_for_card(kind, values, scales, dtype)
+        return pack_for_gpu(kind, values, scales, dtype)
     return PrepackedQuantizedWeight.pack(kind, values, scales, dtype, prompt_rows)
 
 

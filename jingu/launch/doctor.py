@@ -56,7 +56,7 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     """Run a matmul on each device, and measure the figures that a machine file of `jingu plan` has."""
     import torch
 
-    from jingu.plan.machine import find_card, measure_machine
+    from jingu.plan.machine import find_gpu, measure_machine
     from jingu.runtime.device import device_name, find_device_type
 
     device = torch.device(find_device_type("auto"))
@@ -69,10 +69,10 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
     count = torch.accelerator.device_count() or machine.gpus_per_node
     name = device_name(device)
     text = f"{count} × {name}, {machine.matmul_tflops:,.2f} TFLOP/s and {machine.memory_gbs:,.0f} GB/s each"
-    card = find_card(name)
-    if card is not None and machine.matmul_tflops < SLOW_SHARE * card.matmul_tflops:
+    gpu = find_gpu(name)
+    if gpu is not None and machine.matmul_tflops < SLOW_SHARE * gpu.matmul_tflops:
         raise CheckError(
-            f"{text}, but {card.matmul_tflops:,.0f} TFLOP/s are usual; another process uses it, or its clock is low"
+            f"{text}, but {gpu.matmul_tflops:,.0f} TFLOP/s are usual; another process uses it, or its clock is low"
         )
     return text, machine.model_dump(mode="json")
 

@@ -28,7 +28,7 @@ from jingu.launch.doctor import (
     run_check,
 )
 from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
-from jingu.plan.machine import find_card
+from jingu.plan.machine import find_gpu
 from jingu.plan.step_time import Neighbors, ring_seconds
 from jingu.runtime.device import device_module, device_name
 from jingu.runtime.ranks import RankInfo, all_ranks_agree, find_ranks_that_share, gather_from_all
@@ -129,11 +129,11 @@ def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[i
 
 def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence[int]) -> float | None:
     """Return the expected bus bandwidth in GB/s of a group of ranks; None for GPUs that the planner does not know."""
-    card = find_card(device_name(device)) if device.type != "cpu" else None
-    if card is None or len(members) == 1:
+    gpu = find_gpu(device_name(device)) if device.type != "cpu" else None
+    if gpu is None or len(members) == 1:
         return None
     own = [hosts[rank] for rank in members]
-    seconds = 2 * ring_seconds(MESSAGE_BYTES, Neighbors(len(own), own.count(own[0])), card)
+    seconds = 2 * ring_seconds(MESSAGE_BYTES, Neighbors(len(own), own.count(own[0])), gpu)
     return 2 * (len(own) - 1) / len(own) * MESSAGE_BYTES / seconds / 1e9
 
 

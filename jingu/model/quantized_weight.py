@@ -29,10 +29,10 @@ from torch.nn.functional import normalize
 
 from jingu.compat.torch import (
     int4_matmul,
-    int4_matmul_on_card,
+    int4_matmul_on_gpu,
     int8_matmul,
     pack_int4,
-    pack_int4_on_card,
+    pack_int4_on_gpu,
     prepack_weight,
     prepacked_linear,
     prepacked_memory,
@@ -149,7 +149,7 @@ class PrepackedQuantizedWeight:
     """A quantized matrix [O, I] for inference only.
 
     On CPUs it uses kernels for quantized matrices. Each row of their result depends only on its own row of `x`, to the
-    last bit. On other devices it is dequantized for each matmul; `CardQuantizedWeight` avoids that.
+    last bit. On other devices it is dequantized for each matmul; `GpuQuantizedWeight` avoids that.
 
     Attributes:
         values: on CPU, in the layout of the kernel; elsewhere as `QuantizedWeight` stores them.
@@ -222,7 +222,7 @@ class PrepackedQuantizedWeight:
         return y if bias is None else y + bias.to(x.dtype)
 
 
-class CardQuantizedWeight(PrepackedQuantizedWeight):
+class GpuQuantizedWeight(PrepackedQuantizedWeight):
     """A quantized matrix [O, I] for inference on a GPU, with matmuls that read the integers.
 
     Without a kernel for the format, it is dequantized for each matmul.
@@ -239,27 +239,27 @@ class CardQuantizedWeight(PrepackedQuantizedWeight):
             y = F.linear(x, self.values.to(x.dtype)) * self.scales
         elif self.values.dtype == torch.int32:
             x_NI = x.reshape(-1, x.shape[-1]).contiguous()
-            y_NO = int4_matmul_on_card(x_NI, self.values, GROUP_SIZES["int4"], self.scales)
+            y_NO = int4_matmul_on_gpu(x_NI, self.values, GROUP_SIZES["int4"], self.scales)
             y = y_NO.view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, dequantize(self.values, self.scales, self.kind).to(x.dtype))
         return y if bias is None else y + bias.to(x.dtype)
 
 
-def pack_for_card(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> CardQuantizedWeight:
+def pack_for_gpu(kind: QuantizationFormat, values: Tensor, scales: Tensor, dtype: torch.dtype) -> GpuQuantizedWeight:
     """Prepack an int8, int4 or nf4 matrix on a GPU, as `PrepackedQuantizedWeight.pack` does on CPU."""
     values = values.detach()
     scales = scales.detach()
     if kind == "int8":
-        return CardQuantizedWeight(kind, values, scales.view(torch.bfloat16).to(dtype).squeeze(-1))
+        return GpuQuantizedWeight(kind, values, scales.view(torch.bfloat16).to(dtype).squeeze(-1))
     if kind == "int4" and dtype == torch.bfloat16 and has_int4_kernel(values.device):
-        return CardQuantizedWeight(kind, *_pack_for_int4_kernel(values, scales))
-    return CardQuantizedWeight(kind, values, scales)
+        return GpuQuantizedWeight(kind, *_pack_for_int4_kernel(values, scales))
+    return GpuQuantizedWeight(kind, values, scales)
 
 
 def _pack_for_int4_kernel(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     # The kernel expects the even elements in the high halves of bytes, and they are stored in the low ones.
-    packed = pack_int4_on_card((values & 15) << 4 | values >> 4)
+    packed = pack_int4_on_gpu((values & 15) << 4 | values >> 4)
     return packed, scales.view(torch.bfloat16).unflatten(-1, (-1, 2)).transpose(0, 1).contiguous()
 
 
@@ -302,7 +302,7 @@ def has_int4_kernel(device: torch.device) -> bool:
     one_II = torch.eye(64, device=device, dtype=torch.bfloat16)
     try:
         packed, packed_scales = _pack_for_int4_kernel(values, scales)
-        product_IO = int4_matmul_on_card(one_II, packed, GROUP_SIZES["int4"], packed_scales)
+        product_IO = int4_matmul_on_gpu(one_II, packed, GROUP_SIZES["int4"], packed_scales)
     except RuntimeError:
         # The GPU is too old, or PyTorch was built without the kernel.
         return False

@@ -34,8 +34,8 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     """
     mesh = hsdp_mesh(plan.mesh, fsdp_mesh(plan.mesh))
     offload = settings.offload.type
-    on_card = mesh.device_type != "cpu"
-    if mesh.size() == 1 and not (offload != "none" and on_card):
+    on_gpu = mesh.device_type != "cpu"
+    if mesh.size() == 1 and not (offload != "none" and on_gpu):
         # There is nothing to shard, and FSDP would only copy. Weights are cast to the compute dtype where they are
         # used; matrices do that by themselves, embeddings need the dtype.
         for module in model.modules():
@@ -54,7 +54,7 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     offload_policy = OffloadPolicy()
     if offload != "none":
         # Memory-mapped files cannot be pinned.
-        offload_policy = CPUOffloadPolicy(pin_memory=offload == "host" and on_card)
+        offload_policy = CPUOffloadPolicy(pin_memory=offload == "host" and on_gpu)
     dims = {parameter: plan.parts[name].dims[1] or 0 for name, parameter in model.named_parameters()}
     shard = partial(
         fully_shard,

@@ -85,7 +85,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
     """Return the memory of the fullest rank in each phase of a step."""
     work, machine = result.work, result.machine
     own_update = fullest_stage(update)[1]
-    card = {part: size for part, size in result.memory.card.items() if part in ("weights", "optimizer state")}
+    device = {part: size for part, size in result.memory.device.items() if part in ("weights", "optimizer state")}
     offloaded = dict(result.memory.offloaded)
     trained: dict[str, RankMemory] = {}
     # 1. Persistent state: the trained model and its companions.
@@ -93,20 +93,22 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         name = f"{companion.name} weights"
         if companion.role == "whole":
             size = 4.0 * num_parameters(companion.spec)
-            (card if machine.is_shared else offloaded)[name] = size
+            (device if machine.is_shared else offloaded)[name] = size
             continue
         own = fullest_stage(_beside(update, companion))[1]
-        place, parts = (offloaded, own.offloaded) if own.offloaded else (card, own.card)
+        place, parts = (offloaded, own.offloaded) if own.offloaded else (device, own.device)
         place[name] = parts["weights"]
         if companion.role == "trained":
             place[f"{companion.name} optimizer state"] = parts["optimizer state"]
             trained[companion.name] = own
     # 2. Updates, one model after the other.
-    rest = {part: size for part, size in own_update.card.items() if part not in card}
-    phases = {"update": RankMemory(card | rest, offloaded)}
+    rest = {part: size for part, size in own_update.device.items() if part not in device}
+    phases = {"update": RankMemory(device | rest, offloaded)}
     for name, own in trained.items():
-        rest = {f"{name} {part}": size for part, size in own.card.items() if part not in ("weights", "optimizer state")}
-        phases[f"{name} update"] = RankMemory(card | rest, offloaded)
+        rest = {
+            f"{name} {part}": size for part, size in own.device.items() if part not in ("weights", "optimizer state")
+        }
+        phases[f"{name} update"] = RankMemory(device | rest, offloaded)
     # 3. Generation: with several ranks, each one has a whole copy of the model.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
     cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
@@ -116,7 +118,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
     elif rollouts.prepacks:
         generation["prepacked copy"] = _matrix_numbers(work) * work.software.compute_bytes
-    phases["generation"] = RankMemory(card | generation, offloaded)
+    phases["generation"] = RankMemory(device | generation, offloaded)
     return phases
 
 

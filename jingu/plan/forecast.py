@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Mean GPU-hours between failures: 419 failures of 16,384 GPUs in 54 days (Llama 3, 2024, section 3.3.4).
 HOURS_BETWEEN_FAILURES = 50_000
-# Power of an idle card, as a share of its power under load.
+# Power of an idle GPU, as a share of its power under load.
 IDLE_POWER = 0.2
 # Bytes of a number; other types have 2.
 _ITEMSIZES = {"fp64": 8.0, "fp32": 4.0}
@@ -42,11 +42,11 @@ class Forecast:
     Attributes:
         steps: steps of the run.
         seconds: seconds of a step, by term.
-        memory: memory of the fullest card.
-        price: price of a card-hour; None if unknown.
+        memory: memory of the fullest GPU.
+        price: price of a GPU-hour; None if unknown.
         assumptions: sentences about what the estimate assumes.
         updates: optimizer steps of a step.
-        phases: bytes of the fullest card in each phase of a step, if there are several; `memory` is the maximum.
+        phases: bytes of the fullest GPU in each phase of a step, if there are several; `memory` is the maximum.
     """
 
     work: Workload
@@ -68,12 +68,12 @@ class Forecast:
         return self.step * self.steps / 86400
 
     @property
-    def card_hours(self) -> float:
+    def gpu_hours(self) -> float:
         return self.days * 24 * self.work.ranks
 
     @property
     def spare(self) -> float:
-        """Free bytes of the card; negative if the run does not fit."""
+        """Free bytes of the GPU; negative if the run does not fit."""
         return self.machine.usable_bytes - self.memory.total
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Forecast:
             "ranks": ranks,
             "layout": describe_layout(work),
             "fits": self.spare >= 0,
-            "memory": self.memory.card,
+            "memory": self.memory.device,
             "offloaded": self.memory.offloaded,
             "memory_total": self.memory.total,
             "memory_phases": self.phases,
@@ -152,7 +152,7 @@ def run_software(precision: Precision) -> Software:
     )
 
 
-def card_software(settings: PrecisionSettings) -> Software:
+def gpu_software(settings: PrecisionSettings) -> Software:
     """Return jingu's parameters of execution on a GPU, in bf16 unless the settings name another precision."""
     masters = 8.0 if settings.type == "fp64" else 4.0
     reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
@@ -200,7 +200,7 @@ def print_forecast(result: Forecast) -> None:
     figures = result.to_json()
     unit, name = memory_unit(result.memory.total)
     print(f"{figures['layout']} on {result.work.ranks:,} × {result.machine.name}\n")
-    rows = [(part, f"{size / unit:,.2f}", "") for part, size in result.memory.card.items()]
+    rows = [(part, f"{size / unit:,.2f}", "") for part, size in result.memory.device.items()]
     rows += [(part, f"{size / unit:,.2f}", "offloaded") for part, size in result.memory.offloaded.items()]
     fits = "fits" if result.spare >= 0 else f"does not fit: short by {-result.spare / unit:,.1f} {name}"
     rows.append(
@@ -216,7 +216,7 @@ def print_forecast(result: Forecast) -> None:
         low, high = figures["step_seconds_interval"]
         print(f"between {low:,.3f} and {high:,.3f} s in 8 of 10 cases, by the runs of the calibration")
     print()
-    price = "" if figures["price"] is None else f", {figures['price']:,.0f} for the cards"
+    price = "" if figures["price"] is None else f", {figures['price']:,.0f} for the GPUs"
     print(f"{format_rounded(figures['tokens_per_second'])} tokens/s, MFU {figures['mfu']:.1%}")
     duration = format_duration(figures["days"] * 86400)
     print(f"{result.steps:,} steps: {duration}, {figures['kilowatt_hours']:,.1f} kWh{price}")
@@ -256,9 +256,9 @@ def describe_rejection(result: SearchResult, reason: str) -> str:
 
 def print_serving(plan: ServingPlan, machine: Machine) -> None:
     """Print memory and speed of a served model."""
-    print(f"{plan.cards} × {machine.name}, sequences of {plan.context:,} tokens\n")
-    print(f"weights          {plan.weights / 2**30:,.2f} GiB a card of {machine.usable_bytes / 2**30:,.1f}")
-    print(f"cache            {format_bytes(plan.cache_per_token)} a token and card: {plan.max_streams:,} streams fit")
+    print(f"{plan.gpus} × {machine.name}, sequences of {plan.context:,} tokens\n")
+    print(f"weights          {plan.weights / 2**30:,.2f} GiB per GPU of {machine.usable_bytes / 2**30:,.1f}")
+    print(f"cache            {format_bytes(plan.cache_per_token)} per token and GPU: {plan.max_streams:,} streams fit")
     print(f"first token      {plan.first_token * 1000:,.0f} ms after a prompt of {plan.context // 2:,} tokens\n")
     rows = [
         (
@@ -273,23 +273,23 @@ def print_serving(plan: ServingPlan, machine: Machine) -> None:
 
 
 def print_clusters(forecasts: Sequence[Forecast], deadline: float | None = None) -> None:
-    """Print clusters of several sizes, marking the smallest one and the one with the fewest card-hours.
+    """Print clusters of several sizes, marking the smallest one and the one with the fewest GPU-hours.
 
     Args:
         deadline: maximum days of the run; slower clusters are not marked.
     """
     in_time = [result for result in forecasts if deadline is None or result.days <= deadline]
-    hours = {result.work.ranks: result.card_hours for result in in_time}
+    hours = {result.work.ranks: result.gpu_hours for result in in_time}
     rows = []
     for result in forecasts:
         ranks = result.work.ranks
         notes = ["too slow"] * (ranks not in hours)
         notes += ["smallest"] * (ranks == min(hours, default=0))
         notes += ["cheapest"] * (ranks == min(hours, key=lambda ranks: hours[ranks], default=0))
-        price = "" if result.price is None else f"{result.card_hours * result.price:,.0f}"
-        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{result.card_hours:,.0f}", price)
+        price = "" if result.price is None else f"{result.gpu_hours * result.price:,.0f}"
+        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{result.gpu_hours:,.0f}", price)
         rows.append((*cells, ", ".join(notes), describe_layout(result.work)))
-    print_table(("cards", "step s", "days", "card-hours", "price", "", "layout"), rows, range(5))
+    print_table(("GPUs", "step s", "days", "GPU-hours", "price", "", "layout"), rows, range(5))
 
 
 def layout_settings(work: Workload) -> str:

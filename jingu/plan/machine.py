@@ -58,20 +58,20 @@ class Efficiency(_Part):
 
 
 class Machine(_Part):
-    """A GPU ("card") of a cluster and its surroundings. Bandwidths are in GB/s, per card and in one direction.
+    """A GPU of a cluster and its surroundings. Bandwidths are in GB/s, per GPU and in one direction.
 
     Attributes:
-        memory_gib: memory of a card that a process can use.
-        peak_tflops: the vendor's peak of dense bf16 matmuls (fp16 on cards without bf16).
+        memory_gib: memory of a GPU that a process can use.
+        peak_tflops: the vendor's peak of dense bf16 matmuls (fp16 on GPUs without bf16).
         matmul_tflops: the best measured throughput of these matmuls.
-        memory_gbs: bandwidth of the card's memory.
-        link_gbs: bandwidth to the other cards of the node.
+        memory_gbs: bandwidth of the GPU's memory.
+        link_gbs: bandwidth to the other GPUs of the node.
         nic_gbs: bandwidth to other nodes.
         host_gbs: bandwidth to main memory.
-        host_gib: a card's share of main memory.
+        host_gib: a GPU's share of main memory.
         disk_gbs: write bandwidth of a node to the storage of checkpoints.
-        watts: power of a card under load.
-        gpus_per_node: cards of a node.
+        watts: power of a GPU under load.
+        gpus_per_node: GPUs of a node.
         is_shared: whether the ranks of a node share one device, as on CPUs.
         cores: cores of a node if `is_shared`; None for one per rank.
         interval: bounds of measured over planned seconds for 8 of 10 logged steps, from a calibration.
@@ -96,7 +96,7 @@ class Machine(_Part):
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a card that tensors can use, without the driver's context and fragmentation."""
+        """Bytes of a GPU that tensors can use, without the driver's context and fragmentation."""
         return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
 
     @property
@@ -105,7 +105,7 @@ class Machine(_Part):
         return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
 
     def with_nodes(self, gpus_per_node: int) -> Machine:
-        """Return the machine with another number of cards per node; ranks on a CPU share its memory and speed."""
+        """Return the machine with another number of GPUs per node; ranks on a CPU share its memory and speed."""
         update: dict[str, object] = {"gpus_per_node": gpus_per_node}
         if self.is_shared:
             shared = ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbs", "link_gbs")
@@ -177,13 +177,13 @@ def nominal_machine(device: torch.device) -> Machine:
     memory = total_memory(device) / 2**30
     if device.type == "cpu":
         return Machine(**read_table(__file__, "common_cpu.toml"), memory_gib=memory, cores=num_usable_cores())
-    # An unknown card is assumed to be as fast as a common one.
-    card = find_card(device_name(device)) or machine_library()["a100-80"]
-    return card.model_copy(update={"name": "here", "memory_gib": memory})
+    # An unknown GPU is assumed to be as fast as a common one.
+    gpu = find_gpu(device_name(device)) or machine_library()["a100-80"]
+    return gpu.model_copy(update={"name": "here", "memory_gib": memory})
 
 
-def find_card(title: str) -> Machine | None:
-    """Return the library's machine of a card, by the device name of its driver; None if the library lacks it."""
+def find_gpu(title: str) -> Machine | None:
+    """Return the library's machine of a GPU, by the device name of its driver; None if the library lacks it."""
     names = [name for name in machine_library() if all(part in title.lower() for part in name.split("-"))]
     return machine_library()[max(names, key=len)] if names else None
 
@@ -195,15 +195,15 @@ def measure_machine() -> Machine:
     from jingu.runtime.device import device_module, find_device_type, measure_peak_flops, total_memory
 
     device = torch.device(find_device_type("auto"))
-    is_card = device.type != "cpu"
-    dtype = torch.bfloat16 if is_card else torch.float32
+    is_gpu = device.type != "cpu"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
     tflops = measure_peak_flops(device, dtype) / 1e12
-    source = torch.ones(2**26 if is_card else 2**23, device=device)
+    source = torch.ones(2**26 if is_gpu else 2**23, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
         target.copy_(source)
-        if is_card:
+        if is_gpu:
             device_module(device).synchronize()
 
     # A copy reads and writes each byte.
@@ -220,8 +220,8 @@ def measure_machine() -> Machine:
         link_gbs=memory / 4,
         nic_gbs=1.0,
         gpus_per_node=max(1, torch.accelerator.device_count()),
-        is_shared=not is_card,
-        cores=None if is_card else num_usable_cores(),
+        is_shared=not is_gpu,
+        cores=None if is_gpu else num_usable_cores(),
         efficiency=Efficiency(half_gflop=0.01, kernel_us=max(kernel * 1e6, 0.5)),
     )
 

@@ -22,20 +22,20 @@ STATE = ("weights", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank: bytes on the card by part, and offloaded bytes by part."""
+    """The memory of one rank: bytes on the GPU by part, and offloaded bytes by part."""
 
-    card: dict[str, float]
+    device: dict[str, float]
     offloaded: dict[str, float]
 
     @property
     def total(self) -> float:
-        """Bytes on the card."""
-        return sum(self.card.values())
+        """Bytes on the GPU."""
+        return sum(self.device.values())
 
     @property
     def state(self) -> float:
-        """Bytes of weights, gradients and optimizer state on the card."""
-        return sum(self.card.get(part, 0.0) for part in STATE)
+        """Bytes of weights, gradients and optimizer state on the GPU."""
+        return sum(self.device.get(part, 0.0) for part in STATE)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
 def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     """Return the peak memory of a rank of a stage."""
     soft, parts = work.software, owned_parts(work, stage)
-    card = {
+    device = {
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.trained for part, count in parts),
         "optimizer state": soft.state_share * sum(count * part.state for part, count in parts),
@@ -162,16 +162,16 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
         # With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory.
-        before = card["activations"] + card.get("loss", 0.0)
-        share = max(0.0, 1 - card["gradients"] / before)
-        card |= {part: card[part] * share for part in ("activations", "loss") if part in card}
-    whole = card.pop("whole gradients", 0.0)
+        before = device["activations"] + device.get("loss", 0.0)
+        share = max(0.0, 1 - device["gradients"] / before)
+        device |= {part: device[part] * share for part in ("activations", "loss") if part in device}
+    whole = device.pop("whole gradients", 0.0)
     offloaded = {}
     if work.parallel.offload.type != "none":
-        offloaded = {part: card.pop(part) for part in STATE}
-        card["gradients"] = whole
-    card["gradients"] = max(card["gradients"], whole)
-    return RankMemory({part: size for part, size in card.items() if size}, offloaded)
+        offloaded = {part: device.pop(part) for part in STATE}
+        device["gradients"] = whole
+    device["gradients"] = max(device["gradients"], whole)
+    return RankMemory({part: size for part, size in device.items() if size}, offloaded)
 
 
 def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:

@@ -38,7 +38,7 @@ class Plan:
 
     Attributes:
         seconds: seconds of a step, by term.
-        memory: bytes of the fullest card.
+        memory: bytes of the fullest GPU.
     """
 
     work: Workload
@@ -129,7 +129,9 @@ def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | 
         memory = max(memory.total for memory in memories)
         offloaded = max(sum(memory.offloaded.values()) for memory in memories)
         if offloaded > machine.host_gib * 2**30:
-            result.reject("out of main memory", f"{describe_layout(work)} offloads {offloaded / 2**30:,.0f} GiB a card")
+            result.reject(
+                "out of main memory", f"{describe_layout(work)} offloads {offloaded / 2**30:,.0f} GiB per GPU"
+            )
             return None
         if memory <= machine.usable_bytes:
             return Plan(work, step_time(work, machine), memory)

@@ -16,16 +16,16 @@ BATCHES = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A model on cards that share it by tensor parallelism.
+    """A model on GPUs that share it by tensor parallelism.
 
     Attributes:
-        weights: bytes of weights on a card; cache_per_token: bytes of a token's KV cache on a card.
+        weights: bytes of weights on a GPU; cache_per_token: bytes of a token's KV cache on a GPU.
         max_streams: sequences of `context` tokens whose cache fits.
         first_token: seconds until the first token of a prompt of `context` / 2 tokens.
         speeds: tokens per second of all streams, by their number.
     """
 
-    cards: int
+    gpus: int
     context: int
     weights: float
     cache_per_token: float
@@ -34,75 +34,75 @@ class ServingPlan:
     speeds: dict[int, float]
 
 
-def plan_serving(spec: ModelSpec, machine: Machine, cards: int, context: int, weight_bytes: float = 2.0) -> ServingPlan:
+def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, weight_bytes: float = 2.0) -> ServingPlan:
     """Return memory and speed of a served model.
 
     Args:
-        cards: number of cards that share the model.
+        gpus: number of GPUs that share the model.
         context: tokens of a sequence, prompt and answer.
         weight_bytes: bytes per weight: 2 in bf16, about 1 or 0.56 if quantized.
 
     Raises:
         JinguError: the weights do not fit.
     """
-    weights = count_parameters(spec, parameter_sizes(spec)).total * weight_bytes / cards
-    cache = cache_bytes_per_token(spec, cards)
+    weights = count_parameters(spec, parameter_sizes(spec)).total * weight_bytes / gpus
+    cache = cache_bytes_per_token(spec, gpus)
     room = machine.usable_bytes - weights
     if room <= 0:
         raise JinguError(
-            f"the weights take {weights / 2**30:,.1f} GiB of each of {cards} × {machine.name}, which have "
+            f"the weights take {weights / 2**30:,.1f} GiB of each of {gpus} × {machine.name}, which have "
             f"{machine.usable_bytes / 2**30:,.1f} GiB: short by {-room / 2**30:,.1f} GiB.",
             where="--gpus",
-            fix="Use more cards, or quantized weights.",
+            fix="Use more GPUs, or quantized weights.",
         )
     prompt = context // 2
-    speeds = {n: n / decode_seconds(spec, machine, n, prompt, weights, cards) for n in BATCHES}
-    first = prompt_seconds(spec, machine, prompt, cards)
-    return ServingPlan(cards, context, weights, cache, int(room / (cache * context)), first, speeds)
+    speeds = {n: n / decode_seconds(spec, machine, n, prompt, weights, gpus) for n in BATCHES}
+    first = prompt_seconds(spec, machine, prompt, gpus)
+    return ServingPlan(gpus, context, weights, cache, int(room / (cache * context)), first, speeds)
 
 
-def cache_bytes_per_token(spec: ModelSpec, cards: int, number_bytes: float = 2.0) -> float:
-    """Return the bytes of a token's KV cache on a card."""
+def cache_bytes_per_token(spec: ModelSpec, gpus: int, number_bytes: float = 2.0) -> float:
+    """Return the bytes of a token's KV cache on a GPU."""
     # With more ranks than key-value heads, these are replicated.
-    heads = max(1.0, spec.attention.num_kv_heads / cards)
+    heads = max(1.0, spec.attention.num_kv_heads / gpus)
     return 2.0 * number_bytes * spec.num_layers * heads * spec.attention.head_dim
 
 
 def decode_seconds(
-    spec: ModelSpec, machine: Machine, streams: int, context: int, weights: float, cards: int = 1
+    spec: ModelSpec, machine: Machine, streams: int, context: int, weights: float, gpus: int = 1
 ) -> float:
     """Return the seconds of a decode step, which generates one token of each stream.
 
     Args:
         context: tokens of each stream before the new one.
-        weights: bytes of the weights on a card.
+        weights: bytes of the weights on a GPU.
     """
     shapes = parameter_sizes(spec)
     count = count_parameters(spec, shapes)
     read = weights * _share_read(spec, count.active / count.total, streams)
-    read += streams * context * cache_bytes_per_token(spec, cards)
-    compute = streams * generation_flops(spec, shapes, context) / _peak(machine, cards)
+    read += streams * context * cache_bytes_per_token(spec, gpus)
+    compute = streams * generation_flops(spec, shapes, context) / _peak(machine, gpus)
     bandwidth = machine.memory_gbs * 1e9 * machine.efficiency.memory
-    return max(read / bandwidth, compute, _launch(spec, machine)) + _latency(spec, machine, cards)
+    return max(read / bandwidth, compute, _launch(spec, machine)) + _latency(spec, machine, gpus)
 
 
-def prompt_seconds(spec: ModelSpec, machine: Machine, prompt: int, cards: int = 1) -> float:
+def prompt_seconds(spec: ModelSpec, machine: Machine, prompt: int, gpus: int = 1) -> float:
     """Return the seconds of the prefill of a prompt, which gives the first token."""
-    compute = prompt * generation_flops(spec, parameter_sizes(spec), prompt // 2) / _peak(machine, cards)
-    return compute + _latency(spec, machine, cards) + _launch(spec, machine)
+    compute = prompt * generation_flops(spec, parameter_sizes(spec), prompt // 2) / _peak(machine, gpus)
+    return compute + _latency(spec, machine, gpus) + _launch(spec, machine)
 
 
-def _peak(machine: Machine, cards: int) -> float:
-    return machine.matmul_tflops * 1e12 * machine.efficiency.matmul * cards
+def _peak(machine: Machine, gpus: int) -> float:
+    return machine.matmul_tflops * 1e12 * machine.efficiency.matmul * gpus
 
 
 def _launch(spec: ModelSpec, machine: Machine) -> float:
     return spec.num_layers * 12 * machine.efficiency.kernel_us * 1e-6
 
 
-def _latency(spec: ModelSpec, machine: Machine, cards: int) -> float:
+def _latency(spec: ModelSpec, machine: Machine, gpus: int) -> float:
     """Return the latency in seconds of two all-reduces per layer."""
-    return spec.num_layers * 2 * 2 * (cards - 1) * machine.efficiency.hop_us * 1e-6
+    return spec.num_layers * 2 * 2 * (gpus - 1) * machine.efficiency.hop_us * 1e-6
 
 
 def _share_read(spec: ModelSpec, active: float, streams: int) -> float:

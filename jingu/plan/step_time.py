@@ -67,7 +67,7 @@ def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float =
     rates, ranks = machine.efficiency, group.ranks
     bandwidth = machine.link_gbs * rates.link
     if group.in_node < ranks:
-        # The group's cards on a node share its traffic, and each of them has its own network card.
+        # The group's GPUs on a node share its traffic, and each of them has its own network card.
         bandwidth = min(bandwidth, machine.nic_gbs * rates.nic * group.in_node)
     # Ranks that share cores take turns, so latency hardly grows with the ring; the depth of a tree fits better.
     hops = log2(ranks) if machine.ranks_per_core > 1 else min(ranks - 1, 2 * log2(ranks) + group.in_node)

@@ -108,10 +108,10 @@ def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
     work = outcome.work
     rows = []
     for stage in spread(list(work.rank_stages), MAX_ROWS):
-        card = stage_memory(work, stage).card
+        device = stage_memory(work, stage).device
         name = f"rank {stage.rank}" if work.sizes.pipeline > 1 else "every rank"
-        rows.append((name, {part: size / unit for part, size in card.items()}))
-    others = {part for _, card in rows for part in card}.difference(_PARTS)
+        rows.append((name, {part: size / unit for part, size in device.items()}))
+    others = {part for _, device in rows for part in device}.difference(_PARTS)
     # Omit the limit if it is far larger than the bars, because its scale would make them invisible.
     usable = outcome.machine.usable_bytes
     limit = usable / unit if usable < 4 * outcome.memory.total else None

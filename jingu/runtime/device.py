@@ -82,7 +82,7 @@ def check_fp8(device: torch.device, where: str = "precision.type") -> None:
         raise JinguError(problem, where=where, fix="Choose bf16.")
 
 
-def card_uuid(device: torch.device) -> str:
+def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of an NVIDIA GPU in NVML's form, `GPU-...`; empty for other devices."""
     return (
         f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" and torch.version.cuda else ""

@@ -19,7 +19,7 @@ from jingu.parallel.tensor import VocabShard
 # Elements of one chunk of logits. On CPU a chunk should be about as large as the caches (16 MB in fp32); on a GPU it
 # should be large enough to use all of its units.
 CHUNK_ELEMENTS = 2**22
-CHUNK_ELEMENTS_ON_CARD = 2**27
+CHUNK_ELEMENTS_ON_GPU = 2**27
 # Minimum number of tokens in a chunk, however large the vocab is: matmuls with fewer rows are slow.
 MIN_CHUNK_TOKENS = 256
 
@@ -170,7 +170,7 @@ def chunked_head(hidden_BTD: Tensor, columns: int, chunk: ChunkLoss) -> ChunkedH
     Args:
         columns: size of the largest vocab shard of any rank. All ranks must pass the same, to have equal chunks.
     """
-    elements = CHUNK_ELEMENTS if hidden_BTD.device.type == "cpu" else CHUNK_ELEMENTS_ON_CARD
+    elements = CHUNK_ELEMENTS if hidden_BTD.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
     rows = max(MIN_CHUNK_TOKENS, elements // columns)
     return ChunkedHead(rows, chunk)
 

@@ -24,9 +24,9 @@ from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import plan_layout, split_blocks
 from jingu.plan.forecast import (
     Forecast,
-    card_software,
     estimate_memory,
     forecast,
+    gpu_software,
     print_clusters,
     print_forecast,
     print_search,
@@ -143,7 +143,7 @@ def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: B
     precision = choose_precision(config.precision, choose_device(config.device.type, 0))
     memory = estimate_memory(config, spec, sizes, plan, precision)
     unit, unit_name = memory_unit(memory.total)
-    parts = " + ".join(f"{size / unit:,.1f} {part}" for part, size in memory.card.items())
+    parts = " + ".join(f"{size / unit:,.1f} {part}" for part, size in memory.device.items())
     text = f"{memory.total / unit:,.1f} {unit_name} = {parts}"
     if memory.offloaded:
         place = {"host": "in main memory", "disk": "on disk"}[config.parallel.offload.type]
@@ -391,7 +391,7 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
 
 def _software(config: RunConfig, machine: Machine) -> Software:
     """Return how a run executes a step on a machine, such as the bytes of its dtypes."""
-    return run_software(_precision(config, machine)) if machine.is_shared else card_software(config.precision)
+    return run_software(_precision(config, machine)) if machine.is_shared else gpu_software(config.precision)
 
 
 def _precision(config: RunConfig, machine: Machine) -> Precision:

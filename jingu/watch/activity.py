@@ -25,7 +25,7 @@ from statistics import median_low
 from typing import Any
 
 from jingu.compat.torch_distributed import process_groups, recorded_collectives
-from jingu.runtime.device import card_uuid
+from jingu.runtime.device import gpu_uuid
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
 from jingu.runtime.signals import EXIT_STALLED
@@ -172,7 +172,7 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
             "start_time": start_time(os.getpid()),
             "thread": f"{threading.main_thread().ident:016x}",
             "device": ranks.device.type,
-            "card": card_uuid(ranks.device),
+            "gpu": gpu_uuid(ranks.device),
         }
         write_text_atomically(slots / f"{name}.json", json.dumps(process))
         reporter = _Reporter(slot, slots / f"{name}.calls")

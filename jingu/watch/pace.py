@@ -101,7 +101,7 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
         if own.core - usual("core") > excess / 2:
             return f"{text} It waits for cores that other processes use."
         return text
-    return f"{place} has a slow card. {clock}" if is_slow_clock else None
+    return f"{place} has a slow GPU. {clock}" if is_slow_clock else None
 
 
 def estimate_noise(values: Sequence[float]) -> float:
@@ -151,7 +151,7 @@ class PaceMeter:
         self._ranks = ranks
         self._folder = folder
         self._window = window
-        self._cards = [_open_card(rank.process.get("card", "")) for rank in ranks]
+        self._gpus = [_open_gpu(rank.process.get("gpu", "")) for rank in ranks]
         self._computes: list[deque[float]] = [deque(maxlen=_NOISE_WINDOWS) for _ in ranks]
         # Number of consecutive slow windows by rank; key -1 is for the links of this node.
         self._slow_windows = dict.fromkeys((-1, *(rank.process["rank"] for rank in ranks)), 0)
@@ -186,7 +186,7 @@ class PaceMeter:
 
     def _measure(self, seconds: float) -> list[Pace]:
         paces = []
-        for rank, card, before, computes in zip(self._ranks, self._cards, self._readings, self._computes, strict=True):
+        for rank, gpu, before, computes in zip(self._ranks, self._gpus, self._readings, self._computes, strict=True):
             after = self._read(rank)
             steps = max(1, after.step - before.step)
             stage = STAGE.unpack_from(rank.slot, STAGE_OFFSET)[0]
@@ -206,7 +206,7 @@ class PaceMeter:
                     total / steps,
                     estimate_noise(computes),
                     sqrt(variance) / steps,
-                    _read_clock(card),
+                    _read_clock(gpu),
                 )
             )
         return paces
@@ -265,7 +265,7 @@ def _process_seconds(pid: int) -> tuple[float, float]:
     return (run + wait) / 1e9, wait / 1e9
 
 
-def _open_card(uuid: str) -> Any:
+def _open_gpu(uuid: str) -> Any:
     """Return NVML's handle of a GPU; None without a GPU or without pynvml."""
     if not uuid or find_spec("pynvml") is None:
         return None
@@ -277,11 +277,11 @@ def _open_card(uuid: str) -> Any:
         return None
 
 
-def _read_clock(card: Any) -> float:
-    if card is None:
+def _read_clock(gpu: Any) -> float:
+    if gpu is None:
         return 0.0
     nvml = import_module("pynvml")
     try:
-        return float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))
+        return float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
     except nvml.NVMLError:
         return 0.0

@@ -26,7 +26,7 @@ from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model
-from jingu.model.quantized_weight import PrepackedQuantizedWeight, pack_for_card, quantize
+from jingu.model.quantized_weight import PrepackedQuantizedWeight, pack_for_gpu, quantize
 from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import ModelSpec, QuantizationFormat, replace_fields
 from jingu.model.weight_init import init_weights
@@ -107,7 +107,7 @@ def test_quantized_products_equal_the_cpu(kind: QuantizationFormat, device: torc
     x_NI = torch.randn(5, 64, generator=generator).bfloat16()
     values, scales = quantize(torch.randn(48, 64, generator=generator), kind)
     expected = PrepackedQuantizedWeight.pack(kind, values, scales, torch.bfloat16).times(x_NI)
-    pack = PrepackedQuantizedWeight.pack if kind == "fp8" or device.type == "cpu" else pack_for_card
+    pack = PrepackedQuantizedWeight.pack if kind == "fp8" or device.type == "cpu" else pack_for_gpu
     packed = pack(kind, values.to(device), scales.to(device), torch.bfloat16)
     torch.testing.assert_close(packed.times(x_NI.to(device)).cpu(), expected, rtol=2e-2, atol=0.1)
 

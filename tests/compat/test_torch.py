@@ -203,11 +203,11 @@ def test_int4_matmul_on_card(torch_compat: Any) -> None:
     """Only a card has the kernels; their shapes are known without one."""
     with FakeTensorMode():
         for inputs, tiles in ((32, 2), (64, 4), (384, 8)):
-            packed = torch_compat.pack_int4_on_card(torch.empty(16, inputs // 2, dtype=torch.uint8, device="cuda"))
+            packed = torch_compat.pack_int4_on_gpu(torch.empty(16, inputs // 2, dtype=torch.uint8, device="cuda"))
             assert packed.dtype == torch.int32 and packed.shape == (2, inputs // (16 * tiles), 32, tiles // 2)
             x = torch.empty(3, inputs, dtype=torch.bfloat16, device="cuda")
             scales = torch.empty(inputs // 32, 16, 2, dtype=torch.bfloat16, device="cuda")
-            assert torch_compat.int4_matmul_on_card(x, packed, 32, scales).shape == (3, 16)
+            assert torch_compat.int4_matmul_on_gpu(x, packed, 32, scales).shape == (3, 16)
 
 
 @pytest.mark.parametrize("capability", ["", "avx2", "default"])

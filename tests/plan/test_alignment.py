@@ -33,8 +33,8 @@ def test_the_reference_is_laid_out_like_the_trained_model() -> None:
     _, plan = plan_of({"kl": {"type": "kl"}})
     config, spec = settings(LLAMA, {"zero_stage": 3})
     owned = bytes_on_fake_ranks(config, spec, 2, 0)
-    assert plan.memory.card["reference weights"] == owned["weights"] == plan.memory.card["weights"]
-    assert plan.memory.card["optimizer state"] == owned["optimizer state"]
+    assert plan.memory.device["reference weights"] == owned["weights"] == plan.memory.device["weights"]
+    assert plan.memory.device["optimizer state"] == owned["optimizer state"]
     assert plan.seconds["reference"] > 0
 
 
@@ -47,9 +47,9 @@ def test_the_fullest_phase_counts() -> None:
     model = {**LLAMA, "hidden_size": 480, "num_layers": 12, "intermediate_size": 2048}
     _, plan = plan_of({}, model=model)
     assert plan.phases["generation"] > plan.phases["update"]
-    assert plan.memory.card["gathered copy"] == 4 * num_parameters(plan.work.spec)
+    assert plan.memory.device["gathered copy"] == 4 * num_parameters(plan.work.spec)
     _, alone = plan_of({}, ranks=1, model=model)
-    assert "gathered copy" not in alone.memory.card
+    assert "gathered copy" not in alone.memory.device
 
 
 def test_matrices_are_copied_for_the_kernels_of_a_cpu() -> None:
@@ -74,7 +74,7 @@ def test_reward_models_lie_in_main_memory_and_teachers_on_the_cards() -> None:
     assert "runs/missing does not exist yet, and is as large as the trained model" in plan.assumptions
     task = {name: value for name, value in TASK.items() if name != "type"}
     _, plan = plan_of({"type": "distill", "teacher": "runs/missing", **task})
-    assert plan.memory.card["teacher weights"] > 0 and plan.seconds["teacher"] > 0
+    assert plan.memory.device["teacher weights"] > 0 and plan.seconds["teacher"] > 0
 
 
 def test_a_critic_is_trained_after_the_policy() -> None:
@@ -83,11 +83,11 @@ def test_a_critic_is_trained_after_the_policy() -> None:
     assert {"reference", "critic"} < plan.seconds.keys()
     config, spec = settings(LLAMA, {"zero_stage": 3})
     owned = bytes_on_fake_ranks(config, spec.model_copy(update={"score_head": True}), 2, 0)
-    assert plan.memory.card["critic weights"] == owned["weights"]
-    assert plan.memory.card["critic optimizer state"] == owned["optimizer state"]
+    assert plan.memory.device["critic weights"] == owned["weights"]
+    assert plan.memory.device["critic optimizer state"] == owned["optimizer state"]
     assert plan.phases["critic update"] < plan.phases["update"]  # it has no logits
     _, shared = plan_of({"type": "ppo", "answers_per_prompt": 1, "critic": {"type": "shared"}})
-    assert "critic weights" not in shared.memory.card
+    assert "critic weights" not in shared.memory.device
 
 
 def test_a_step_of_several_updates_takes_as_many() -> None:

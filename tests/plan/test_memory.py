@@ -116,8 +116,8 @@ def test_what_a_rank_owns_equals_the_layout_on_fake_ranks(
     for stage in work.stages:
         first = stage.rank * (ranks // work.sizes.pipeline)
         expected = bytes_on_fake_ranks(config, spec, ranks, first)
-        card = stage_memory(once, stage).card
-        assert {name: card[name] for name in expected} == expected
+        device = stage_memory(once, stage).device
+        assert {name: device[name] for name in expected} == expected
 
 
 def test_frozen_layers_and_adapters_are_counted() -> None:
@@ -125,8 +125,8 @@ def test_frozen_layers_and_adapters_are_counted() -> None:
     config, spec = settings(LLAMA, {"zero_stage": 3}, tune=tune)
     spec = spec.model_copy(update={"frozen_parameters": ("embedding*", *(f"blocks.{n}.*" for n in range(5)))})
     expected = bytes_on_fake_ranks(config, spec, 2, 0)
-    card = fullest_stage(workload(config, spec, 2))[1].card
-    assert {name: card[name] for name in expected} == expected
+    device = fullest_stage(workload(config, spec, 2))[1].device
+    assert {name: device[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_bytes_of_a_parameter_equal_a_count_by_hand(
         sizes = {name: parameter.numel() for name, parameter in build_model(spec).named_parameters()}
     numbers = sum(sizes.values())
     of_block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
-    card = fullest_stage(workload(config, spec, ranks))[1].card
+    device = fullest_stage(workload(config, spec, ranks))[1].device
     steps = 4 * len(sizes)  # AdamW counts them for each parameter
-    assert card["optimizer state"] - steps == expected[2] * numbers
-    assert (card["weights"], card["gradients"]) == (expected[0] * numbers, expected[1] * numbers)
+    assert device["optimizer state"] - steps == expected[2] * numbers
+    assert (device["weights"], device["gradients"]) == (expected[0] * numbers, expected[1] * numbers)
     gathered = numbers - (2 * of_block if parallel["zero_stage"] == 3 else 0)  # two blocks of four at a time
-    assert card["compute weights"] == expected[3] * gathered
+    assert device["compute weights"] == expected[3] * gathered
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
@@ -186,7 +186,7 @@ def test_activations_of_micro_batches_in_flight_are_counted() -> None:
         train = {"activation_checkpointing": {"type": kind}}
         config, spec = settings({**LLAMA, "num_layers": 4}, {"pipeline": 2}, train=train)
         work = workload(config, spec, 2)
-        counts[kind] = [stage_memory(work, stage).card["activations"] for stage in work.stages]
+        counts[kind] = [stage_memory(work, stage).device["activations"] for stage in work.stages]
     of_block = 32 * saved_bytes(spec, 2)
     # 1f1b: two micro-batches on the first rank, one on the last; with two blocks each.
     assert counts["none"] == pytest.approx([2 * 2 * of_block, 2 * of_block])

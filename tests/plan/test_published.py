@@ -43,9 +43,9 @@ def test_model_states_are_those_of_zero(row: dict[str, str]) -> None:
         # A single rank divides nothing, whatever the stage.
         zero_stage, software = ZERO_STAGES[stage if ranks > 1 else "osgp"]
         work = planning.workload(spec, {"shard": ranks}, 1, 2 * ranks, software, zero_stage=zero_stage)
-        card = fullest_stage(work)[1].card
+        device = fullest_stage(work)[1].device
         parts = ("weights", "compute weights", "gradients", "optimizer state")
-        total = sum(card.get(part, 0.0) for part in parts) / 1e9
+        total = sum(device.get(part, 0.0) for part in parts) / 1e9
         unit = 10.0 ** -len(printed.partition(".")[2])
         assert total == pytest.approx(float(printed), rel=2e-3, abs=unit), name
 

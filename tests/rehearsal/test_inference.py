@@ -248,8 +248,8 @@ def use_int4_kernel(patch: pytest.MonkeyPatch) -> None:
         groups = packed.unflatten(1, (-1, group_size)).float() - 8
         return (x_NI.float() @ (groups * scale_OG1 + zero_OG1).flatten(1).t()).to(x_NI.dtype)
 
-    patch.setattr(quantized_weight, "pack_int4_on_card", pack)
-    patch.setattr(quantized_weight, "int4_matmul_on_card", multiply)
+    patch.setattr(quantized_weight, "pack_int4_on_gpu", pack)
+    patch.setattr(quantized_weight, "int4_matmul_on_gpu", multiply)
     for module in ("jingu.model.quantized_weight", "jingu.infer.inference_model"):
         patch.setattr(f"{module}.has_int4_kernel", lambda _device: True)
 
@@ -271,7 +271,7 @@ def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: 
         model = load(folder, kind, "card")  # type: ignore[arg-type]
         blocks: Any = model.module.blocks
         weights = [module.weight for module in blocks.modules() if isinstance(module, Linear)]
-        card_kinds = (quantized_weight.CardQuantizedWeight, quantized_weight.ScaledWeight)
+        card_kinds = (quantized_weight.GpuQuantizedWeight, quantized_weight.ScaledWeight)
         assert all(isinstance(weight, card_kinds) for weight in weights)
         result, waits = answer(Engine(model), requests)
     scores = ([[event[6] for event in each] for each in answers] for answers in (expected, result))
@@ -309,7 +309,7 @@ def multiply(_rank: int, _world: int) -> None:
         values, scales = quantized_weight.quantize(weight_OI, kind)
         expected = x_NI @ quantized_weight.dequantize(values, scales, kind).t()
         parts = (values.to(card.NAME), scales.to(card.NAME), torch.float32)
-        result = quantized_weight.pack_for_card(kind, *parts).times(x_NI.to(card.NAME))
+        result = quantized_weight.pack_for_gpu(kind, *parts).times(x_NI.to(card.NAME))
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
 
     mine = PrepackedQuantizedWeight.quantize(weight_OI, "fp8", torch.float32)

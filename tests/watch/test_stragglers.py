@@ -55,7 +55,7 @@ def test_causes_are_named_where_they_are_known():
     assert describe(data=0.3) == text
     # Of a card only the clock is known.
     assert describe(compute=0.0, clock=1050.0) == (
-        "rank 3 (node1) has a slow card. Its clock is 1,050 MHz (others 1,980)."
+        "rank 3 (node1) has a slow GPU. Its clock is 1,050 MHz (others 1,980)."
     )
 
 
@@ -136,8 +136,8 @@ def test_clock_of_a_card_by_nvml(monkeypatch):
     module.nvmlDeviceGetHandleByUUID = {"GPU-1": "handle"}.__getitem__
     module.nvmlDeviceGetClockInfo = lambda handle, kind: {("handle", 1): 1050}[handle, kind]
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert pace_module._read_clock(pace_module._open_card("GPU-1")) == 1050.0
-    assert pace_module._read_clock(pace_module._open_card("")) == 0.0
+    assert pace_module._read_clock(pace_module._open_gpu("GPU-1")) == 1050.0
+    assert pace_module._read_clock(pace_module._open_gpu("")) == 0.0
 
 
 def compute_slowly(rank: int) -> None:
