@@ -1,4 +1,4 @@
-"""Learn to sort digits: a little from examples, then from rewards alone. Nothing is downloaded.
+"""Learn to sort digits: first briefly from examples, then only from rewards. Nothing is downloaded.
 
 `python examples/grpo.py [KEY=VALUE ...]`: overrides are passed to the run that learns from rewards.
 """
@@ -19,7 +19,7 @@ QUESTIONS = 200
 
 
 def write_rows(place: Path) -> list[tuple[str, str]]:
-    """Write rows to imitate and prompts to practice on. Return questions with their answers that are in neither."""
+    """Write rows for supervised training and prompts for GRPO; return held-out questions with their answers."""
     numbers = random.Random(1).sample(range(10**DIGITS), ROWS + QUESTIONS)
     pairs = [(f"{number:0{DIGITS}}=", "".join(sorted(f"{number:0{DIGITS}}"))) for number in numbers]
     place.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def run_jingu(*arguments: str) -> None:
 
 
 def accuracy(model: Path, questions: list[tuple[str, str]]) -> float:
-    """Return the share of questions that greedy decoding answers."""
+    """Return the share of questions that the model answers correctly with greedy decoding."""
     import jingu
 
     texts = jingu.load(model).generate([question for question, _ in questions], max_tokens=2 * DIGITS)
@@ -44,7 +44,7 @@ def accuracy(model: Path, questions: list[tuple[str, str]]) -> float:
 
 
 def main(overrides: list[str]) -> None:
-    """Run all steps and print how many questions the model answers before and after."""
+    """Run all steps, and print the accuracy on held-out questions before and after learning from rewards."""
     questions = write_rows(PLACE)
     run_jingu("tokenizer", "train", "examples/sort.yaml", "data.text_field=prompt")
     run_jingu("tune", "prepare", "examples/sort.yaml")

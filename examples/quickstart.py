@@ -1,7 +1,7 @@
 """The quickstart: collect text that every machine has, then run jingu's commands on it.
 
-The text is the source of the Python standard library. Arguments are passed to `jingu train` as overrides, for example
-`make quickstart ARGUMENTS="name=short train.steps=50"`.
+The text is the source code of the Python standard library. Arguments are passed to `jingu train` as overrides, for
+example `make quickstart ARGUMENTS="name=short train.steps=50"`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACE = Path("build/quickstart")
 
 
 def collect(folder: Path) -> None:
-    """Copy the modules of the standard library, without its tests, which many systems do not ship."""
+    """Copy the modules of the standard library to `folder`, without its tests, which many systems lack."""
     if folder.exists():
         return
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -51,13 +51,13 @@ def run_jingu(*arguments: str) -> None:
         try:
             child.wait()
         except KeyboardInterrupt:
-            continue  # The child has received Ctrl-C too: it saves and exits.
+            continue  # the child also receives Ctrl-C: it saves a checkpoint and exits
     if child.returncode:
         raise SystemExit(child.returncode)
 
 
 def compressors() -> dict[str, float]:
-    """Return the bits per byte of gzip -9 and xz -9 on the bytes that the model was evaluated on."""
+    """Return the bits per byte of gzip -9 and xz -9 on the validation text, on which the model was evaluated."""
     import numpy as np
 
     from jingu.data.dataset import open_dataset
@@ -71,9 +71,9 @@ def compressors() -> dict[str, float]:
 
 
 def compare(run: Path) -> tuple[dict[str, float], int]:
-    """Return the bits per byte of the model and of the compressors, and the number of bytes.
+    """Return the bits per byte of the model and of the compressors, and the number of evaluated bytes.
 
-    The compressors are added to the metrics of the run, so that the report shows them.
+    Also add the results of the compressors to the metrics of the run, so that its report shows them.
     """
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").split("\n") if line]

@@ -1,7 +1,7 @@
-"""LoRA on instruction data, from a model on disk to a comparison of its answers before and after.
+"""Tune a model with LoRA on instruction data, and compare its answers before and after.
 
-`python examples/tune.py MODEL ROWS [KEY=VALUE ...]`: MODEL is a Hugging Face folder or a GGUF file, ROWS a file of rows
-(.json or .jsonl). Overrides are passed to jingu's commands. Nothing is downloaded.
+`python examples/tune.py MODEL ROWS [KEY=VALUE ...]`: MODEL is a Hugging Face folder or a GGUF file, and ROWS is a file
+of rows (.json or .jsonl). Overrides are passed to jingu's commands. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_jingu(*arguments: str) -> None:
 
 
 def answers(model: Path, tokens: int) -> list[str]:
-    """Return a model's answers to the questions, with greedy decoding."""
+    """Return a model's answers to the questions, of at most `tokens` tokens each."""
     import jingu
 
     chat_model = jingu.load(model)
@@ -40,12 +40,12 @@ def answers(model: Path, tokens: int) -> list[str]:
 
 
 def wrap(text: str) -> list[str]:
-    """Wrap a text to lines of one column."""
+    """Wrap a text to lines of at most `COLUMN` characters."""
     return [part for line in text.splitlines() for part in textwrap.wrap(line, COLUMN) or [""]]
 
 
 def side_by_side(left: str, right: str) -> str:
-    """Return two texts as columns."""
+    """Return two texts as two columns."""
     lines = zip_longest(wrap(left), wrap(right), fillvalue="")
     return "\n".join(f"{a:{COLUMN}} │ {b}".rstrip() for a, b in lines)
 

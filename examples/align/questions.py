@@ -1,4 +1,4 @@
-"""Questions to answer with yes or no, one a line: python examples/align/questions.py build/questions.jsonl"""
+"""Write questions to answer with yes or no, one per line: python examples/align/questions.py build/questions.jsonl"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBJECTS = {
 
 
 def write_questions(path: Path) -> None:
-    """Write prompts that the model continues."""
+    """Write each question as a prompt that the model continues, in JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ({"prompt": f"Is {subject} {word}? Yes or no:"} for subject, words in SUBJECTS.items() for word in words)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Write rows for examples/align/preferences.yaml and examples/rlhf.yaml: `python examples/align/rows.py [FOLDER]`.
 
-The task is to count. `sft.jsonl` has answers that count up and answers that count down, for the same questions;
-`pairs.jsonl` prefers those that count up. `prompts.jsonl` has the questions alone.
+The task is to count. In `sft.jsonl`, an answer counts up or down at random. In `pairs.jsonl`, the chosen answer counts
+up and the rejected one counts down. `prompts.jsonl` has only the questions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def write_rows(folder: Path) -> None:
-    """Write all files."""
+    """Write the three files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     pick = random.Random(1)
     tuning = []
@@ -35,7 +35,7 @@ def write_rows(folder: Path) -> None:
 
 
 def counts_up(completions: list[str]) -> list[float]:
-    """Return the share of numbers in each answer that are above the one before: what the preferences are about."""
+    """Return for each answer the share of numbers that are larger than the previous one, as the preferences reward."""
     scores = []
     for text in completions:
         numbers = [int(word) for word in text.split() if word.isdecimal()]

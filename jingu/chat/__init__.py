@@ -1,1 +1,1 @@
-"""Conversations as a model reads and writes them: messages, chat templates, loss weights and tool calls."""
+"""Conversations: messages, chat templates, the loss weights of their tokens, and tool calls."""

@@ -1,4 +1,4 @@
-"""The chat format of a model: how a prompt is built from a conversation, and what ends an answer."""
+"""The chat format of a model: how a conversation becomes a prompt, and which token or text ends an answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jingu.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template and what it writes after an answer.
+    """A chat template, and the token or text that it writes after an answer. At least one of the two is empty.
 
     Attributes:
-        eos_token_ids: the special token that ends an answer; empty if no single token does.
-        stop: the text that ends an answer; empty if a token does.
+        eos_token_ids: the special token that ends an answer; empty if no special token does.
+        stop: the text that ends an answer; empty if a special token does, or if the end of an answer is unknown.
     """
 
     template: ChatTemplate
@@ -39,16 +39,18 @@ class ChatFormat:
         *,
         continue_final: bool = False,
     ) -> tuple[int, ...]:
-        """Return the token ids after which the model is to answer.
+        """Return the token ids of a prompt: the conversation and the header of the answer.
 
-        A special token that a message mentions is encoded as text, so that no message can end its turn.
+        A special token inside a message is encoded as ordinary text, so that no message can end its own turn.
 
         Args:
+            tools: definitions of the tools that the model may call.
             variables: further variables of the template.
-            continue_final: whether the model continues the last message.
+            continue_final: whether the model continues the last message instead of starting a new one.
 
         Raises:
-            ConversationError: the template refuses the conversation.
+            ConversationError: a message or tool contains a reserved character, or the template refuses the
+                conversation or ignores its tools.
         """
         for message in messages:
             check_characters(message.content)
@@ -60,14 +62,15 @@ class ChatFormat:
 def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None = None) -> ChatFormat | None:
     """Return the chat format of a model, or None if it has no template.
 
-    The template is the one that is named, or else the one that the model's run was tuned with, or else the tokenizer's.
+    The first of these templates is used: `template_name`, the template of the instruction tuning that trained the
+    model, the tokenizer's own.
 
     Args:
         path: the model's folder or file.
-        template_name: a template's name or file.
+        template_name: name of a template, as for `load_template`, or its file.
 
     Raises:
-        JinguError: there is no such template.
+        JinguError: there is no such template, or it is not valid Jinja.
     """
     where = "--template" if template_name else "data.objective.template"
     name = template_name or _template_of_run(path) or "auto"
@@ -82,7 +85,7 @@ def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None
 
 
 def _template_of_run(path: Path) -> str | None:
-    """Return the template of the run that trained a model, if that was instruction tuning."""
+    """Return the setting `data.objective.template` of the run that trained a model; None unless it tuned on rows."""
     # `path` is the run itself or one of its checkpoints, RUN/checkpoints/STEP.
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run / "model.json").is_file():
@@ -92,7 +95,7 @@ def _template_of_run(path: Path) -> str | None:
 
 
 def _end_of_answer(template: ChatTemplate) -> str:
-    """Return what a template writes after an answer; empty if it cannot be determined."""
+    """Return the text that a template writes after an answer; empty if there is none, or if it cannot be located."""
     try:
         rendered = template.render((Message("user", "question"), Message("assistant", "answer")))
     except (ConversationError, JinguError):

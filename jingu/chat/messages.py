@@ -9,13 +9,13 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, Any]
 
-# Halves of surrogate pairs, which have no UTF-8 form, and noncharacters with which templates mark positions in a text.
-# No message may contain them.
+# Characters that no message may contain: halves of surrogate pairs, which UTF-8 cannot encode, and the noncharacters
+# that `jingu.chat.templates` uses as marks in rendered text.
 _RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd2]")
 
 
 class ConversationError(ValueError):
-    """A row or conversation that cannot be used: the field at fault and what was expected there."""
+    """A row or conversation cannot be used. The message names the field at fault and what was expected there."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        tool_calls: what an assistant calls; each has a `name` and `arguments`, and may have an `id`.
-        weight: factor on the loss of an assistant's tokens. With 0 the model reads the turn but is not trained on it.
-        reasoning_content: what an assistant thought before its answer.
-        name: of the author, or of the tool whose result this is.
-        tool_call_id: the call whose result this is.
+        tool_calls: calls that an assistant makes; each has a `name` and `arguments`, and may have an `id`.
+        weight: factor on the loss of an assistant's tokens. With 0, the turn is context and is not trained on.
+        reasoning_content: an assistant's reasoning before its answer.
+        name: name of the author or, if the role is `tool`, of the tool that returned this result.
+        tool_call_id: id of the call that this message answers; empty if it has none.
     """
 
     role: Role
@@ -44,9 +44,9 @@ class Row:
     """One row of instruction data: either a conversation (`messages`) or plain text (`segments`).
 
     Attributes:
-        kind: the form in which the row was written, for statistics.
+        kind: format of the row in its source file, for statistics.
         tools: definitions of the tools that the assistant may call.
-        segments: consecutive texts, each with whether the model is trained on it. No template is applied.
+        segments: consecutive texts, each with a flag: whether it counts in the loss. No template is applied.
     """
 
     kind: str
@@ -56,6 +56,6 @@ class Row:
 
 
 def check_characters(text: str, label: str = "") -> None:
-    """Raise ConversationError if the text contains a reserved character; `label` begins the message."""
+    """Raise ConversationError if the text contains a reserved character. `label` is the prefix of the message."""
     if match := _RESERVED_CHARACTERS.search(text):
         raise ConversationError(f"{label}U+{ord(match[0]):04X} is not a character and cannot appear in text")

@@ -1,4 +1,4 @@
-"""Separate the reasoning, `<think>…</think>`, from the answer that follows it, while they are generated."""
+"""Separate the reasoning, `<think>…</think>`, from the answer after it while a text is generated."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ _CLOSE_TAG = "</think>"
 
 
 class ReasoningParser:
-    """Splits a text, as it grows, into reasoning and answer. Only a text that begins with the tag has reasoning.
+    """Splits a growing text into reasoning and answer. A text that does not begin with `<think>` is all answer.
+
+    White space around the tags is removed.
 
     Args:
-        is_open: whether the prompt ends with the tag, as with templates that begin the reasoning.
+        is_open: whether the prompt already ends with `<think>`, as some templates write it. The text then begins with
+            reasoning.
     """
 
     def __init__(self, is_open: bool = False) -> None:
         self._buffer = ""
         self._is_inside = is_open
-        # Before the first visible character of the text, of the reasoning or of the answer.
+        # Whether the current part (reasoning or answer) has no visible character yet: leading spaces are dropped.
         self._at_start = True
         self._is_answer = False
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Add a piece of the text; return the reasoning and the answer that it completes."""
+        """Add a piece of the text; return the new reasoning and the new answer text, either of which can be empty.
+
+        Args:
+            is_last: whether the text ends here. Withheld characters are then returned, too.
+        """
         self._buffer += text
+        # Decide, at the beginning of the text, whether it starts with the tag.
         if not self._is_inside and not self._is_answer:
             stripped = self._buffer.lstrip()
             if OPEN_TAG.startswith(stripped[: len(OPEN_TAG)]) and len(stripped) < len(OPEN_TAG) and not is_last:
@@ -42,7 +50,10 @@ class ReasoningParser:
         return reasoning, answer
 
     def _take_reasoning(self, is_last: bool) -> str:
-        """Return the reasoning in the buffer. Withhold what may be white space before the closing tag, or its start."""
+        """Return the reasoning in the buffer, except for an end that may belong to the closing tag.
+
+        That end stays in the buffer: white space, which is dropped before a closing tag, or the tag's first characters.
+        """
         reasoning, tag, rest = self._buffer.partition(_CLOSE_TAG)
         lengths = range(len(_CLOSE_TAG) - 1, 0, -1)
         if not tag and not is_last:

@@ -1,12 +1,13 @@
 """Chat templates: render a conversation as text, and locate the assistant's answers in it.
 
-Templates are Jinja, as transformers runs them: the tokenizer's own, or one of those shipped here. They run in Jinja's
-sandbox. The answers are located by rendering, never by guessing. Either the template marks them with
-`{% generation %}`, or both the text up to an answer and the text including it must be prefixes of the whole; a template
-for which this does not hold is refused.
+Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox. They come from the tokenizer, from
+this package or from a file. The positions of answers decide which tokens are trained, so they are computed, never
+guessed: either the template marks answers with `{% generation %}`, or the conversation up to an answer and the
+conversation including it must both render as prefixes of the whole text. Any other template is refused.
 
-A special token that a message merely mentions must stay ordinary text. Before rendering, each mention is replaced by a
-private code point between two `_MENTION_MARK`s, and spelled out again in the rendered text.
+A *mention* is a special token that a message contains as text, such as a question about `<|im_end|>`. It must not act
+as a special token. Before rendering, each mention is replaced by a private code point between two `_MENTION_MARK`s;
+after rendering, it is restored, and its position is recorded.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from jingu.text.tokenizer import Tokenizer
 
 Span = tuple[int, int]
 
-# Noncharacters around what a template marks as an answer, and around a mention. `check_characters` keeps them out of
-# messages.
+# Noncharacters that delimit answers and mentions in rendered text. `check_characters` keeps them out of messages.
 _ANSWER_START = "\ufdd0"
 _ANSWER_END = "\ufdd1"
 _MENTION_MARK = "\ufdd2"
@@ -52,12 +52,12 @@ NAMED_TEMPLATES = {
     for file in sorted(_TEMPLATES.iterdir(), key=lambda file: file.name)
     if file.is_file()
 }
-# BLOOMZ was trained on nothing but the texts.
+# BLOOMZ was trained on the bare texts.
 NAMED_TEMPLATES["bloomz-plain"] = NAMED_TEMPLATES["plain"]
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` around an answer."""
+    """The tag `{% generation %}…{% endgeneration %}`, which writes marks around an answer."""
 
     tags = {"generation"}
 
@@ -73,8 +73,8 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        answers: start and end of each answer in `text`.
-        mentions: start and end of each special token that is only mentioned.
+        answers: start and end of each answer in `text`, in characters.
+        mentions: start and end of each special token that is to be tokenized as text.
     """
 
     text: str
@@ -87,9 +87,10 @@ class ChatTemplate:
 
     Args:
         source: the Jinja source.
-        where: names the template in error messages.
-        tools_source: the template of conversations with tools, where that is another.
-        parse_special_tokens: whether special tokens written inside messages act as such.
+        where: name of the template in error messages.
+        tools_source: the Jinja source for conversations with tools; None: `source`.
+        parse_special_tokens: whether special tokens inside messages act as special tokens. Use it for trusted data
+            only: a message can then end its own turn.
 
     Raises:
         JinguError: the source is not valid Jinja.
@@ -132,11 +133,12 @@ class ChatTemplate:
         """Return the conversation as text, with the positions of its answers.
 
         Args:
-            locate_answers: False skips locating them, which some templates do not allow.
+            locate_answers: False: do not search for answers that the template does not mark, which fails for some
+                templates.
 
         Raises:
-            ConversationError: the template refuses the conversation or ignores its tools, or the answers cannot be
-                located reliably.
+            ConversationError: the template refuses the conversation, ignores its tools, calls or reasoning, or the
+                answers cannot be located reliably.
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render(messages, tools, locate_answers=locate_answers)
@@ -149,12 +151,14 @@ class ChatTemplate:
         answers: list[Span] = []
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if self._has_generation_tag:
+            # The template marks the answers. Check each, if the marks can be assigned to messages.
             text, spans = _strip_answer_marks(text)
             answers = [(start, self._trim_after_special_token(text, end)) for start, end in spans]
             if len(answers) == len(indices):
                 for index, (start, end) in zip(indices, answers, strict=True):
                     self._find_answer(variables[index], text[start:end])
         elif locate_answers:
+            # An answer lies between the ends of two prefixes: the messages before it and its header; the same and it.
             for index in indices:
                 start = self._prefix_length(text, variables[:index], tool_variables, add_generation_prompt=True)
                 end = len(text)
@@ -172,11 +176,11 @@ class ChatTemplate:
         *,
         continue_final: bool = False,
     ) -> RenderedChat:
-        """Return the text after which the model is to answer.
+        """Return the text of a prompt: the conversation and the header of the answer.
 
         Args:
             variables: further variables of the template.
-            continue_final: whether the model continues the last message.
+            continue_final: whether the model continues the last message. The text then ends with that message.
 
         Raises:
             ConversationError: the template refuses the conversation or ignores its tools.
@@ -195,18 +199,25 @@ class ChatTemplate:
     def _refuse_if_equal(
         self, what: str, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any
     ) -> None:
-        """Raise ConversationError if messages without a part of them render to the same text."""
+        """Raise ConversationError if the template ignores a part of the conversation.
+
+        Args:
+            what: the part, for the error message.
+            text: the rendered text of the whole conversation.
+            messages: the messages without that part; if they render as `text`, the template ignores it.
+            tools: the tools without that part.
+        """
         try:
             is_equal = text == self._render(messages, tools, **options)
         except ConversationError:
-            return  # a template that refuses them without the part supports it
+            return  # the template needs the part, so it does not ignore it
         if is_equal:
             raise ConversationError(f"the chat template {self.where} does not support {what}")
 
     def _render_messages(
         self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], /, **options: Any
     ) -> tuple[list[JsonObject], list[Any] | None, str]:
-        """Return messages and tools as the template expects them, with mentions escaped, and the rendered text."""
+        """Return the messages and the tools as the template's variables, with mentions escaped; and the text."""
         tool_variables = self._escape_mentions(list(tools)) or None
         variables: list[JsonObject] = [self._escape_mentions(_message_variables(message)) for message in messages]
         calls = [call["function"] for message in variables for call in message.get("tool_calls", [])]
@@ -216,7 +227,7 @@ class ChatTemplate:
             text = self._render(variables, tool_variables, **options)
         except ConversationError as failure:
             error = failure
-        # Some templates expect arguments as JSON text: they fail with objects, or write them as Python does.
+        # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
         if calls and (error or any(call["arguments"] and str(call["arguments"]) in text for call in calls)):
             for call in calls:
                 call["arguments"] = _to_json(call["arguments"])
@@ -229,10 +240,13 @@ class ChatTemplate:
         return variables, tool_variables, text
 
     def _find_answer(self, message: JsonObject, text: str) -> Span:
-        """Return where an answer begins and ends in its span. Raise ConversationError where not all of it is there."""
+        """Return start and end of an answer (content and calls) in a text. Raise ConversationError if any is missing.
+
+        The text may be longer than the answer. An answer without content and calls gives (0, 0).
+        """
         content = message["content"].strip()
         if content not in text:
-            # Templates may write reasoning in their own form.
+            # The content may begin with reasoning, which some templates rewrite: search for the rest only.
             content = content.rpartition("</think>")[2].strip()
         parts = [content, *(call["function"]["name"] for call in message.get("tool_calls", []))]
         parts = [part for part in parts if part]
@@ -244,14 +258,17 @@ class ChatTemplate:
         return text.index(parts[0]), max(text.rindex(part) + len(part) for part in parts)
 
     def _check_span(self, text: str, answers: list[Span], messages: list[JsonObject], tools: list[Any] | None) -> None:
-        """Raise ConversationError unless the last span is the answer of the last message with its end, no less and no
-        more: prefixes alone do not prove this for every template."""
+        """Raise ConversationError if the last span contains more than the last message's answer and its end token.
+
+        That both ends of a span are prefixes of the text does not exclude this: the span could include the header of
+        this or of the next turn, and the model would be trained to write it.
+        """
         *earlier, (start, end) = answers
         answer_start, answer_end = self._find_answer(messages[-1], text[start:end])
         before = text[start : start + answer_start]
         after = text[start + answer_end : end]
-        # 1. Where the generation prompt is empty, the header of the turn may stand in the span: text before the
-        # content, or before a call a special token that also stands outside of answers.
+        # 1. The header of this turn. It is in the span if the template writes no generation prompt. Signs of it are
+        # text before the content, or a special token before it that also occurs outside of answers.
         is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
         has_header = bool(is_plain and before.strip())
         for token in self._special_pattern.findall(before):
@@ -261,7 +278,8 @@ class ChatTemplate:
             with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
             if with_prompt == self._render(messages[:-1], tools):
                 raise self._wrong_span("the header of an answer", before)
-        # 2. Behind the content, the header of the next answer: what precedes this one from a special token on.
+        # 2. The header of the next turn, after the content. The header of this answer serves as an example of it: the
+        # text before this answer, from a special token on.
         for token in self._special_pattern.findall(after):
             header = text[max(text.rfind(token, 0, start), 0) : start].strip()
             if header and header in after and header != after.strip():
@@ -278,7 +296,7 @@ class ChatTemplate:
             self._variables | {"add_generation_prompt": False} | options | {"messages": messages, "tools": tools}
         )
         try:
-            # Like `Template.render`, which would copy the constant variables once more.
+            # Does the same as `Template.render`, but does not copy the constant variables.
             context = Context(self._template.environment, variables, self._template.name, self._template.blocks)
             return "".join(self._template.root_render_func(context))
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -287,7 +305,7 @@ class ChatTemplate:
     def _prefix_length(
         self, text: str, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False
     ) -> int:
-        """Return the length of the first messages when rendered. Raise unless the text begins with them."""
+        """Return the length of the first messages as text. Raise ConversationError unless `text` begins with it."""
         prefix = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         if not text.startswith(prefix):
             raise ConversationError(
@@ -299,12 +317,12 @@ class ChatTemplate:
         return len(prefix)
 
     def _trim_after_special_token(self, text: str, end: int) -> int:
-        """Return where an answer ends: no model writes the white space after its end token."""
+        """Return the end of an answer, without white space after its end token, which a model never generates."""
         stripped = len(text[:end].rstrip())
         return stripped if text.endswith(self._special_tokens, 0, stripped) else end
 
     def _escape_mentions(self, value: Any) -> Any:
-        """Return a JSON value in whose texts the special tokens are escaped."""
+        """Return a JSON value with the special tokens in its strings escaped."""
         if not self._escaped_tokens:
             return value
         if isinstance(value, dict):
@@ -319,7 +337,7 @@ class ChatTemplate:
         return f"{_MENTION_MARK}{chr(_FIRST_MENTION + self._escaped_tokens.index(match[0]))}{_MENTION_MARK}"
 
     def _restore_mentions(self, text: str, answers: list[Span]) -> RenderedChat:
-        """Spell out the escaped special tokens; positions behind them move accordingly."""
+        """Restore the escaped special tokens in a text, and shift the positions of the answers accordingly."""
         if _MENTION_MARK not in text:
             return RenderedChat(text, tuple(answers))
 
@@ -347,9 +365,11 @@ def load_template(
     """Load a chat template.
 
     Args:
-        name: `auto` for the tokenizer's own, the name of one of several that it has, or of a shipped one, or a file.
-        where: the setting that names it, for error messages.
-        for_training: whether `auto` replaces templates of known models by versions that mark the answers.
+        name: `auto` for the tokenizer's default template; the name of another template of the tokenizer; a name in
+            `NAMED_TEMPLATES`; or a file.
+        parse_special_tokens: as for `ChatTemplate`.
+        where: the setting that contains the name, for error messages.
+        for_training: whether `auto` replaces the templates of known models by versions that mark the answers.
 
     Raises:
         JinguError: there is no such template, or it is not valid Jinja.
@@ -383,10 +403,10 @@ def load_template(
 
 
 def find_marked_template(source: str) -> str:
-    """Return the version of a known model's template that marks the answers; other templates as they are.
+    """Return the version of a known model's template that marks the answers. Return other templates unchanged.
 
-    Some models' own templates render earlier answers differently once another turn follows, so that the answers cannot
-    be located, or refuse tool arguments that are objects.
+    Some models need it: their own template renders an answer differently once another turn follows, so that answers
+    cannot be located, or it refuses tool arguments that are objects.
     """
     folder = _TEMPLATES.joinpath("training")
     names = json.loads(folder.joinpath("hashes.json").read_text(encoding="utf-8"))
@@ -395,7 +415,7 @@ def find_marked_template(source: str) -> str:
 
 
 def _message_variables(message: Message) -> JsonObject:
-    """Return a message as templates expect it."""
+    """Return a message as the dictionary that templates expect, which is that of transformers."""
     variables: JsonObject = {"role": message.role, "content": message.content}
     if message.tool_calls:
         variables["tool_calls"] = []
@@ -411,7 +431,7 @@ def _message_variables(message: Message) -> JsonObject:
 
 
 def _strip_answer_marks(text: str) -> tuple[str, list[Span]]:
-    """Return the text without the template's marks, and the spans that were between them."""
+    """Return the text without the marks around answers, and the spans that they delimited."""
     plain = ""
     start = 0
     spans = []

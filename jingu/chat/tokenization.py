@@ -24,9 +24,9 @@ class TokenizedRow:
     """A row as token ids.
 
     Attributes:
-        kind: the form of the row.
-        weights: of each token, as a label, in hundredths; 0 where it is not trained. Below 0: its probability is to
-            decrease.
+        kind: `Row.kind`.
+        weights: loss weight of each token as a label, times `WEIGHT_SCALE`, [tokens]. 0: the token is not trained;
+            below 0: training decreases its probability.
     """
 
     kind: str
@@ -35,21 +35,24 @@ class TokenizedRow:
 
     @property
     def split_ids(self) -> list[int]:
-        """Ids that decide whether the row is for validation."""
+        """Ids whose hash assigns the row to the training or the validation split."""
         return self.ids
 
     @property
     def sidecar(self) -> npt.NDArray[Any]:
-        """What is stored beside each id."""
+        """The values that a data set stores beside the ids, one per id."""
         return self.weights
 
 
 def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
     """Return the token ids of a row and their loss weights.
 
+    Args:
+        loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens.
+
     Raises:
-        ConversationError: the template refuses the row, its answers do not match the row's weights, or they cannot be
-            located in what the template renders.
+        ConversationError: the template refuses the row, the answers cannot be located in the rendered text, or their
+            number differs from that of the row's weights.
     """
     if row.segments:
         return _tokenize_segments(row, tokenizer, loss_on)
@@ -59,7 +62,7 @@ def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on
         return TokenizedRow(row.kind, ids, np.full(len(ids), WEIGHT_SCALE, np.uint8))
     factors = [message.weight for message in row.messages if message.role == "assistant"]
     if len(answers) != len(factors):
-        # Some templates drop earlier answers or mark several as one. That is harmless while all weights are equal.
+        # Some templates drop earlier answers, or mark several as one. This is harmless if all weights are 1.
         if loss_on == "last_assistant" or set(factors) != {1.0}:
             raise ConversationError(
                 f"the template marks {len(answers)} of {pluralize(len(factors), 'answer')}, so their weights cannot "
@@ -75,7 +78,7 @@ def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on
 
 
 def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
-    """Tokenize text to which no template applies, between the BOS (if any) and EOS tokens."""
+    """Tokenize segments of plain text: the tokenizer's prefix (such as BOS), the texts, EOS. EOS is always trained."""
     ids = list(tokenizer.prompt_prefix_ids)
     is_trained = [loss_on == "all"] * len(ids)
     for text, is_answer in row.segments:
@@ -90,15 +93,15 @@ def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> Token
 def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:
     """Tokenize a rendered conversation.
 
-    Special tokens become their ids, except those that are only mentioned: these are tokenized as text.
+    The template's special tokens become their ids; mentions, which come from messages, are tokenized as text.
 
     Returns:
-        The ids, and for each answer its first id and the first id after it.
+        The ids, and for each answer the index of its first id and of the first id after it.
     """
     if not rendered.mentions:
         return tokenizer.encode_spans(rendered.text, rendered.answers, parse_special_tokens=True)
     ids: list[int] = []
-    # For each answer, the borders of its ids in every piece of text that it spans.
+    # For each answer, the start and end of its ids in each piece of text that it overlaps; first and last delimit it.
     borders: list[list[int]] = [[] for _ in rendered.answers]
     for start, end, special_id in _split_at_special_tokens(rendered, tokenizer):
         # Clip each answer to this piece; an answer outside of it becomes empty.
@@ -119,7 +122,7 @@ def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[
 
 
 def _split_at_special_tokens(rendered: RenderedChat, tokenizer: Tokenizer) -> Iterator[tuple[int, int, int | None]]:
-    """Yield start and end of each piece of the text, and the id of the special token that it is (None: plain text)."""
+    """Yield start, end and special token id of each piece of the text; the id is None for plain text."""
     mentions = dict(rendered.mentions)
     special_tokens = tokenizer.special_tokens
     pattern = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))

@@ -15,7 +15,7 @@ from typing import Any
 
 from jingu.chat.messages import JsonObject, Message
 
-# How tools are described where the chat template has no place for them, in Hermes's and Qwen's words.
+# The description of tools for chat templates that do not support tools, in the words of Hermes and Qwen.
 _TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
@@ -24,19 +24,20 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function; `arguments` is JSON text."""
+    """A call of a function. `arguments` is JSON text, as in OpenAI's protocol."""
 
     name: str
     arguments: str
 
 
 class ToolCallParser:
-    """Splits an answer, as it grows, into text and tool calls.
+    """Splits a growing answer into text and tool calls.
 
     Args:
         names: functions that may be called. A call of any other function is treated as text.
-        forced: the function whose arguments make up the whole answer (guided decoding guarantees it).
-        required: whether the answer is nothing but a call.
+        forced: the function that must be called. The whole answer then is its arguments, which guided decoding
+            ensures.
+        required: whether the answer consists of calls only, so that no text is returned before its end.
         parallel: whether several calls are allowed; otherwise only the first is returned.
     """
 
@@ -52,14 +53,14 @@ class ToolCallParser:
         self._in_call = required
 
     def push(self, text: str) -> str:
-        """Add a piece of the answer; return the text that certainly belongs to no call."""
+        """Add a piece of the answer; return the text that cannot be part of a call."""
         if not self._names:
             return text
         self._buffer += text
         if self._in_call:
             return ""
         if not self._has_text:
-            # The first visible character tells whether the whole answer may be JSON.
+            # The first visible character decides whether the whole answer may be JSON.
             first = self._buffer.lstrip()[:1]
             if not first:
                 return ""
@@ -88,7 +89,7 @@ class ToolCallParser:
         return text, calls if self._parallel else calls[:1]
 
     def _parse(self, buffer: str) -> tuple[str, list[ToolCall]]:
-        """Return the text around the calls, and the calls. If one of them is malformed, all of it is text."""
+        """Return the text around the calls, and the calls. If a call is malformed, return the whole answer as text."""
         if OPEN_TAG in buffer:
             text, *parts = buffer.split(OPEN_TAG)
         else:
@@ -104,7 +105,7 @@ class ToolCallParser:
         return text, calls
 
     def _parse_json(self, text: str) -> tuple[list[ToolCall], str] | None:
-        """Return the calls that the text begins with and what follows them; None if it does not begin with calls."""
+        """Return the calls at the beginning of the text, and the rest of it; None if it does not begin with a call."""
         text = text.lstrip()
         try:
             value, end = _DECODER.raw_decode(text)
@@ -127,9 +128,13 @@ def _to_call(value: Mapping[str, Any]) -> ToolCall:
 
 
 def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]) -> tuple[Message, ...]:
-    """Return messages with tools, calls and results as text, for chat templates that do not support tools.
+    """Write tools, calls and results as text in messages, for chat templates that do not support tools.
 
-    The tools are described in the first message: some templates have no place for a system message either.
+    The tools are described in the first message, whatever its role: some templates have no system message either.
+
+    Args:
+        messages: at least one.
+        tools: definitions of the tools, written as JSON, one per line.
     """
     texts: list[Message] = []
     for message in messages:
@@ -141,7 +146,7 @@ def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]
         text = replace(message, content="\n".join(filter(None, parts)), tool_calls=(), name="", tool_call_id="")
         if message.role == "tool":
             text = replace(text, role="user", content=f"<tool_response>\n{text.content}\n</tool_response>")
-            # Results of several calls are one message, as many templates want roles to alternate.
+            # Join the results of several calls in one message, as many templates require alternating roles.
             if texts[-1:] and texts[-1].role == "user":
                 text = replace(text, content=f"{texts.pop().content}\n{text.content}")
         texts.append(text)

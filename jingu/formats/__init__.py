@@ -1,1 +1,1 @@
-"""Model files of others, in and out: Hugging Face folders, safetensors, GGUF, peft."""
+"""Read and write models in other formats: Hugging Face folders, safetensors, GGUF (reading only), peft."""

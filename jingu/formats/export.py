@@ -32,7 +32,7 @@ from jingu.text.tokenizer import Tokenizer
 _LOGGER = logging.getLogger("jingu")
 ReadTensor = Callable[[str], Tensor]
 
-# Largest size of a weight file, except for one with a single larger tensor.
+# Maximum size of a weight file. A file with a single tensor may be larger.
 SHARD_BYTES = 5_000_000_000
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,18 +47,18 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
     """Write any model (a run, a step of one, a Hugging Face folder, a GGUF file) as a Hugging Face folder.
 
     Args:
-        dtype: of the weights; auto: that of most stored weights (fp32 if they are quantized).
-        check: refuse weights that contain NaN or infinity.
+        dtype: dtype to write, a name in `DTYPES`; auto: the dtype of most stored weights (fp32 if they are quantized).
+        check: whether weights that contain NaN or infinity are an error; otherwise they are only reported.
 
     Raises:
-        JinguError: the model cannot be read, it has no tokenizer, `to` is not empty, or the check fails.
+        JinguError: the model cannot be read or has no tokenizer, `to` is not empty, or the check fails.
     """
     write_model(open_model(model), to, dtype, check)
     copy_provenance(model, to)
 
 
 def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
-    """Write an open model as a Hugging Face folder, and print that. Raises as `convert`."""
+    """Write an open model as a Hugging Face folder, and print its path. Arguments and errors: as for `convert`."""
     if model.spec.adapter is not None:
         raise JinguError(
             "the run trained a prompt, which cannot be merged into weights.",
@@ -75,7 +75,7 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
 
 
 def _normalize_head(read: ReadTensor) -> ReadTensor:
-    """Return `read` with each row of the head's weight divided by its norm."""
+    """Return a version of `read` that divides each row of the head's weight by its norm, as Baichuan 2's head does."""
 
     def read_normalized(name: str) -> Tensor:
         value = read(name)
@@ -96,18 +96,23 @@ def export_hf(
     source: StoredModel | None = None,
     check: bool = False,
 ) -> Family:
-    """Write a Hugging Face folder that transformers loads as it is; it appears whole or not at all.
+    """Write a Hugging Face folder that transformers loads. The folder is created atomically: complete or not at all.
 
-    Only one tensor at a time is in memory. Return the family as which the model was written: of a family that
-    transformers lacks, an equivalent one if there is one.
+    Only one parameter at a time is in memory.
 
     Args:
         read: returns a whole parameter by jingu's name (`StoredModel.read`, or a dictionary's `__getitem__`).
-        tokenizer_folder: its files are copied.
+        tokenizer_folder: folder with the tokenizer to copy.
         to: a new or empty folder.
-        shard_bytes: largest weight file.
-        source: model whose special token ids and generation config are written; None: the tokenizer's EOS token.
-        check: refuse weights that contain NaN or infinity in `dtype`.
+        dtype: dtype of the written weights.
+        shard_bytes: maximum size of a weight file.
+        source: the model that supplies special token ids and generation config; None: the ids come from the
+            tokenizer.
+        check: whether weights that contain NaN or infinity in `dtype` are an error; otherwise they are logged.
+
+    Returns:
+        The family that was written. It differs from the model's own if transformers lacks that family and jingu knows
+        an equivalent one.
 
     Raises:
         JinguError: the folder is not empty, the disk is full, the model has a shape that its Hugging Face
@@ -120,11 +125,13 @@ def export_hf(
             where=to,
             fix="Delete it first, or choose another folder.",
         )
+    # Convert the model to a family that transformers has, if possible.
     same = equivalent_spec(spec)
     if same.normalize_lm_head != spec.normalize_lm_head:
         read = _normalize_head(read)
     spec = same
     family = FAMILIES[spec.family]
+    # Describe the model in config.json.
     special_ids = {} if source is None else dict(source.special_token_ids)
     if not special_ids:
         special_ids = _special_token_ids(Tokenizer.load(tokenizer_folder), spec)
@@ -133,7 +140,7 @@ def export_hf(
         "architectures": [family.architectures[0]],
         **family.hf_config(spec),
         **special_ids,
-        # Releases of transformers before 5 read the first name, later ones the second.
+        # transformers reads `torch_dtype` before release 5, and `dtype` since then.
         "torch_dtype": str(dtype).removeprefix("torch."),
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -141,7 +148,7 @@ def export_hf(
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", special_ids if generation_config is None else generation_config)
         _write_tokenizer(folder, tokenizer_folder)
-        with single_thread():  # casts and checks keep up with the disk
+        with single_thread():  # casts and checks on one thread are as fast as the disk
             broken = _write_weights(folder, spec, read, dtype, shard_bytes)
         problem = f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}."
         if broken and not check:
@@ -157,8 +164,8 @@ def export_hf(
 
 
 def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
-    """Return the special token ids of a model whose source names none."""
-    # Not as padding, too: transformers never trains the embedding of the padding token.
+    """Return the special token ids of a model whose source defines none."""
+    # EOS must not be the padding token too: transformers does not train the embedding of the padding token.
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
     if spec.num_encoder_layers is not None:
         start = tokenizer.decoder_start_token_id
@@ -167,20 +174,21 @@ def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, source: Path) -> None:
-    """Copy the tokenizer's files as they are; convert one in another format."""
+    """Copy the tokenizer's files unchanged. A tokenizer in another format is converted to tokenizer.json."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if not (folder / "tokenizer.json").is_file():
         Tokenizer.load(source).save(folder)
-    # A class whose code came with the original is not here; tokenizer.json has all that it does.
+    # `auto_map` names a class whose code is not copied. tokenizer.json contains the whole tokenizer, so a standard
+    # class loads it.
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     if config.pop("auto_map", None):
         write_json(folder / "tokenizer_config.json", {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
-    """Write the weight files, and their index if there are several; return the names of tensors that are not finite."""
+    """Write the weight files, and their index if there are several; return names of tensors with NaN or infinity."""
     mappings = map_tensors(spec)
     sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
     shards = _split_into_shards(mappings, sizes, shard_bytes)
@@ -199,7 +207,7 @@ def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch
                     is_finite = is_finite and not has_nan_or_infinity(chunk)
                     elements += chunk.numel()
                     write_all(file, tensor_bytes(chunk))
-                # The header promises this many.
+                # The header is written already, so another number of elements would damage the file.
                 if elements != prod(mapping.shape):
                     raise ValueError(f"{mapping.hf_name} has {elements} elements")
                 if not is_finite:
@@ -211,14 +219,17 @@ def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch
 
 
 def _chunks(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield tensors a few rows at a time: contiguous, in main memory, and cast to `dtype`."""
+    """Yield tensors a few rows at a time: contiguous, in host memory, and cast to `dtype`."""
     for part in parts:
         for chunk in part.split(max(1, CHUNK_ELEMENTS * len(part) // max(1, part.numel()))):
             yield chunk.to("cpu", dtype).contiguous()
 
 
 def _cache_last(read: ReadTensor) -> ReadTensor:
-    """Return `read` with a cache of one tensor: Hugging Face's tensors of experts are slices of one of jingu's."""
+    """Return a version of `read` that caches one tensor.
+
+    It avoids repeated reads where Hugging Face has a tensor per expert: all are slices of one of jingu's parameters.
+    """
     cache: dict[str, Tensor] = {}
 
     def read_cached(name: str) -> Tensor:
@@ -231,7 +242,11 @@ def _cache_last(read: ReadTensor) -> ReadTensor:
 
 
 def _hf_parts(mapping: TensorMapping, read: ReadTensor) -> Iterator[Tensor]:
-    """Yield a tensor of Hugging Face's: part after part where it is jingu's parameters stacked, otherwise at once."""
+    """Yield the parts of one Hugging Face tensor, which are concatenated along the first dim.
+
+    A tensor that concatenates several of jingu's parameters is yielded one parameter at a time, to save memory; any
+    other tensor is one part.
+    """
     if mapping.transform is IDENTITY and mapping.expert is None:
         yield from (read(name).detach() for name in mapping.jingu_shapes)
     else:
@@ -241,7 +256,7 @@ def _hf_parts(mapping: TensorMapping, read: ReadTensor) -> Iterator[Tensor]:
 def _split_into_shards(
     mappings: Sequence[TensorMapping], sizes: Sequence[int], shard_bytes: int
 ) -> list[list[TensorMapping]]:
-    """Split the list into runs of at most `shard_bytes`."""
+    """Divide the tensors, in order, into shards of at most `shard_bytes`; a larger tensor has a shard of its own."""
     shards: list[list[TensorMapping]] = [[]]
     total = 0
     for mapping, size in zip(mappings, sizes, strict=True):

@@ -1,8 +1,8 @@
-"""Reading GGUF files: metadata, a tokenizer and weights, often quantized, in one file.
+"""Reading GGUF files, which contain metadata, a tokenizer and weights (usually quantized) in one file.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, counts, metadata, tensor infos,
-padding, tensors. The header is parsed here rather than by the `gguf` package, which trusts the sizes in a damaged file
-and takes seconds for a large vocabulary; names and dequantization are the package's.
+padding, tensors. The `gguf` package maps tensor names and dequantizes. The header is parsed here, because the package
+trusts the sizes in a damaged file and takes seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from jingu.tables import read_table
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_tokenizer import write_gguf_tokenizer
 
+# Value types of the metadata: scalars with their `struct` codes, strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Types that are read without dequantization.
+# Tensor types that need no dequantization.
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-# Types of 16 equidistant levels for each 32 elements of a row, as `--precision int4` has them.
+# Tensor types with 16 equidistant levels per block of 32 elements of a row, as in `--precision int4`.
 _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
 Metadata = Mapping[str, Any]
@@ -49,11 +50,11 @@ _ARCHITECTURES = read_table(__file__, "gguf.toml")
 
 
 def open_gguf(path: Path) -> StoredModel:
-    """Open a GGUF file; weights are read when asked for, quantized ones as fp32.
+    """Open a GGUF file. Weights are read lazily; quantized weights are dequantized to fp32.
 
     Raises:
         JinguError: the `gguf` package is not installed; or the file is damaged, has an architecture or quantization
-            that jingu does not support, or tensors that differ from what its metadata describe.
+            that jingu does not support, or its tensors differ from those that its metadata describe.
     """
     library = import_optional("gguf", "reading GGUF files", str(path))
     try:
@@ -70,7 +71,7 @@ def open_gguf(path: Path) -> StoredModel:
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
     num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
     model = replace(model, has_int4_blocks=2 * num_4bit > sum(info.shape.numel() for info in matrices))
-    # The tokenizer is inside the file: it gets a folder of its own until the process ends.
+    # The tokenizer is part of the file. Write it to a temporary folder, which is deleted when the process ends.
     until_exit = ExitStack()
     atexit.register(until_exit.close)
     folder = until_exit.enter_context(temporary_folder("jingu-tokenizer-"))
@@ -84,11 +85,13 @@ def open_gguf(path: Path) -> StoredModel:
 def _open_weights(
     path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], name: str, config: Metadata, expected: Shapes
 ) -> StoredWeights:
-    """Open the file's tensors under Hugging Face's names; those that are not expected keep their own.
+    """Open the file's tensors under Hugging Face's names. Unexpected tensors keep their GGUF names.
 
     Args:
-        name: of the architecture.
-        config: Hugging Face's.
+        infos: location of each tensor in the file, by its GGUF name.
+        name: GGUF's name of the architecture.
+        config: the model's config in Hugging Face's form, from `_hf_config`.
+        expected: shapes by Hugging Face's names.
     """
     permuted, transposed = (tuple(_ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
@@ -96,7 +99,7 @@ def _open_weights(
     tensors = {}
     used = {"rope_freqs.weight"}
     for hf_name in expected:
-        # GGUF keeps the matrices of all experts in one tensor.
+        # GGUF stores the matrices of all experts in one tensor.
         expert = _EXPERT.search(hf_name)
         gguf_name = table.get_name(_EXPERT.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name in infos:
@@ -109,7 +112,7 @@ def _open_weights(
         for name, info in tensors.items()
     }
 
-    # Undo, tensor by tensor, what the converter did.
+    # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
     def read(name: str) -> Tensor:
         tensor = _read_tensor(path, library, tensors[name])
         if name.endswith(transposed):
@@ -126,7 +129,7 @@ def _open_weights(
 
 
 def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tensor:
-    """Return a tensor as it is in the file, dequantized a few rows at a time."""
+    """Return a tensor in the file's arrangement. A quantized one is dequantized to fp32, a few rows at a time."""
     if isinstance(info.dtype, torch.dtype):
         return map_tensor(path, info.begin, info.shape, info.dtype)
     kind = library.GGMLQuantizationType[info.dtype]
@@ -142,7 +145,7 @@ def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tenso
 
 
 def _expert_location(info: TensorLocation, expert: int) -> TensorLocation:
-    """Return the location of one expert's matrix in a tensor of all."""
+    """Return the location of one expert's matrix in the tensor of all experts, [E, ...]."""
     size = info.bytes // info.shape[0]
     return TensorLocation(info.shape[1:], info.dtype, info.begin + expert * size, size)
 
@@ -151,7 +154,7 @@ def _expert_location(info: TensorLocation, expert: int) -> TensorLocation:
 
 
 class _Cursor:
-    """Reads values one after another; raises ValueError or struct.error at the end of the file."""
+    """Reads the values of a header in sequence. Raises ValueError or struct.error at the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -161,7 +164,7 @@ class _Cursor:
         (value,) = struct.unpack_from(f"<{code}", self._data, self.position)
         self.position += struct.calcsize(f"<{code}")
         if code == "f":
-            # The shortest decimal: 1e-05 was meant, not 9.99999974e-06.
+            # The shortest decimal that has this fp32 value: 1e-05 rather than 9.99999974e-06.
             return float(str(np.float32(value)))
         return value
 
@@ -196,6 +199,13 @@ class _Cursor:
 
 
 def _read_header(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
+    """Return the metadata and the location of each tensor by name.
+
+    Raises:
+        ValueError, struct.error: the file is damaged or cut short.
+        JinguError: the library cannot dequantize a tensor.
+    """
+    # Parse the header.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(data)
         size = len(data)
@@ -216,7 +226,7 @@ def _read_header(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"alignment {alignment}")
-    # Offsets count from the first tensor, which is aligned.
+    # Compute the location of each tensor. Offsets are relative to the first tensor, which is aligned.
     start += -start % alignment
     infos: dict[str, TensorLocation] = {}
     for name, shape, number, offset in entries:
@@ -233,7 +243,7 @@ def _read_header(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[
 
 
 def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
-    """Return shape, type and offset of a tensor."""
+    """Return shape, type number and offset of a tensor. GGUF lists the dims in reverse order."""
     dims = cursor.scalar("I")
     if not 1 <= dims <= 4:
         raise ValueError(f"a tensor of {dims} dims")
@@ -264,7 +274,7 @@ def _check_types(path: Path, library: ModuleType, infos: Mapping[str, TensorLoca
 
 
 def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path) -> dict[str, Any]:
-    """Return the config.json that Hugging Face would have for this model."""
+    """Return the contents of the config.json that a Hugging Face folder of this model would have."""
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
     if name not in _ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
@@ -314,6 +324,7 @@ def _layers(config: Metadata) -> Any:
 def _rope_scaling(
     metadata: Metadata, name: str, infos: Mapping[str, TensorLocation], path: Path
 ) -> dict[str, Any] | None:
+    """Return the `rope_scaling` of the architecture `name` for config.json; None if frequencies are not scaled."""
     kind = metadata.get(f"{name}.rope.scaling.type", "none")
     if "rope_freqs.weight" in infos:
         return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
@@ -328,13 +339,22 @@ def _rope_scaling(
 
 
 def _llama3_scaling(path: Path, info: TensorLocation, base: float) -> dict[str, Any]:
-    """Return the rotary scaling of Llama 3.1 and later, given the file's tensor of divisors of the frequencies."""
+    """Return the rotary scaling of Llama 3.1 and later, from the tensor by which frequencies are divided.
+
+    Args:
+        info: location of that tensor, rope_freqs.weight.
+        base: base of the rotary frequencies.
+
+    Raises:
+        JinguError: the tensor is not that of a scaling by Llama 3's rule.
+    """
     divisors = map_tensor(path, info.begin, info.shape, _TORCH_DTYPES["F32"]).double()
-    # All models of Llama 3 have these values; the factor follows from the divisors.
+    # All Llama 3 models share these values. The factor is the largest divisor.
     low = 1.0
     high = 4.0
     context = 8192
     factor = float(divisors.max())
+    # The full rotations of a frequency within the original context decide how much of the factor applies to it.
     turns = context * base ** -(torch.arange(len(divisors), dtype=torch.float64) / len(divisors)) / (2 * torch.pi)
     interpolation = ((turns - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(divisors, 1 / ((1 - interpolation) / factor + interpolation), rtol=1e-4):

@@ -1,4 +1,4 @@
-"""`jingu model grow`: a larger model, written as a folder that a run begins from."""
+"""`jingu model grow`: write a larger model, from which a run can start, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ from jingu.text.vocab_mapping import map_vocab
 
 @dataclass(frozen=True)
 class GrowthOptions:
-    """How a model grows, in this order: vocabulary, depth, width, experts. `jingu/model/expand.py` has the rules.
+    """How a model grows: vocabulary, then depth, width and experts. `jingu/model/expand.py` describes the rules.
+
+    None leaves a dimension as it is.
 
     Attributes:
-        tokenizer: folder of the new model's tokenizer. The row of a token that the old one has is copied; others start
-            as the mean of the rows of their parts.
-        vocab_size: rows of the embedding; None: as many as the new tokenizer has, or the old model.
-        num_layers: number of blocks; `depth_rule` says where the new ones go. They start as identity functions, or with
-            `whole_copies` as full copies.
+        tokenizer: folder of the new model's tokenizer. Tokens of the old tokenizer keep their embedding rows; a new
+            token starts as the mean of the rows of its parts.
+        vocab_size: rows of the embedding; None: those of the new tokenizer if there is one, else of the old model.
+        num_layers: number of blocks.
+        depth_rule: where the new blocks are inserted.
+        whole_copies: whether new blocks start as full copies of others; otherwise they start as identity functions.
         hidden_size: hidden size, a multiple of the old one.
-        experts: experts per block, of which each token uses `active`.
-        noise: standard deviation of the noise on copies, relative to that of what is copied.
+        experts: experts per block.
+        active: experts per token.
+        noise: standard deviation of the noise added to copies, relative to that of the copied weights.
+        seed: seed of the noise and of the routers of new experts.
     """
 
     tokenizer: Path | None = None
@@ -47,10 +52,14 @@ class GrowthOptions:
 
 
 def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto", check: bool = False) -> None:
-    """Write a larger model than `model` (a run, a step of one, a Hugging Face folder, a GGUF file), from its weights.
+    """Write a larger model that is computed from the weights of `model`, in any format that `open_model` reads.
+
+    Args:
+        to: a new or empty folder.
+        dtype, check: as for `convert`.
 
     Raises:
-        JinguError: nothing is to grow, a rule does not fit the model, or as `convert`.
+        JinguError: `growth` changes nothing, a rule does not fit the model, or as for `convert`.
     """
     stored = open_model(model)
     grows = (growth.tokenizer, growth.vocab_size, growth.num_layers, growth.hidden_size, growth.experts)
@@ -60,7 +69,7 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
             where=model,
             fix="Give --tokenizer, --vocab-size, --num-layers, --hidden-size or --experts.",
         )
-    # Nothing is computed here: each step wraps the reader of the one before.
+    # Each step only wraps the read function of the previous one. `write_model` then computes tensor by tensor.
     larger = LazyModel(stored.spec, stored.read)
     if growth.tokenizer is not None or growth.vocab_size is not None:
         stored, larger = _grow_vocab(stored, growth.tokenizer, growth.vocab_size)
@@ -77,7 +86,12 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
 
 
 def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> tuple[StoredModel, LazyModel]:
-    """Return the model with the new tokenizer and its special token ids, and its weights for another vocabulary."""
+    """Return the model with its new tokenizer and special token ids, and its weights for the new vocabulary.
+
+    Args:
+        folder: the new tokenizer; None: only rows are added.
+        rows: rows of the new embedding; None: as many as the tokenizer has ids.
+    """
     old_rows = stored.spec.vocab_size
     if folder is None:
         assert rows is not None
@@ -85,7 +99,7 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
             raise JinguError(
                 f"the model has {old_rows:,} rows already.", where="--vocab-size", fix=f"Give more than {old_rows:,}."
             )
-        # For each new row the old rows of which it is the mean; none: of all.
+        # For each new row, the old rows whose mean it is; an empty list stands for all old rows.
         old_rows_of: list[list[int]] = [[row] for row in range(old_rows)] + [[]] * (rows - old_rows)
         return stored, replace_vocab(LazyModel(stored.spec, stored.read), old_rows_of)
     new = Tokenizer.load(folder)
@@ -112,7 +126,12 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
 
 
 def _translate_ids(settings: Mapping[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
-    """Return settings with the new tokenizer's token ids; ids of tokens that it does not have are left out."""
+    """Translate the token ids in settings to the new tokenizer. Ids of tokens that it lacks are left out.
+
+    Args:
+        settings: special token ids, or a generation config; other keys are copied.
+        new_ids: new id by old id.
+    """
     translated = {}
     for key, value in settings.items():
         if not key.endswith("_token_id"):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: a config.json and weights in safetensors, which are read tensor by tensor."""
+"""Reading Hugging Face folders: a config.json, and weights in safetensors that are read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Endings of the scales of matrices in FP8, and of those for inputs, which are not needed.
+# Suffixes of the weight scales of FP8 matrices, and of their activation scales, which jingu does not need.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _INPUT_SCALES = (".input_scale", ".activation_scale")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -34,10 +34,12 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights by Hugging Face's full names, in Hugging Face's arrangement.
+    """Weights with Hugging Face's names and shapes.
 
     Attributes:
-        dtype: of most of them.
+        shapes: shape of each stored tensor by name.
+        read: returns a tensor by name.
+        dtype: dtype of most weights, judged by the largest tensor; fp32 if that is quantized.
     """
 
     shapes: Shapes
@@ -46,10 +48,10 @@ class StoredWeights:
 
 
 def open_hf(folder: Path) -> StoredModel:
-    """Open a Hugging Face folder; weights are read when asked for.
+    """Open a Hugging Face folder. Weights are read lazily.
 
     Raises:
-        JinguError: there is no config, or one of an unknown architecture or that asks for code of its own; or the
+        JinguError: the config is missing, names an unknown architecture or needs custom code (`auto_map`); or the
             weights are pickled, damaged, or not those that the config describes.
     """
     config = read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
@@ -67,9 +69,12 @@ def open_from_config(
     """Open a model that a Hugging Face config describes, without its tokenizer.
 
     Args:
-        where: the model.
-        config_file: where the config is from, for messages.
-        open_weights: opens the weights, given the family and the shapes that they should have.
+        where: the model's folder or file.
+        config_file: the file that contains the config, for messages.
+        open_weights: opens the weights, given the family and the expected shapes by Hugging Face's names.
+
+    Raises:
+        JinguError: the config is not supported, or the weights are not those that it describes.
     """
     family = _find_family(config, config_file)
     try:
@@ -82,15 +87,15 @@ def open_from_config(
         ) from error
     mappings = map_tensors(spec)
     expected = {mapping.hf_name: mapping.shape for mapping in mappings}
-    # No weight is read before all shapes are known to fit.
+    # Compare all shapes before any weight is read.
     weights = open_weights(family, expected)
     compare_shapes(expected, weights.shapes, where)
-    # For each parameter the stored tensors that hold it.
+    # For each of jingu's parameters, the stored tensors that contain it.
     sources: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
         for name in mapping.jingu_shapes:
             sources.setdefault(name, []).append(mapping)
-    # A stored tensor that holds several parameters is read once: those that were not asked for yet wait here.
+    # Parameters that were read together with another one, as they share a stored tensor, and not yet requested.
     unread: dict[str, Tensor] = {}
 
     def read(name: str, expert: int | None = None) -> Tensor:
@@ -102,7 +107,7 @@ def open_from_config(
         return unread.pop(name)
 
     def read_expert(name: str, expert: int) -> Tensor:
-        # Each expert has a stored tensor of its own, or one tensor holds the matrices of all.
+        # The matrices of experts are stored as a tensor per expert, or in one tensor.
         separate = sources[name][0].expert is not None
         mapping = sources[name][expert if separate else 0]
         tensor = mapping.to_jingu(weights.read(mapping.hf_name))[name]
@@ -113,13 +118,17 @@ def open_from_config(
 
 
 def spec_from_config(path: Path) -> ModelSpec:
-    """Return the spec of a model, given its config.json. Raises JinguError for an unknown architecture."""
+    """Return the spec of the model that a config.json describes. Raises JinguError for an unknown architecture."""
     config = read_json(path)
     return _find_family(config, path).spec_from_hf(config)
 
 
 def _find_family(config: Mapping[str, Any], where: Path) -> Family:
-    """Return the family of the architecture that a config names."""
+    """Return the family of the architecture that a config names.
+
+    Raises:
+        JinguError: the architecture is unknown, or it needs code that came with the model.
+    """
     names = [str(name) for name in config.get("architectures") or []]
     families = {name: family for family in FAMILIES.values() for name in family.architectures}
     readable = {**families, **{family.classifier: family for family in FAMILIES.values()}}
@@ -144,15 +153,17 @@ def _find_family(config: Mapping[str, Any], where: Path) -> Family:
 
 
 def _open_weights(folder: Path, block: Sequence[int] | None, family: Family, expected: Shapes) -> StoredWeights:
-    """Open the weight files of a Hugging Face folder. Matrices in FP8 are dequantized as they are read.
+    """Open the weight files of a Hugging Face folder. FP8 matrices are dequantized to fp32 as they are read.
 
     Args:
-        block: rows and columns of a matrix in FP8 that share a scale; None: its scales divide it evenly.
+        block: rows and columns of an FP8 block, which shares a scale (`weight_block_size`); None: follows from the
+            number of scales, which divide a matrix evenly.
+        expected: shapes by Hugging Face's names.
     """
     tensors = {
         key: (path, key, location) for path in _weight_files(folder) for key, location in read_header(path).items()
     }
-    # A model may be stored without the head, and then with names that lack the prefix of the body.
+    # A model that was saved without its head (such as LlamaModel) has names without the prefix of the body (`model.`).
     has_prefix = not family.base or any(key.startswith(family.base) for key in tensors)
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
     scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
@@ -161,7 +172,7 @@ def _open_weights(folder: Path, block: Sequence[int] | None, family: Family, exp
         if key in scales or key.endswith(_INPUT_SCALES):
             continue
         name = key if has_prefix or key in expected else family.base + key
-        # A tied head may be stored all the same; it is a copy of the embedding.
+        # Some files contain a tied head, which is a copy of the embedding: ignore it.
         if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
             by_name[name] = tensor
 
@@ -187,8 +198,12 @@ def _open_weights(folder: Path, block: Sequence[int] | None, family: Family, exp
 
 
 def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None) -> Tensor:
-    """Return matrices [..., O, I] in fp32 from FP8 and one scale for each block [..., O / block, I / block], or for
-    all."""
+    """Return FP8 matrices [..., O, I] in fp32.
+
+    Args:
+        scales: a scale per block, [..., O / block rows, I / block columns] rounded up, or a single one.
+        block: rows and columns of a block; None: follows from the shape of the scales.
+    """
     scales = scales.float()
     if scales.numel() > 1:
         for dim in (-2, -1):
@@ -225,7 +240,12 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_json(
     path: Path, missing: str = "the file is missing.", fix: str = "Give a run or a Hugging Face folder."
 ) -> dict[str, Any]:
-    """Return a JSON object. Raises JinguError if the file is missing (with the message `missing`) or something else."""
+    """Return the JSON object in a file. Raises JinguError if the file is missing or damaged.
+
+    Args:
+        missing: the message if the file is missing.
+        fix: the fix if the file is missing.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -238,5 +258,5 @@ def read_json(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, indented as transformers does."""
+    """Write a JSON object with transformers' indentation."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`jingu model list | inspect`: the models that jingu supports, and what a model on disk is."""
+"""`jingu model list | inspect`: list the models that jingu supports, and describe a model on disk."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ def _sizes(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def inspect_model(model: Path, as_json: bool = False) -> None:
-    """Print what a model is, complete or not: dimensions, parameters, bytes, FLOPs per token, tokenizer, problems.
+    """Print a description of a model: dimensions, parameters, bytes, FLOPs per token, tokenizer, problems.
+
+    The model need not be complete: missing weights or a missing tokenizer are listed as problems.
 
     Args:
-        model: a run, a step of one, or a Hugging Face folder.
+        model: a run, a step of one, a Hugging Face folder, or any other model that `open_model` opens.
+        as_json: whether to print a JSON object instead of tables.
 
     Raises:
-        JinguError: nothing here describes a model.
+        JinguError: there is no model, or neither its weights nor a config can be read.
     """
     facts = _facts(model)
     if as_json:
@@ -58,10 +61,10 @@ def inspect_model(model: Path, as_json: bool = False) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return everything about a model that is printed."""
+    """Return the description of a model that `inspect_model` prints."""
     problems = []
     wrong_tensors: Mapping[str, list[str]] = {what: [] for what in ("missing", "unexpected", "of the wrong shape")}
-    # A tokenizer may be there even if the weights are not.
+    # Search for a tokenizer even if the weights are missing: beside the model, in a run, or in the run of a step.
     candidates = (path, path / "tokenizer", path.absolute().parent.parent / "tokenizer")
     tokenizer_folder = next((folder for folder in candidates if find_tokenizer_file(folder)), None)
     try:
@@ -119,7 +122,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _flat(facts: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return one line for each fact; facts of a group are prefixed with its name where that says what they are."""
+    """Return the facts as a flat list. Names in a group are prefixed with that of the group, except for dimensions."""
     lines: list[tuple[str, Any]] = []
     for name, value in facts.items():
         if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Open a model in any format: a run, a step of it, a Hugging Face folder, a GGUF file, a folder of peft."""
+"""Open a model in any format: a run, a step of it, a Hugging Face folder, a GGUF file, a peft folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from jingu.model.spec import ModelSpec
 
 
 def open_model(path: Path) -> StoredModel:
-    """Open a run (its newest checkpoint), a step, a Hugging Face folder, a GGUF file or adapters with their base model.
+    """Open a run (its newest checkpoint), a step, a Hugging Face folder, a GGUF file or a packaged model.
 
-    Where nothing exists at the path, it may be the name of a packaged model.
+    Adapters, of a run or in a peft folder, are opened together with their base model.
+
+    Args:
+        path: the folder or file. If it does not exist, it may be the name of a packaged model.
 
     Raises:
-        JinguError: it is none of these, or damaged.
+        JinguError: there is no model at the path, or it is damaged.
     """
     if str(path) in PACKAGED_MODELS and not path.exists():
         path = packaged_model(str(path))
@@ -38,7 +41,7 @@ def open_model(path: Path) -> StoredModel:
         return open_gguf(path)
     if not path.is_dir():
         raise _no_model(path)
-    # What kind of folder it is shows in its files.
+    # The files of a folder show its format.
     if (path / ADAPTER_CONFIG).is_file():
         base = open_model(base_model_path(path))
         return apply_adapters(read_adapters(path, base), base)
@@ -49,7 +52,7 @@ def open_model(path: Path) -> StoredModel:
 
 
 def _no_model(path: Path) -> JinguError:
-    """Return the error for a path that is no folder."""
+    """Return the error for a path that is neither a folder nor a GGUF file."""
     steps = [step_folder(path.parent, step).name for step in complete_steps(path.parent)]
     if steps and not path.exists():
         return JinguError("the run has no such checkpoint.", where=path, fix=f"It has {join_words(steps, 'and')}.")
@@ -62,7 +65,11 @@ def _no_model(path: Path) -> JinguError:
 
 
 def read_spec(path: Path) -> ModelSpec | None:
-    """Return the spec in a run's model.json or a config.json, whatever the weights are; None if there is neither."""
+    """Return the spec in a run's model.json or in a config.json, without looking at weights; None if both are missing.
+
+    Args:
+        path: a run, a step of one, or a Hugging Face folder.
+    """
     for folder in (path, path.absolute().parent.parent):
         if (folder / "model.json").is_file():
             return ModelSpec.from_json((folder / "model.json").read_bytes(), folder / "model.json")
@@ -88,7 +95,7 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
         )
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
     reader = CheckpointReader(step)
-    # What matters to training only is left out.
+    # Leave out everything that matters only to training.
     ignored = ("model/score.weight",) if spec.value_head else ()
     spec = spec.model_copy(update={"frozen_parameters": (), "value_head": False})
     stored = {
@@ -96,7 +103,7 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
         for name, tensor in reader.manifest.tensors.items()
         if name.startswith("model/") and name not in ignored
     }
-    # A run that trained adapters has saved nothing else.
+    # Checkpoints of a run that trained adapters contain only the trained parameters.
     expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     compare_shapes(expected, stored, step)
     config = run_config(run)
@@ -121,7 +128,11 @@ def _open_base(run: Path) -> tuple[StoredModel, Path]:
 
 
 def open_adapter_run(path: Path) -> tuple[StoredModel, StoredModel, Path]:
-    """Open a run, or a step of it, that trained adapters: return the adapters, their base model, and its path."""
+    """Open a run that trained adapters, or a step of it; return the adapters, their base model and that model's path.
+
+    Raises:
+        JinguError: the run trained no adapters, or it or its base model cannot be opened.
+    """
     adapters, run = _open_run(path)
     if adapters.spec.adapter is None:
         raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
@@ -129,10 +140,14 @@ def open_adapter_run(path: Path) -> tuple[StoredModel, StoredModel, Path]:
 
 
 def load_adapters(path: Path, base: StoredModel) -> StoredModel:
-    """Open adapters for a model: of a run, or in a folder of peft.
+    """Open adapters, from a run or a peft folder, for a model.
+
+    Args:
+        base: the model that the adapters will be applied to.
 
     Raises:
-        JinguError: there are none, or those of the run are for a model of another depth.
+        JinguError: there are no adapters; those of a run are for a model of another depth; or those in a peft folder do
+            not fit the model, or also change parameters that only a merged model can change.
     """
     if (path / ADAPTER_CONFIG).is_file():
         adapters = read_adapters(path, base)
@@ -155,7 +170,7 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
 
 
 def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Open adapters for a model, as `load_adapters`. Raises JinguError unless they are those that `spec` describes."""
+    """Open adapters for a model, like `load_adapters`. Raises JinguError unless their names and shapes match `spec`."""
     adapters = load_adapters(path, base)
     expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}

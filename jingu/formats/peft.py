@@ -2,12 +2,12 @@
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint (the names that peft 0.10 and later read).
 
-Adapters are read as peft reads them. Every setting and tensor must be understood; anything else is refused, since the
-model would be wrong. What jingu has no modules for, such as a LoRA of the embedding or whole parameters
-(`modules_to_save`), becomes an update: a function that computes a parameter from the base model's.
+A setting or tensor that jingu does not support is refused, because the model would compute something else than in peft.
+jingu has no modules for some changes, such as a LoRA of the embedding or whole parameters (`modules_to_save`). Such a
+change becomes an update: a function that computes a parameter from that of the base model.
 
-Where Hugging Face keeps several matrices of jingu's in one, as in a fused QKV projection, each of them gets the
-adapter's whole A matrix and its own rows of B.
+One matrix of Hugging Face can contain several of jingu's, as a fused QKV projection does. Each of these gets the whole
+matrix A of the adapter, and its own rows of B.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PREFIX = "base_model.model."
 PROMPT_KEY = "prompt_embeddings"
 
 _PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-# Settings of LoRA and IA3 that are understood, and those that do not change what a trained adapter computes. Any other
-# must be unset.
+# Settings of LoRA and IA3 that are read here, and settings that do not matter once an adapter is trained. Any other
+# setting must be unset.
 _UNDERSTOOD = """
     peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora bias lora_bias modules_to_save
     trainable_token_indices init_lora_weights auto_mapping base_model_name_or_path revision task_type inference_mode
@@ -48,7 +48,7 @@ _UNDERSTOOD = """
     layers_pattern fan_in_fan_out feedforward_modules init_ia3_weights loftq_config eva_config corda_config
     lora_ga_config runtime_config
 """
-# Initializations that leave the base model as it is.
+# Initializations that do not change the base model.
 _PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 _ADAPTER_KEY = re.compile(
     r"(.+)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|token_adapter\.trainable_tokens_delta)"
@@ -57,12 +57,12 @@ _ADAPTER_KEY = re.compile(
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 _WHOLE_KEY = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
 
-# A matrix of Hugging Face's, and the tensors of its adapter.
+# A weight matrix of Hugging Face, and the tensors of its adapter by the end of their keys.
 Adapted = tuple[TensorMapping, Mapping[str, Tensor]]
 
 
 def base_model_path(folder: Path) -> Path:
-    """Return the path of the base model that peft's config names. Raises JinguError unless it exists here."""
+    """Return the path of the base model that peft's config names. Raises JinguError if nothing exists at that path."""
     base = Path(str(_read_config(folder).get("base_model_name_or_path")))
     if not base.exists():
         raise JinguError(
@@ -74,7 +74,14 @@ def base_model_path(folder: Path) -> Path:
 
 
 def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
-    """Open the adapters that peft wrote into `folder`, for a model. Raises JinguError if they do not fit."""
+    """Open the adapters in a peft folder.
+
+    Args:
+        base: the model that the adapters will be applied to.
+
+    Raises:
+        JinguError: the folder has no adapters, jingu does not support them, or they do not fit the model.
+    """
     config = _read_config(folder)
     weights: dict[str, Tensor] = {}
     for key, location in read_header(folder / ADAPTER_WEIGHTS).items():
@@ -90,10 +97,9 @@ class _AdapterReader:
     """Reads one folder with LoRA or IA3 adapters.
 
     Attributes:
-        spec: of the base model, changed where adapters need it: a tied head that they change gets a weight of its own,
-            and modules to which they add biases get these.
-        parameters: those of jingu's adapters, by name.
-        updates: functions that compute parameters from those of the base model, by name.
+        spec: the spec of the base model, extended where the adapters need it: with an untied head, and with biases.
+        parameters: the parameters of jingu's adapter modules, by name.
+        updates: for each parameter of the base model that is changed, the functions to apply to it, in order.
     """
 
     def __init__(self, folder: Path, base: StoredModel, config: Mapping[str, Any]) -> None:
@@ -107,9 +113,9 @@ class _AdapterReader:
     def read(self, weights: Mapping[str, Tensor]) -> StoredModel:
         """Return the adapters, given peft's tensors by their keys."""
         modules = self._group(weights)
-        # A tied head has no tensor of its own in the base model, but adapters may change it.
+        # Untie the head to get its name: adapters may change a tied head, which is no tensor of the base model.
         own = self.spec.model_copy(update={"tie_word_embeddings": False})
-        # The names are those of the model's own family, or of the one as which it is exported.
+        # peft's names are those of the model's own family, or of the equivalent family to which jingu exports it.
         candidates = [_mappings(spec) for spec in (own, equivalent_spec(own))]
         unknown = [modules.keys() - {name.rpartition(".")[0] for name in mappings} for mappings in candidates]
         if all(unknown):
@@ -117,7 +123,7 @@ class _AdapterReader:
         mappings = candidates[bool(unknown[0])]
         holders = {name: mapping.hf_name for mapping in mappings.values() for name in mapping.jingu_shapes}
         self._untie(modules, *(holders[name].removesuffix(".weight") for name in ("embedding.weight", "head.weight")))
-        # Whole parameters first: adapters are added to them.
+        # Replace whole parameters first, because the adapters are added to the replaced ones.
         for module, leaves in modules.items():
             for leaf in ("weight", "bias"):
                 if leaf in leaves:
@@ -134,7 +140,7 @@ class _AdapterReader:
         return JinguError(f"{what}.", where=self.folder, fix=fix)
 
     def _group(self, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of each of Hugging Face's modules, by the end of their keys."""
+        """Group peft's tensors by Hugging Face's module, with the end of the key (such as `lora_A`) as their name."""
         modules: dict[str, dict[str, Tensor]] = {}
         for key, tensor in weights.items():
             name = key.removeprefix(PREFIX)
@@ -148,7 +154,11 @@ class _AdapterReader:
         return modules
 
     def _untie(self, modules: Mapping[str, Mapping[str, Tensor]], embedding: str, head: str) -> None:
-        """Give a tied head a weight of its own if adapters change only the head or only the embedding."""
+        """Untie a tied head if adapters change it, or if they change more of the embedding than single rows.
+
+        Args:
+            embedding, head: Hugging Face's names of the two modules.
+        """
         changes_embedding = set(modules.get(embedding, ())) - {TOKEN_ROWS}
         if self.spec.tie_word_embeddings and (changes_embedding or head in modules):
             self.spec = self.spec.model_copy(update={"tie_word_embeddings": False})
@@ -157,7 +167,12 @@ class _AdapterReader:
         self.updates.setdefault(name, []).append(update)
 
     def _replace(self, mapping: TensorMapping | None, key: str, tensor: Tensor) -> None:
-        """Replace whole parameters by those of peft (`modules_to_save`, biases)."""
+        """Replace a whole parameter by the tensor in peft's file (`modules_to_save`, biases).
+
+        Args:
+            mapping: the parameter's mapping; None: the model has no such parameter.
+            key: Hugging Face's name of the parameter.
+        """
         if mapping is None or mapping.expert is not None or mapping.shape != tensor.shape:
             shape = "none" if mapping is None else list(mapping.shape)
             raise self._error(f"the adapter replaces {key} by one of shape {list(tensor.shape)}; the model has {shape}")
@@ -165,7 +180,7 @@ class _AdapterReader:
             self._update(name, partial(_constant, value))
 
     def _token_ids(self, module: str, rows: Tensor) -> Tensor:
-        """Return the ids of the tokens whose rows are trained."""
+        """Return the ids of the tokens whose embedding rows are trained, from `trainable_token_indices`."""
         indices = self.config.get("trainable_token_indices") or []
         if isinstance(indices, Mapping):
             indices = next((ids for name, ids in indices.items() if f".{module}".endswith(f".{name}")), [])
@@ -176,7 +191,11 @@ class _AdapterReader:
         return torch.tensor(indices)
 
     def _read_lora(self, adapted: Sequence[Adapted]) -> Lora:
-        """Read LoRA matrices. jingu has one rank and one scale for all: ranks are padded, and B is scaled."""
+        """Read LoRA matrices.
+
+        peft allows a rank and an alpha per module, and jingu has one for all. Matrices are padded with zeros to the
+        largest rank, and B is multiplied by the ratio of the scales.
+        """
         config = self.config
         use_rslora = bool(config.get("use_rslora"))
         use_dora = bool(config.get("use_dora"))
@@ -187,7 +206,7 @@ class _AdapterReader:
         modules = [mapping.hf_name.removesuffix(".weight") for mapping, _ in adapted]
         ranks = self._per_module("rank_pattern", modules, config.get("r", 8))
         alphas = self._per_module("alpha_pattern", modules, config.get("lora_alpha", 8))
-        # B times the scale of the module, so that pairs of any rank can be padded to the largest rank.
+        # B includes the scale of its module, so that padding to the largest rank does not change the product.
         pairs = [
             self._lora_pair(mapping, leaves, lora(rank, alpha))
             for (mapping, leaves), rank, alpha in zip(adapted, ranks, alphas, strict=True)
@@ -199,10 +218,16 @@ class _AdapterReader:
             self._store(mapping, "lora_b", pad(b, (0, width - len(a))) / scale)
             if use_dora:
                 self._store(mapping, "lora_m", leaves["lora_magnitude_vector"])
+        # Choose alpha so that rank `width` has the same scale.
         return lora(width, scale * (width**0.5 if use_rslora else width))
 
     def _per_module(self, key: str, modules: Sequence[str], default: Any) -> list[Any]:
-        """Return a setting of each module: that of the first pattern that matches the end of its name, as in peft."""
+        """Return a setting for each module. As in peft, the first pattern that matches the end of its name applies.
+
+        Args:
+            key: `rank_pattern` or `alpha_pattern`.
+            default: the value for modules that no pattern matches.
+        """
         patterns = self.config.get(key) or {}
         try:
             compiled = {re.compile(rf"(.*\.)?({pattern})"): value for pattern, value in patterns.items()}
@@ -217,8 +242,12 @@ class _AdapterReader:
         ]
 
     def _lora_pair(self, mapping: TensorMapping, leaves: Mapping[str, Tensor], own: Lora) -> tuple[Tensor, Tensor]:
-        """Return the matrices A and, times the scale, B of one of Hugging Face's modules."""
+        """Return matrix A [R, I], and B [O, R] times the scale, of one of Hugging Face's modules.
+
+        R is twice the rank of `own` if peft subtracted the initial matrices from the base model (PiSSA, OLoRA).
+        """
         module = mapping.hf_name.removesuffix(".weight")
+        # An embedding is the transposed weight of a linear layer, so its A and B change places.
         if set(leaves) == {"lora_embedding_A", "lora_embedding_B"} and not own.use_dora:
             a = leaves["lora_embedding_B"].t()
             b = leaves["lora_embedding_A"].t()
@@ -243,14 +272,14 @@ class _AdapterReader:
         init = str(self.config.get("init_lora_weights", True)).lower()
         if init in _PLAIN_INITS:
             return a, b
-        # peft has subtracted the initial matrices from the base model. With a negative sign they join the adapter.
+        # peft subtracted the initial product from the base model. Append the initial matrices with a negative sign.
         read = extend_base(self.base, self.spec).read
         weight = mapping.to_hf([read(name) for name in mapping.jingu_shapes]).float()
         initial_a, initial_b = initial_factors(init, weight.t() if is_transposed else weight, own)
         return torch.cat([a, initial_a]), torch.cat([b, -own.scale * initial_b], 1)
 
     def _add_bias(self, mapping: TensorMapping, bias: Tensor) -> None:
-        """Add to the biases of a module; give the model biases if it has none."""
+        """Add the bias of a LoRA to that of its module. If the module has no bias, the spec gets one."""
         sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
         for name, piece in zip(mapping.jingu_shapes, _rows_from_hf(mapping, bias).split(sizes), strict=True):
             bias_name = f"{name.removesuffix('.weight')}.bias"
@@ -258,6 +287,7 @@ class _AdapterReader:
             self._update(bias_name, partial(torch.add, other=piece))
 
     def _read_ia3(self, adapted: Sequence[Adapted]) -> Ia3:
+        """Read IA3 vectors. peft stores factors of a module's inputs as [1, I], and of its outputs as [O, 1]."""
         for mapping, leaves in adapted:
             module = mapping.hf_name.removesuffix(".weight")
             if set(leaves) != {"ia3_l"} or mapping.expert is not None:
@@ -270,10 +300,12 @@ class _AdapterReader:
         return Ia3(target_modules=())
 
     def _store(self, mapping: TensorMapping, leaf: str, tensor: Tensor, *, by_rows: bool = True) -> None:
-        """Store a tensor under the names of jingu's modules.
+        """Store an adapter's tensor under the names of jingu's modules.
 
         Args:
-            by_rows: whether each of several modules gets its own rows; otherwise it gets the whole tensor.
+            leaf: jingu's name of the tensor in its module, such as `lora_a`.
+            by_rows: whether the first dim is that of the outputs, so that each of jingu's modules gets its own rows;
+                otherwise each gets the whole tensor.
         """
         modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
         if mapping.expert is not None:
@@ -287,11 +319,12 @@ class _AdapterReader:
             self.parameters[f"{module}.{leaf}"] = piece
 
     def _assemble(self, adapter: Lora | Ia3) -> StoredModel:
-        """Return the adapters. Those for which jingu has no modules become updates."""
+        """Return the adapters as a model. Adapters for which jingu has no modules become updates."""
         by_module: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.parameters.items():
             module, _, leaf = name.rpartition(".")
             by_module.setdefault(module, {})[leaf] = tensor
+        # Adapt every module, to learn for which of them jingu has adapter modules.
         everywhere = adapter.model_copy(update={"target_modules": tuple(by_module)})
         shapes = parameter_shapes(self.spec.model_copy(update={"adapter": everywhere}))
         targets = []
@@ -313,12 +346,15 @@ class _AdapterReader:
 
 
 def _mappings(spec: ModelSpec) -> dict[str, TensorMapping]:
-    """Return the tensors of Hugging Face's that a model has, by name."""
+    """Return the mapping of each of a model's tensors, by Hugging Face's name."""
     return {mapping.hf_name: mapping for mapping in map_tensors(spec)}
 
 
 def _rows_from_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
-    """Put what belongs to the outputs of a matrix into jingu's order. A transposed matrix keeps the order."""
+    """Reorder the rows of a tensor, one per output of a matrix, from Hugging Face's order to jingu's.
+
+    A transposed matrix has the same order in both.
+    """
     return rows if mapping.transform is TRANSPOSE else mapping.transform.to_jingu(rows, mapping.spec)
 
 
@@ -339,11 +375,19 @@ def _apply_all(updates: Sequence[Update], value: Tensor) -> Tensor:
 def _read_prompt(
     weights: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], folder: Path
 ) -> tuple[SoftPrompt | DeepPrompt, dict[str, Tensor]]:
+    """Return the adapter and its parameters for prompt tuning, P-tuning or prefix tuning.
+
+    peft stores the virtual tokens as [virtual tokens, hidden size], or for prefix tuning the keys and values of all
+    layers side by side, [virtual tokens, columns].
+
+    Raises:
+        JinguError: the shape is not that of a prompt for this model.
+    """
     tokens = config["num_virtual_tokens"]
     prompt = weights[PROMPT_KEY]
     has_encoder = spec.num_encoder_layers is not None
     is_prefix = config["peft_type"] == "PREFIX_TUNING"
-    # With an encoder every other pair of keys and values is for the cross-attention, and unused.
+    # In an encoder-decoder, every second pair of keys and values is for cross-attention, and is not used.
     pairs_per_layer = 2 if has_encoder else 1
     pairs = spec.num_layers * pairs_per_layer
     columns = 2 * pairs * spec.attention.num_kv_heads * spec.attention.head_dim if is_prefix else spec.hidden_size
@@ -366,7 +410,7 @@ def _read_prompt(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read peft's config. Raises JinguError for what jingu does not support."""
+    """Return peft's config. Raises JinguError if it is missing, or has settings that jingu does not support."""
     config = read_json(
         folder / ADAPTER_CONFIG,
         f"there is no adapter of peft here (no {ADAPTER_CONFIG}).",

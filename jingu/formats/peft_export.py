@@ -22,28 +22,29 @@ from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
 
-# Ends of the keys of the first matrix: of a linear layer, and of an embedding, where it is the one [R, V].
+# Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
 _A_KEYS = ("lora_A.weight", "lora_embedding_A")
 _USE_THE_RUN = "Use the run itself: every command accepts it."
 
-# Modules of jingu's that one matrix of Hugging Face's holds, and the number of outputs of each.
+# jingu's modules whose weights one matrix of Hugging Face contains, in order, and the number of outputs of each.
 Modules = Mapping[str, int]
 
 
 def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to: Path) -> None:
-    """Write adapters so that peft loads them onto the exported base model.
+    """Write adapters as a peft folder, for the exported base model.
 
     Args:
-        base_path: where the base model is, for the config.
+        base_path: path of the base model, which the config names.
+        to: a new or empty folder.
 
     Raises:
-        JinguError: peft has no such adapters.
+        JinguError: peft does not support these adapters.
     """
     adapter = adapters.spec.adapter
     assert adapter is not None
     if isinstance(adapter, Lora | Ia3):
         config, tensors = _convert_weights(adapters, base, adapter)
-        # With an encoder, peft's class for the task asks for what transformers 5 no longer has; none is needed.
+        # peft's class for SEQ_2_SEQ_LM needs something that transformers 5 removed. These adapters need no task.
         encoder_decoder_task = None
     else:
         config, tensors = _convert_prompt(adapters, adapter)
@@ -66,11 +67,11 @@ def _convert_weights(
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
     saved_modules = _add_saved_modules(adapters, base, tensors) if isinstance(adapter, Lora) else []
-    # Hugging Face's modules, and the rank of each: a fused matrix has the ranks of all its parts.
+    # The rank of each of Hugging Face's modules. That of a fused matrix is the sum of the ranks of its parts.
     ranks: dict[str, int] = {}
     feedforward_modules: list[str] = []
     is_conv = False
-    # The names are those of the exported base.
+    # Use the names of the exported base model.
     for mapping, modules in _matrices(equivalent_spec(base.spec)):
         if not any(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out")):
             continue
@@ -84,12 +85,12 @@ def _convert_weights(
         tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
         if f"{next(iter(modules))}.ia3_in" in shapes:
             feedforward_modules.append(module)
-    # Releases of peft that know experts as one tensor look for the last part of the names that they had before.
+    # Newer releases of peft, where all experts are one tensor, search for the last part of their former names.
     names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in ranks})
     config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
     if isinstance(adapter, Ia3):
         return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
-    # Alpha grows with the rank, so that all modules have the same scale.
+    # Increase alpha with the rank, so that all modules have the same scale.
     other_ranks = {name: rank for name, rank in ranks.items() if rank != adapter.rank}
     lora_config = {
         "peft_type": "LORA",
@@ -115,12 +116,16 @@ def _convert_weights(
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:
-    """Add the modules that are trained whole to peft's tensors, and return their names."""
+    """Add the weights of fully trained modules (`modules_to_save`) to `tensors`, and return the modules' names.
+
+    Raises:
+        JinguError: a module is an expert, which peft does not support.
+    """
     spec = equivalent_spec(base.spec)
     names = parameter_shapes(base.spec)
     is_saved = {name for name in names if is_trained(name, adapters.spec)}
     if "embedding.weight" in is_saved and spec.tie_word_embeddings:
-        # peft gives each of two tied modules a copy.
+        # peft stores a copy for each of two tied modules.
         spec = spec.model_copy(update={"tie_word_embeddings": False})
         is_saved.add("head.weight")
     modules = []
@@ -137,20 +142,20 @@ def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[s
         for name in mapping.jingu_shapes:
             source = adapters if name in is_saved else base
             parts.append(source.read(name if name in names else "embedding.weight"))
-        # A tensor by itself: tied ones would share memory.
+        # Copy the tensor: tied ones would share memory, which safetensors refuses.
         tensors[f"{PREFIX}{mapping.hf_name}"] = mapping.to_hf(parts).clone()
         modules.append(mapping.hf_name.rpartition(".")[0])
     return sorted(set(modules))
 
 
 def _embedding_name(spec: ModelSpec) -> str:
-    """Return Hugging Face's name of the embedding."""
+    """Return Hugging Face's name of the embedding module."""
     name = next(mapping.hf_name for mapping in map_tensors(spec) if "embedding.weight" in mapping.jingu_shapes)
     return name.removesuffix(".weight")
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
-    """Yield Hugging Face's weight matrices with the modules of jingu's that each holds."""
+    """Yield Hugging Face's weight matrices, each with the modules of jingu whose weights it contains."""
     for mapping in map_tensors(spec):
         if mapping.hf_name.endswith(".weight") and len(mapping.shape) > 1:
             yield mapping, {name.removesuffix(".weight"): shape[0] for name, shape in mapping.jingu_shapes.items()}
@@ -159,7 +164,11 @@ def _matrices(spec: ModelSpec) -> Iterator[tuple[TensorMapping, Modules]]:
 def _convert_lora(
     adapters: StoredModel, base: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules
 ) -> dict[str, Tensor]:
-    """Return peft's tensors for one matrix of Hugging Face's, with the scale that most modules have."""
+    """Return peft's LoRA tensors for one matrix of Hugging Face, by the end of their keys.
+
+    Their scale is that of `adapter.scale`; where the scale of a module differs, B includes the ratio. A fused matrix
+    gets the matrices A of its parts stacked, [R, I] with the sum of their ranks, and B as a block-diagonal matrix.
+    """
     adapter = adapters.spec.adapter
     assert isinstance(adapter, Lora)
     adapted = [module for module in modules if f"{module}.lora_a" in shapes]
@@ -169,7 +178,7 @@ def _convert_lora(
     example = next(iter(b.values()))
     if adapted == ["embedding"]:
         return {_A_KEYS[1]: b["embedding"].t(), "lora_embedding_B": a[0].t()}
-    # A part without an adapter has rows of zeros.
+    # The rows of a part without an adapter are zero.
     blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]
     tensors = {
         "lora_A.weight": torch.cat(a),
@@ -184,7 +193,7 @@ def _convert_lora(
             )
         tensors["lora_B.bias"] = _rows_to_hf(mapping, torch.cat(biases))
     if f"{adapted[0]}.lora_m" in shapes:
-        # DoRA: the magnitude of a part without an adapter is the norm of its weights.
+        # DoRA: the magnitudes of a part without an adapter are the norms of its weight's rows, which change nothing.
         magnitudes = []
         for module in modules:
             if module in adapted:
@@ -197,7 +206,7 @@ def _convert_lora(
 
 
 def _convert_ia3(adapters: StoredModel, shapes: Shapes, mapping: TensorMapping, modules: Modules) -> dict[str, Tensor]:
-    """Return peft's tensor for one matrix of Hugging Face's: factors of its inputs or of its outputs."""
+    """Return peft's IA3 tensor for one matrix of Hugging Face: factors of its inputs [1, I] or outputs [O, 1]."""
     input_factors = f"{next(iter(modules))}.ia3_in"
     if input_factors in shapes:
         return {"ia3_l": adapters.read(input_factors).unsqueeze(0)}
@@ -208,7 +217,10 @@ def _convert_ia3(adapters: StoredModel, shapes: Shapes, mapping: TensorMapping, 
 
 
 def _rows_to_hf(mapping: TensorMapping, rows: Tensor) -> Tensor:
-    """Put what belongs to the outputs of a matrix into Hugging Face's order. A transposed matrix keeps the order."""
+    """Reorder the rows of a tensor, one per output of a matrix, from jingu's order to Hugging Face's.
+
+    A transposed matrix has the same order in both.
+    """
     return rows if mapping.transform is TRANSPOSE else mapping.transform.to_hf(rows, mapping.spec)
 
 
@@ -248,7 +260,14 @@ def _convert_prompt(
 
 
 def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
-    """Return the keys and values of all layers side by side, [virtual tokens, 2 × layers × K]."""
+    """Return the keys and values of all layers side by side, [virtual tokens, 2 × layers × KV heads × head dim].
+
+    Encoder-decoders have twice as many columns: peft also stores keys and values of the cross-attention, which are
+    zeros here.
+
+    Raises:
+        JinguError: the encoder has prompts in its blocks.
+    """
     spec = adapters.spec
     if spec.prompts[1]:
         raise JinguError("peft has no prompts in the blocks of an encoder.", where=adapters.where, fix=_USE_THE_RUN)
@@ -259,7 +278,7 @@ def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
         keys_and_values = [x.flatten(1).detach() for x in layer.keys_and_values()]
         parts += keys_and_values
         if spec.num_encoder_layers is not None:
-            # Every other pair is for the cross-attention, and unused.
+            # Every second pair is for cross-attention, and is not used.
             parts += [torch.zeros_like(x) for x in keys_and_values]
     return torch.cat(parts, 1)
 

@@ -1,4 +1,4 @@
-"""The record of what a model was trained on, and of its ancestors; it goes with the model into other folders."""
+"""The record of the data that a model and its ancestors were trained on. Exports copy it with the model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from jingu.runtime.files import write_text_atomically
 
 RECORD_NAME = "provenance.json"
-# `data`: of each data set its path, checksums, and the receipt of its mixture (None: it is text). `initial`: the path
-# and the record of the model that the training started from; None: random weights.
+# `data`: for each data set its path, checksums, and the receipt of its task mixture (None: it was made of text).
+# `initial`: path (`model`) and record (`record`) of the model that training started from; None: random weights.
 Record = dict[str, Any]
 
 
 def read_provenance(model: Path) -> Record | None:
-    """Return the record of a run, a step of one, or an exported folder; None if there is none."""
+    """Return the record of a run, of a step (that of its run), or of an exported folder; None if there is none."""
     step = model.absolute()
     for folder in (model, *([step.parent.parent] if step.parent.name == "checkpoints" else [])):
         if (folder / RECORD_NAME).is_file():
@@ -25,11 +25,14 @@ def read_provenance(model: Path) -> Record | None:
 
 
 def extend_provenance(run: Path, data: list[Record], initial: Path | None, adapter: Path | None = None) -> None:
-    """Write the record of a run. What an earlier start of it was trained on remains.
+    """Add data sets to the record of a run, or write its first record.
+
+    A record of an earlier start of the run keeps its data sets and its initial model.
 
     Args:
-        initial: the model that it started from.
-        adapter: the adapter, of this model or of another one, that it started from.
+        data: records of the data sets, as under `data`.
+        initial: path of the model that the run started from; None: random weights.
+        adapter: path of the adapter that the run started from, which may have been trained for another model.
     """
     earlier = read_provenance(run)
     if earlier is None:
@@ -46,12 +49,12 @@ def extend_provenance(run: Path, data: list[Record], initial: Path | None, adapt
 
 
 def add_ancestor(record: Record | None, model: Path, ancestor: Record | None) -> Record | None:
-    """Return a record with another model before the first one of its chain, unless it is in the chain already.
+    """Return a record with another model at the beginning of its chain of ancestors, unless the chain contains it.
 
     Args:
-        record: of an adapter; None: what it was trained on is unknown, and remains so.
-        model: path of the model that the adapter is joined with.
-        ancestor: its record.
+        record: the record of an adapter; None: its training data is unknown, and None is returned.
+        model: path of the model that the adapter is combined with.
+        ancestor: the record of that model; None: it has none.
     """
     if record is None:
         return None
@@ -64,10 +67,10 @@ def add_ancestor(record: Record | None, model: Path, ancestor: Record | None) ->
 
 
 def copy_provenance(model: Path, folder: Path, base: Path | None = None) -> None:
-    """Copy the record of a model, if there is one, into a folder that it is exported to.
+    """Copy the record of a model, if there is one, to the folder of its export.
 
     Args:
-        base: if the model is an adapter, another model than the one that it was trained for, with which it was merged.
+        base: the model that an adapter was merged with, if that is not the one that it was trained for.
     """
     record = read_provenance(model)
     if base is not None:

@@ -12,17 +12,17 @@ from safetensors import SafetensorError, safe_open
 from jingu.checkpoint.shards import DTYPES
 from jingu.errors import JinguError
 
-# Elements that are cast, checked or dequantized at a time: about what fits into a CPU's cache.
+# Elements to cast, check or dequantize at a time, chosen to fit into a CPU's cache.
 CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies in a file.
+    """The location of a tensor in a file.
 
     Attributes:
-        dtype: its name in the file where torch has no such dtype, as for quantized weights.
-        begin: position of the first byte.
+        dtype: the dtype, or its name in the file if torch lacks it, as for quantized weights.
+        begin: position of the first byte in the file.
         bytes: number of bytes.
     """
 
@@ -33,7 +33,7 @@ class TensorLocation:
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """Return the tensors of a safetensors file by name. Raises JinguError if it is damaged or cut short."""
+    """Return the location of each tensor in a safetensors file. Raises JinguError if the file is damaged or missing."""
     try:
         with safe_open(path, framework="pt"):
             pass  # the library checks the header, and that all tensors lie within the file

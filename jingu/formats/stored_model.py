@@ -1,4 +1,4 @@
-"""A model on disk, in whatever format: its spec, and a function that reads its parameters one at a time."""
+"""A model on disk in any format: its spec, and a function that reads its parameters one at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jingu.parallel.materialize import materialize
 
 Shapes = Mapping[str, torch.Size]
 Update = Callable[[Tensor], Tensor]
-# Fields of the spec that say whether modules have biases.
+# The field of the spec that gives a module a bias, by the module's name.
 _BIAS_FIELDS = {
     **dict.fromkeys(("q", "k", "v"), "attention.qkv_bias"),
     "output": "attention.output_bias",
@@ -33,22 +33,22 @@ _BIAS_FIELDS = {
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk whose parameters are read when asked for.
+    """A model on disk whose parameters are read lazily.
 
     Attributes:
-        read: `read(name)` returns a whole parameter by jingu's name, on CPU, in the dtype it is stored in.
-            `read(name, expert)` returns one expert's matrix of a parameter [E, ...] without reading the others, if
-            possible without a copy; any thread may call it.
-        tokenizer_folder: None if the model has no tokenizer.
+        read: `read(name)` returns a whole parameter by jingu's name, on CPU, in its stored dtype (fp32 if it is
+            quantized). `read(name, expert)` returns one expert's matrix of a parameter [E, ...] without reading the
+            others, if possible without a copy; it is thread-safe.
+        tokenizer_folder: folder of the tokenizer; None if the model has none.
         where: the folder or file, for messages.
-        dtype: of most of the stored weights.
-        has_int4_blocks: whether most elements of its matrices are stored in blocks of 4 bits.
+        dtype: dtype of most stored weights.
         special_token_ids: bos_token_id and so on, from the model's config; empty if it has none.
         generation_config: contents of generation_config.json; None if there is none.
-        tokenizer_problem: why the model has no tokenizer.
-        is_prefix_lm: whether the model was trained to attend to prefixes in both directions.
-        updates: of adapters: functions that compute parameters from those of the base model, by name, for changes
-            beside the adapters' own modules.
+        tokenizer_problem: why the model has no tokenizer, if it has none.
+        is_prefix_lm: whether the model was trained with bidirectional attention within prefixes.
+        updates: only for adapters: functions that compute a parameter from that of the base model, by name, where jingu
+            has no adapter module for the change.
+        has_int4_blocks: whether most elements of the model's matrices are stored in blocks of 4 bits.
     """
 
     spec: ModelSpec
@@ -64,19 +64,19 @@ class StoredModel:
     has_int4_blocks: bool = False
 
     def _token_ids(self, key: str) -> Any:
-        """Return a special token's id or ids; generation_config.json has precedence over config.json."""
+        """Return the id or ids of a special token. generation_config.json takes precedence over config.json."""
         value = None if self.generation_config is None else self.generation_config.get(key)
         return self.special_token_ids.get(key) if value is None else value
 
     @property
     def decoder_start_token_id(self) -> int | None:
-        """The first token that the decoder of an encoder-decoder reads, if the model's files say so."""
+        """The first token that the decoder of an encoder-decoder reads; None if the model's files do not define it."""
         token_id: int | None = self._token_ids("decoder_start_token_id")
         return token_id
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, if the model's files say so; empty: the tokenizer's EOS token."""
+        """Tokens that end a text. Empty if the model's files define none: the tokenizer's EOS token then applies."""
         ids = self._token_ids("eos_token_id")
         if ids is None:
             return ()
@@ -87,7 +87,7 @@ class StoredModel:
         """Sampling parameters that generation_config.json recommends, by name."""
         config = dict(self.generation_config or {})
         if config.get("do_sample"):
-            # As in transformers.
+            # transformers' default.
             config.setdefault("temperature", 1.0)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         # A top_k of 0 means no limit.
@@ -101,20 +101,20 @@ class StoredModel:
         return self.tokenizer_folder
 
 
-# Adapters and quantization, applied as parameters are read
+# Adapters and quantization, which are applied when a parameter is read
 
 
 def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
-    """Return a model with its adapters: merged into the weights where possible, otherwise as modules of their own.
+    """Return a base model with adapters. LoRA and IA³ are merged into the weights; prompts remain separate modules.
 
-    If the adapters were trained on a quantized base, the weights are the values that it stood for.
+    If the adapters were trained on a quantized base, the base weights are quantized and dequantized first.
     """
     adapter = adapters.spec.adapter
     adapted_shapes = parameter_shapes(adapters.spec)
     spec = _merged_spec(adapters).model_copy(update={"quantization": None})
     base = extend_base(fake_quantize(residual_base(base, adapters.spec), adapters.spec), spec)
     if isinstance(adapter, Lora | Ia3):
-        # Merged as the weights are read, so that inference costs nothing more.
+        # Merge when a weight is read, so that inference has no additional cost.
 
         def read_merged(name: str, expert: int | None = None) -> Tensor:
             if is_trained(name, adapters.spec):
@@ -136,9 +136,9 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
 
 
 def _merged_spec(adapters: StoredModel) -> ModelSpec:
-    """Return the spec of a model that can hold the adapters in its own parameters.
+    """Return the spec of a model into whose parameters the adapters can be merged.
 
-    A tied head gets a weight of its own if the embedding has a LoRA, and adapted modules with biases get biases.
+    A tied head is untied if the embedding has a LoRA. A module whose LoRA has a bias gets a bias.
     """
     spec = adapters.spec
     names = parameter_shapes(spec)
@@ -151,7 +151,7 @@ def _merged_spec(adapters: StoredModel) -> ModelSpec:
 
 
 def add_bias(spec: ModelSpec, name: str, where: CheckpointPath) -> ModelSpec:
-    """Return a spec whose model has the bias `name`. Raises JinguError if no model has it."""
+    """Return a spec whose model has the bias `name`. Raises JinguError if no spec can describe such a bias."""
     if name in parameter_shapes(spec):
         return spec
     field = _BIAS_FIELDS.get(name.split(".")[-2])
@@ -165,7 +165,11 @@ def add_bias(spec: ModelSpec, name: str, where: CheckpointPath) -> ModelSpec:
 
 
 def residual_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Return the frozen weights of a model whose adapters began as a part of its matrices."""
+    """Return the base model with the frozen weights that the adapters of `spec` were trained with.
+
+    PiSSA and OLoRA initialize an adapter from its matrix, and subtract that initial product from the frozen weight. For
+    any other adapter, `base` is returned unchanged.
+    """
     adapter = spec.adapter
     if not isinstance(adapter, Lora) or adapter.init_lora_weights not in RESIDUAL_INITS:
         return base
@@ -186,9 +190,10 @@ def residual_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
 def read_lora_pair(
     adapters: StoredModel, base: StoredModel, module: str, expert: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the matrices A [R, I] and, times the scale, B [O, R] that a module's LoRA adds to the base model's weight.
+    """Return matrices A [R, I] and B [O, R] such that B A is the change of the base model's weight by a module's LoRA.
 
-    What PiSSA and OLoRA have subtracted from that weight joins them with a negative sign, as twice the rank.
+    B includes the scale. For PiSSA and OLoRA, R is twice the rank: the initial matrices, which were subtracted from the
+    weight, are appended with a negative sign.
     """
     adapter = adapters.spec.adapter
     assert isinstance(adapter, Lora)
@@ -202,8 +207,10 @@ def read_lora_pair(
 
 
 def extend_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Return a base model that also has what only `spec` has: an untied head, which equals the embedding, and biases of
-    zeros."""
+    """Return a base model that also has the parameters that only `spec` has.
+
+    These are an untied head, which equals the embedding, and biases, which are zero.
+    """
     shapes = parameter_shapes(spec)
     names = parameter_shapes(base.spec)
 
@@ -216,7 +223,10 @@ def extend_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
 
 
 def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Return a model with the values that weights have after they were quantized as `spec` says."""
+    """Return a model whose matrices are quantized and dequantized again, by the method that `spec.quantization` names.
+
+    These matrices are read as fp32 (fp64 if stored so). Parameters that `spec` does not quantize are unchanged.
+    """
     kind = spec.quantization
     if kind is None:
         return model
@@ -240,13 +250,13 @@ def load_model(
     device: torch.device | str = "cpu",
     prepare: Callable[[Decoder], object] = lambda model: None,
 ) -> Decoder:
-    """Return the model with its weights, cast to `dtype`, ready for inference.
+    """Return the model with its weights, cast to `dtype`, in eval mode.
 
-    On CPU, weights that are stored in this dtype and order are not copied: they stay memory-mapped, and the system
-    reads the pages that are used.
+    On CPU, weights that are stored in this dtype and arrangement are not copied: they stay memory-mapped, and the
+    system reads the pages that are used.
 
     Args:
-        prepare: receives the model on the meta device, and may remove parts that are not needed.
+        prepare: called with the model on the meta device; may remove parts that are not needed.
     """
 
     def read(name: str) -> Tensor:
@@ -259,17 +269,17 @@ def load_model(
 
 
 class TensorMismatchError(JinguError):
-    """Weights that are not those that a config describes.
+    """The stored weights differ from those that a config describes.
 
     Attributes:
-        tensors: names by problem: missing, unexpected, of the wrong shape.
+        tensors: names of tensors by problem: `missing`, `unexpected`, `of the wrong shape`.
     """
 
     tensors: Mapping[str, list[str]] = {}
 
 
 def compare_shapes(expected: Shapes, stored: Shapes, where: CheckpointPath) -> None:
-    """Raise TensorMismatchError if tensors are missing, unexpected or of the wrong shape; it names all of them."""
+    """Raise TensorMismatchError, which lists all tensors that are missing, unexpected or of the wrong shape, if any."""
     tensors = {
         "missing": [name for name in expected if name not in stored],
         "unexpected": [name for name in stored if name not in expected],

@@ -1,4 +1,4 @@
-"""Build records: JSON files that store the settings from which a command made a folder."""
+"""Build records: JSON files in a folder that store the settings with which a command created it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
     """Return the JSON object `name` in the folder `path`; None if the folder is missing or empty.
 
     Args:
-        maker: the command that makes such folders, for the error message.
+        maker: the command that creates such folders, for the error message.
 
     Raises:
         JinguError: the folder contains something else, which must not be replaced, or the record is damaged.
@@ -33,12 +33,16 @@ def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a JSON object, indented for readers."""
+    """Write a record as indented JSON to the file `path`."""
     path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_changes(old: dict[str, Any], new: dict[str, Any], what: str, where: Path, fix: str) -> None:
-    """Raise JinguError with the differences if two records differ; `what` begins its message."""
+    """Raise JinguError with the differences if two records differ.
+
+    Args:
+        what: beginning of the message, before "with other settings".
+    """
     changes = [
         f"{key} was {_format_setting(old.get(key))} and is now {_format_setting(new.get(key))}"
         for key in sorted({*old, *new})

@@ -1,4 +1,7 @@
-"""The corpus: files, folders, patterns and URLs as a list of files and as units of work, fixed by the input alone."""
+"""The corpus: the list of files that `data.input` names, and its division into units of work.
+
+Both depend only on the input, not on ranks or workers.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from jingu.runtime.files import read_error
 from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, strip_compression_suffix
 from jingu.text.document_reader import ReadCounts, Span, read_documents
 
-# A unit of work has at least about this many bytes: several small files, or a part of a large .jsonl.
+# Approximate minimum size of a unit of work, which is several small files or a part of a large one, such as a .jsonl.
 UNIT_BYTES = 1 << 20
-# Units of a large corpus, not counting those of files that cannot be divided.
+# Approximate maximum number of units: those of a large corpus are larger. (Files that cannot be divided add units.)
 MAX_UNITS = 4096
-# A corpus is sampled in chunks of this size.
+# A corpus is sampled in chunks of this size, in bytes.
 SAMPLE_CHUNK_BYTES = 256 << 10
 
 
@@ -42,9 +45,12 @@ def validate_sources(data: DataSettings) -> list[SourceSettings]:
 def find_files(settings: DataSettings) -> list[CorpusFile]:
     """Return every file of `data.input` once: inputs in their order, the files of a folder or pattern sorted.
 
-    A folder is searched recursively for files with one of `data.suffixes`, compressed ones too; if `datasets` saved it,
-    for its .arrow files. A file that is named directly or matches a pattern (`*`, `?`, `[…]`, `**`) is taken whatever
-    its suffix. A URL (such as s3://…) is a file or a pattern.
+    A folder is searched recursively for files with one of `data.suffixes`, also compressed ones. In a folder that
+    `datasets` saved, the .arrow files are taken. A file that is named directly or matches a pattern (`*`, `?`, `[…]`,
+    `**`) may have any suffix. A URL (such as s3://…) names a file or is a pattern.
+
+    Raises:
+        JinguError: there is no input, an input matches no file, or a file cannot be read more than once.
     """
     inputs: list[str] = []
     for source in settings.all_sources:
@@ -63,14 +69,14 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
             what = "this is a pipe, a socket or a device, and a corpus is read more than once."
             raise JinguError(what, where=path, fix="Write its content to a file, and name that in data.input.")
         file = CorpusFile(path, size)
-        # Only files of many documents can be divided, and only if any part can be read by itself.
+        # A file can be divided if it contains many documents and any part of it can be read separately.
         has_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
         files.append(replace(file, splits=has_parts and not file.compression, number=len(files)))
     return files
 
 
 def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
-    """Return what identifies a corpus without reading it: number of files, bytes, and a hash of names and sizes."""
+    """Return data that identify a corpus without reading it: number of files, bytes, and a hash of names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(f"{Path(file.path).name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
@@ -78,14 +84,18 @@ def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
 
 
 def plan_units(files: list[CorpusFile], unit_bytes: int | None = None) -> list[tuple[Span, ...]]:
-    """Divide the corpus into units of about `unit_bytes` (None: by its size). They depend on the files alone."""
+    """Divide the corpus into units of work, each a sequence of spans of files.
+
+    Args:
+        unit_bytes: approximate bytes per unit; None: chosen by the size of the corpus.
+    """
     if unit_bytes is None:
         unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MAX_UNITS)
     units: list[tuple[Span, ...]] = []
     unit: list[Span] = []
     size = 0
     for file in files:
-        # An empty file is a span, too.
+        # An empty file also gets a span.
         file_bytes = max(file.size, 1)
         for start in range(0, file_bytes, unit_bytes if file.splits else file_bytes):
             end = min(start + unit_bytes, file.size) if file.splits else file.size
@@ -101,10 +111,13 @@ def plan_units(files: list[CorpusFile], unit_bytes: int | None = None) -> list[t
 
 
 def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[tuple[str, int]]:
-    """Yield about `sample_bytes` of the corpus, spread evenly over it, as (text, bytes of input passed so far).
+    """Yield texts of about `sample_bytes` in total, sampled evenly from the corpus.
 
-    Long text files are sampled in chunks, so that no more than a chunk is in memory. Of files that can only be read
-    from their beginning, the first documents are taken.
+    Long text files are sampled in chunks, so that at most a chunk is in memory. From files that can only be read from
+    their beginning, such as compressed ones, the first documents are taken.
+
+    Yields:
+        A text, and the position in the corpus in bytes, for a progress bar.
     """
     total = sum(file.size for file in files)
     seen = 0
@@ -113,7 +126,8 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
         if not file.splits and (file.compression or file.kind != "text"):
             seen += file.size
             for document in read_documents([Span(file, 0, file.size)], settings, ReadCounts()):
-                # Enough is read when sampled_bytes / sample_bytes reaches seen / total.
+                # Stop when the share of the sample, sampled_bytes / sample_bytes, reaches that of the corpus,
+                # seen / total.
                 if sampled_bytes * total >= sample_bytes * seen:
                     break
                 sampled_bytes += document.bytes
@@ -134,7 +148,7 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
 
 
 def _expand_input(name: str, suffixes: list[str]) -> list[str]:
-    """Return the files that one entry of `data.input` stands for."""
+    """Return the paths of the files that one entry of `data.input` names."""
     if is_url(name):
         return _expand_url(name)
     path = Path(name).expanduser()
@@ -156,7 +170,7 @@ def _expand_input(name: str, suffixes: list[str]) -> list[str]:
 
 
 def _expand_url(url: str) -> list[str]:
-    """Return the files that a URL or a pattern of URLs stands for."""
+    """Return the URLs of the files that a URL, or a pattern of URLs, names."""
     filesystem, path = open_filesystem(url)
     matches = sorted(filesystem.glob(path)) if glob.has_magic(path) else [path]
     if not matches or not all(filesystem.isfile(match) for match in matches):
@@ -166,7 +180,11 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
-    """Return the folder's files with one of the suffixes, sorted. Links are followed, each folder once."""
+    """Return the files in a folder with one of the suffixes, sorted. Links are followed; each folder is visited once.
+
+    Raises:
+        JinguError: there is no such file, or `datasets` saved several splits here.
+    """
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(item.name for item in folder.iterdir() if item.is_dir()))
         what = f"`datasets` saved several splits here: {splits}."
@@ -179,7 +197,7 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
     other_suffixes: Counter[str] = Counter()
     visited: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
-        # A link can lead back to a folder above it.
+        # A link can point to one of its parent folders: visit each folder once.
         if os.path.realpath(parent) in visited:
             folders.clear()
             continue
@@ -201,7 +219,7 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
 
 
 def _read_chunk(span: Span) -> str:
-    """Read a part of a long text file, without the characters cut at its ends and bytes that are not UTF-8."""
+    """Read a part of a long text file, without cut characters at its ends and without bytes that are not UTF-8."""
     try:
         with open(span.file.path, "rb") as stream:  # noqa: PTH123
             stream.seek(span.start)

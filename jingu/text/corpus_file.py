@@ -28,25 +28,32 @@ KINDS: dict[str, FileKind] = {
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of the corpus, and its stored size in bytes."""
+    """A file of the corpus.
 
-    path: str  # a local path, or a URL (such as s3://…) that fsspec opens
+    Attributes:
+        path: a local path, or a URL (such as s3://…) that fsspec opens.
+        size: stored size in bytes, which is that of the compressed file.
+        splits: whether any part of the file can be read separately.
+        number: index of the file in the corpus.
+    """
+
+    path: str
     size: int
-    splits: bool = False  # whether any part of it can be read by itself
-    number: int = 0  # its index among the files of the corpus
+    splits: bool = False
+    number: int = 0
 
     @property
     def compression(self) -> str:
-        """gzip, xz or zstd; empty for a plain file."""
+        """The compression (gzip, xz or zstd), by the suffix; empty for an uncompressed file."""
         return COMPRESSIONS.get(os.path.splitext(self.path.lower())[1], "")  # noqa: PTH122 (not every path is local)
 
     @property
     def kind(self) -> FileKind:
-        """What it contains, by its suffix before that of the compression."""
+        """The format of the uncompressed content, by the suffix before that of the compression."""
         return KINDS.get(os.path.splitext(strip_compression_suffix(self.path))[1], "text")  # noqa: PTH122
 
     def open(self) -> IO[bytes]:
-        """Open the uncompressed content. Raises OSError, or JinguError for a missing package."""
+        """Open the file and decompress it while it is read. Raises OSError, or JinguError if a package is missing."""
         if is_url(self.path):
             stored = cast(IO[bytes], open_filesystem(self.path)[0].open(self.path, "rb"))
         else:
@@ -61,13 +68,14 @@ class CorpusFile:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reads zstd frames, one after another. The library's own reader takes a truncated file for a shorter one."""
+    """Reads the zstd frames of a file. Raises EOFError if the file is truncated, which the library's reader ignores."""
 
     def __init__(self, stored: IO[bytes], path: str) -> None:
         self._stored = stored
         self._zstd = import_optional("zstandard", "reading zstd", path)
-        # The decompressor of the current frame, if one has begun.
+        # The decompressor of the current frame; None between frames.
         self._frame: Any = None
+        # Bytes that are read but not decompressed, and decompressed bytes that are not returned yet.
         self._compressed = b""
         self._output = b""
 
@@ -86,7 +94,7 @@ class _ZstdReader(io.RawIOBase):
             self._output = self._frame.decompress(compressed)
             self._compressed = b""
             if self._frame.eof:
-                # What follows the frame is the beginning of the next one.
+                # Bytes after the frame belong to the next one.
                 self._compressed = self._frame.unused_data
                 self._frame = None
         count = min(len(buffer), len(self._output))
@@ -100,7 +108,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def strip_compression_suffix(path: str) -> str:
-    """Return a path in lower case, without the suffix of a compression."""
+    """Return a path in lower case, without its compression suffix if it has one."""
     name, suffix = os.path.splitext(path.lower())  # noqa: PTH122
     return name if suffix in COMPRESSIONS else path.lower()
 
@@ -136,7 +144,7 @@ def import_optional(name: str, purpose: str, where: str) -> ModuleType:
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """Return what reading a file can raise, and decompressing one that is truncated or damaged."""
+    """Return the exceptions that reading a file, or decompressing a damaged or truncated one, can raise."""
     errors: list[type[Exception]] = [OSError, EOFError, zlib.error, lzma.LZMAError]
     with suppress(ImportError):
         errors.append(import_module("zstandard").ZstdError)

@@ -1,4 +1,4 @@
-"""Read documents from corpus files: lines, rows, blocks or whole files, with a location for every error."""
+"""Read documents from corpus files: lines, rows, blocks or whole files. Every error names its location."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jingu.runtime.files import read_error
 from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
-# Kinds of files whose documents are located by their row.
+# Kinds of files whose documents are located by row number instead of byte.
 _ROW_KINDS = ("json", "parquet", "arrow")
-# The parts of a path to a field: names of fields, and [*] for all items of a list.
+# A part of the path to a field: the name of a field, or [*] for all items of a list.
 _PATH_PART = re.compile(r"\[\*\]|[^.\[\]]+")
 _TEXT_FIELD_FIX = "Set data.text_field to the field that holds the document."
 
@@ -30,13 +30,13 @@ class CorpusDocument:
     text: str
     bytes: int  # length of `text` in UTF-8
     file: CorpusFile
-    # Its first byte in the file, or its row from 1 in files of rows; -1: the whole file is this document.
+    # The document's first byte in the file, or its row (from 1) in files of rows; -1: the document is the whole file.
     position: int
-    hash: int = 0  # decides whether it is for validation; 0: the hash of its text does
+    hash: int = 0  # assigns the document to the training or validation split; 0: use the hash of its text
 
 
 def format_location(path: str, position: int) -> str:
-    """Return the location of a document for users: file:byte N, file:row N, or the file alone."""
+    """Return the location of a document for messages: file:byte N, file:row N, or only the file."""
     if position < 0:
         return path
     unit = "row" if CorpusFile(path, 0).kind in _ROW_KINDS else "byte"
@@ -45,7 +45,7 @@ def format_location(path: str, position: int) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """The documents that begin in bytes [start, end) of a file."""
+    """A part of a file: the documents that begin in its bytes [start, end)."""
 
     file: CorpusFile
     start: int
@@ -54,21 +54,21 @@ class Span:
 
 @dataclass
 class ReadCounts:
-    """How many documents were read, left out and changed."""
+    """Numbers of documents that were read, left out or changed."""
 
     documents: int = 0
-    empty: int = 0  # left out: no characters at all
+    empty: int = 0  # left out: no characters
     invalid: int = 0  # left out: not UTF-8
-    replaced: int = 0  # read with U+FFFD in place of bytes that are not UTF-8
-    # Copies of earlier documents. If duplicates are kept, they are counted for supervised data only.
+    replaced: int = 0  # read, with U+FFFD in place of bytes that are not UTF-8
+    # Duplicates of earlier documents. If duplicates are kept, they are counted for supervised data only.
     copies: int = 0
-    # Messages about what was left out because of errors, if `data.on_error` is `skip`.
+    # A message for each document that was left out because of an error, if `data.on_error` is `skip`.
     skipped: list[str] = field(default_factory=list)
-    # What became of rows of supervised data, by category.
+    # Number of rows of supervised data by category.
     rows: dict[str, int] = field(default_factory=dict)
 
     def count(self, category: str, number: int = 1) -> None:
-        """Count rows of supervised data."""
+        """Add to the number of rows of supervised data in a category."""
         self.rows[category] = self.rows.get(category, 0) + int(number)
 
     def add(self, other: ReadCounts) -> None:
@@ -84,11 +84,11 @@ class ReadCounts:
 
 
 def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCounts) -> Iterator[CorpusDocument]:
-    """Yield the documents of `spans` in order, and count them.
+    """Yield the documents of `spans` in order, and add them to `counts`.
 
     Raises:
-        JinguError: something is not a document (unless `data.on_error` is `skip`: then it is left out and counted), or
-            a text is not UTF-8 and `data.invalid_utf8` is `refuse`.
+        JinguError: a file is damaged, an entry is not a document, or a text is not UTF-8 and `data.invalid_utf8` is
+            `refuse`. If `data.on_error` is `skip`, these are left out and recorded in `counts.skipped` instead.
     """
     for span in spans:
         reader = _DocumentReader(span.file, settings, counts)
@@ -102,7 +102,7 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCo
 
 
 def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "") -> JinguError:
-    """Return the error for an exception from reading a file; `alternative` is appended to the fix."""
+    """Return the error for an exception that reading a file raised. `alternative` is appended to the fix."""
     if isinstance(error, OSError) and error.strerror:
         return read_error(file.path, error)
     what = f"the file is damaged, or was truncated while it was written or copied ({error})."
@@ -110,13 +110,13 @@ def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "")
 
 
 class _SkippedError(Exception):
-    """What was to be read is left out, and counted already."""
+    """A document, or the rest of a span, is left out. It is counted already."""
 
 
 class _DocumentReader:
-    """Reads the documents of one file as the settings say, and counts them.
+    """Reads the documents of one file according to the settings, and counts them.
 
-    A position is a byte of the file, or a row from 1 in files of rows; -1 is the whole file.
+    Positions are those of `CorpusDocument`: a byte of the file, or a row (from 1) in files of rows; -1: the whole file.
     """
 
     def __init__(self, file: CorpusFile, settings: DataSettings, counts: ReadCounts) -> None:
@@ -139,18 +139,18 @@ class _DocumentReader:
                 self.counts.empty += 1
 
     def refuse(self, error: JinguError) -> None:
-        """Raise the error, or record it if errors are skipped."""
+        """Raise the error; if `data.on_error` is `skip`, record it instead."""
         if self.settings.on_error == "stop":
             raise error
         self.counts.skipped.append(f"{error.where}: {error.what}")
 
     def _skip(self, position: int, what: str, fix: str) -> _SkippedError:
-        """Return the exception that skips what is at a position, unless `refuse` raises."""
+        """Report an error at a position by `refuse`; if that returns, return the exception that skips the document."""
         self.refuse(JinguError(what, where=self._locate(position), fix=fix))
         return _SkippedError()
 
     def _read_values(self, span: Span) -> Iterator[tuple[Any, int]]:
-        """Yield what stands for each document (bytes, or the value of a row) and its position."""
+        """Yield each document before it is parsed, as bytes or as the value of a row, and its position."""
         kind = self.kind
         unit = self.settings.documents
         max_bytes = self.settings.max_document_bytes
@@ -158,7 +158,7 @@ class _DocumentReader:
             yield from _read_column(self.file, self.settings.text_field, span)
             return
         with closing(self.file.open()) as stream:
-            # One byte more than allowed is read, so that a text that is too long is noticed.
+            # Read one byte more than allowed, so that `_decode` notices a text that is too long.
             if kind == "json":
                 rows = self._parse_json(stream.read(max_bytes + 1), -1)
                 yield from zip(rows if isinstance(rows, list) else [rows], count(1))
@@ -172,7 +172,7 @@ class _DocumentReader:
                 yield stream.read(max_bytes + 1), -1
 
     def _parse_text(self, value: Any, position: int) -> str:
-        """Return the text of a document."""
+        """Return the text of a document that `_read_values` yielded."""
         kind = self.kind
         if kind == "text":
             text = self._decode(value, position)
@@ -184,7 +184,7 @@ class _DocumentReader:
         return self._check_string(self._get_field(value, position), position)
 
     def _read_blocks(self, stream: IO[bytes], span: Span) -> Iterator[tuple[bytes, int]]:
-        """Yield the blocks of lines between blank lines that begin in the span."""
+        """Yield the blocks (runs of lines that are not blank) that begin in the span, and their positions."""
         position = seek_first_line(stream, span)
         max_bytes = self.settings.max_document_bytes
         # A block that began before the span belongs to an earlier unit of work.
@@ -237,7 +237,10 @@ class _DocumentReader:
             raise self._skip(position, what, _TEXT_FIELD_FIX) from None
 
     def _check_string(self, value: object, position: int) -> str:
-        r"""Return a string that has a UTF-8 form. JSON can hold half a character ("\ud800"), which has none."""
+        r"""Return a value that must be a string with a UTF-8 form; invalid characters are replaced if that is allowed.
+
+        JSON can contain half a surrogate pair ("\ud800"), which UTF-8 cannot encode.
+        """
         if not isinstance(value, str):
             what = f'the field "{self.settings.text_field}" is {_describe_type(value)}, not a string.'
             raise self._skip(position, what, _TEXT_FIELD_FIX)
@@ -250,7 +253,7 @@ class _DocumentReader:
             return self._handle_invalid(position, what, fix, re.sub("[\ud800-\udfff]", "\ufffd", value))
 
     def _decode(self, data: bytes, position: int) -> str:
-        """Decode UTF-8 that is not too long, without a byte order mark."""
+        """Decode UTF-8, without a byte order mark. Refuse, skip or replace text that is too long or not UTF-8."""
         max_bytes = self.settings.max_document_bytes
         if len(data) > max_bytes:
             what = f"a document here is longer than {max_bytes:,} bytes (data.max_document_bytes)."
@@ -272,7 +275,7 @@ class _DocumentReader:
             return self._handle_invalid(position or -1, what, fix, data.decode(errors="replace").removeprefix("\ufeff"))
 
     def _handle_invalid(self, position: int, what: str, fix: str, replaced_text: str) -> str:
-        """Refuse, skip or replace a text that is not UTF-8, as `data.invalid_utf8` says."""
+        """Refuse, skip or replace a text that is not UTF-8, according to `data.invalid_utf8`."""
         if self.settings.invalid_utf8 == "refuse":
             raise self._skip(position, what, fix)
         if self.settings.invalid_utf8 == "skip":
@@ -282,7 +285,7 @@ class _DocumentReader:
         return replaced_text
 
     def _locate(self, position: int) -> str:
-        """Return the file and the line or row. Counts the lines before the position, so only for messages."""
+        """Return the file and the line or row of a position. Slow, as it counts lines: use it only for messages."""
         if position < 0 or self.kind in _ROW_KINDS:
             return format_location(self.file.path, position)
         line = 1
@@ -295,7 +298,11 @@ class _DocumentReader:
 
 
 def _select(value: Any, path: list[str]) -> Any:
-    """Return what a path selects in a row; the texts of a list are joined by newlines. Raises KeyError or TypeError."""
+    """Return the value at a path in a row. The texts of a list ([*]) are joined by newlines.
+
+    Raises:
+        KeyError, TypeError: the row has no such field.
+    """
     for index, part in enumerate(path):
         if part == "[*]":
             texts = [_select(item, path[index + 1 :]) for item in value]
@@ -310,9 +317,9 @@ def _is_blank(line: bytes) -> bool:
 
 
 def read_lines(stream: IO[bytes], span: Span, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines that begin in the span, each with its first byte.
+    """Yield the lines that begin in the span, each with the position of its first byte.
 
-    A line longer than `max_bytes` is truncated to one byte more.
+    A line longer than `max_bytes` is truncated to `max_bytes` + 1 bytes, which shows the caller that it is too long.
     """
     for line, position in _read_lines_from(stream, seek_first_line(stream, span), max_bytes):
         if _is_past_span(position, span):
@@ -321,41 +328,45 @@ def read_lines(stream: IO[bytes], span: Span, max_bytes: int) -> Iterator[tuple[
 
 
 def _read_lines_from(stream: IO[bytes], position: int, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines from the stream's position on, like `read_lines`."""
+    """Yield all lines from the stream's current position on, like `read_lines`. `position` is that position."""
     while line := stream.readline(max_bytes + 1):
         yield line, position
         position += len(line)
-        # Read the rest of a truncated line without keeping it.
+        # Read and discard the rest of a truncated line.
         while len(line) > max_bytes and not line.endswith(b"\n"):
             line = stream.readline(max_bytes + 1)
             position += len(line)
 
 
 def _is_past_span(position: int, span: Span) -> bool:
-    """Return whether what begins at a position belongs to a later part of the file."""
+    """Return whether a line at a position belongs to a later span of the file."""
     return span.file.splits and position >= span.end
 
 
 def seek_first_line(stream: IO[bytes], span: Span) -> int:
-    """Go to the first line that begins in the span, and return its first byte."""
+    """Move the stream to the first line that begins in the span, and return the position of its first byte."""
     if span.start == 0:
         return 0
-    # A line that begins exactly at the span's start comes after a newline.
+    # Start one byte earlier: if that byte is a newline, a line begins exactly at the span's start.
     stream.seek(span.start - 1)
     return span.start - 1 + len(stream.readline())
 
 
 def _previous_line(stream: IO[bytes], position: int) -> bytes:
-    """Return the end of the line before the one that begins at a position."""
+    """Return the line before the one that begins at a position, or the last 4 KiB of it."""
     stream.seek(max(position - 4096, 0))
     return stream.read(min(position, 4096))[:-1].rpartition(b"\n")[2]
 
 
 def _read_column(file: CorpusFile, field: str, span: Span) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield rows of the one column that holds a field, and their numbers.
+    """Yield the rows of a .parquet file, or of an .arrow file that `datasets` saved, and their numbers from 1.
 
-    The file is an .arrow file as `datasets` saves it, or a .parquet, of which the row groups that begin in the span are
-    read.
+    Rows have only the column that contains the field. From a .parquet file, the row groups that begin in the span are
+    read; an .arrow file is read whole.
+
+    Raises:
+        EOFError: the file is damaged.
+        JinguError: there is no such column, or pyarrow is not installed.
     """
     try:
         with closing(file.open()) as stream:
@@ -370,7 +381,7 @@ def _read_column(file: CorpusFile, field: str, span: Span) -> Iterator[tuple[dic
             rows_before = 0
             for number in range(table.num_row_groups):
                 group = table.metadata.row_group(number)
-                # A group begins with the dictionary of its first column, if there is one.
+                # A row group begins with its first column: with that column's dictionary if it has one.
                 pages = group.column(0)
                 start = min(filter(None, [pages.dictionary_page_offset, pages.data_page_offset]))
                 if span.start <= start < span.end or not file.splits:
@@ -386,7 +397,11 @@ def _rows(name: str, columns: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _find_column(names: list[str], field: str, path: str) -> str:
-    """Return the column that holds a field. Raises JinguError if there is none."""
+    """Return the column that contains a field: the column of that name, or the one that its path begins with.
+
+    Raises:
+        JinguError: there is no such column.
+    """
     first = _PATH_PART.findall(field)[:1]
     for name in (field, *first):
         if name in names:

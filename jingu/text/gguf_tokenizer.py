@@ -13,21 +13,26 @@ from jingu.errors import JinguError
 from jingu.text.sentencepiece import SentencePieceModel, build_sentencepiece, prepend_token
 from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
 
-# llama.cpp's names of the rules by which tokenizers split text before they merge.
+# llama.cpp's names for pre-tokenizers, the rules that split text into words before merging, grouped by equal rules.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3", "smaug-bpe", "dbrx")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
+# Types of tokens, as in sentencepiece.
 _CONTROL, _USER = 3, 4
 _TOKENS = ("bos", "eos", "unknown", "padding")
 _HF_NAMES = {"unknown": "unk", "padding": "pad"}
 
 
 def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template) of a GGUF's metadata.
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) from the metadata of a GGUF file.
+
+    Args:
+        max_length: `model_max_length`, the maximum number of tokens of the model.
+        folder: the folder to write to.
 
     Raises:
-        JinguError: the file has no tokenizer, or one of an unsupported kind.
+        JinguError: the file has no tokenizer, or one that is unsupported or damaged.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama", "t5"):
@@ -66,7 +71,7 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
-    """Build a byte-level BPE tokenizer from tokens and merges."""
+    """Build a byte-level BPE tokenizer (of the `tokenizers` library) from tokens and merges."""
     pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
     if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2):
         raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not support.")
@@ -89,7 +94,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> Any:
-    """Build a tokenizer from pieces with scores: BPE in files of the kind llama, Unigram in those of t5."""
+    """Build a tokenizer from pieces with scores. The kind `llama` is BPE, and `t5` is Unigram."""
     return build_sentencepiece(
         SentencePieceModel(
             tokens,

@@ -1,6 +1,6 @@
 """Convert sentencepiece models (Kudo and Richardson, 2018) to tokenizers of the `tokenizers` library.
 
-The file is one protobuf message. Only the fields that determine ids are declared here, with the numbers of
+The file is one protobuf message. Only the fields that determine token ids are declared here, with the field numbers of
 https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto.
 """
 
@@ -14,8 +14,10 @@ import tokenizers
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+# Types of pieces, and types of models.
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
+# The messages and their fields: number, type and default of each field.
 _FIELDS: dict[str, dict[str, tuple[int, str, str]]] = {
     "Piece": {"piece": (1, "STRING", ""), "score": (2, "FLOAT", "0"), "type": (3, "INT32", "1")},
     "Trainer": {
@@ -38,14 +40,17 @@ _FIELDS: dict[str, dict[str, tuple[int, str, str]]] = {
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What determines the ids of a text: pieces with scores, and how text is normalized.
+    """The parts of a model that determine the ids of a text: pieces with scores, and the normalization of text.
 
     Attributes:
-        types: of each piece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 a byte.
-        unigram: whether the most likely pieces are taken together, instead of merging the best pair repeatedly.
-        charsmap: the compiled map that normalizes characters; empty if there is none.
-        prefix: whether a space is put before the text.
-        collapse: whether spaces at the ends are removed, and several become one.
+        pieces: the vocabulary, in the order of ids.
+        scores: score of each piece; log-probability for Unigram, order of merges for BPE.
+        types: type of each piece: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+        unigram: whether the model is Unigram, which chooses the most likely sequence of pieces; otherwise it is BPE.
+        byte_fallback: whether characters without a piece are encoded as bytes.
+        charsmap: the compiled map that normalizes characters (`precompiled_charsmap`); empty if there is none.
+        prefix: whether a space is added before the text.
+        collapse: whether spaces at the ends are removed, and repeated spaces become one.
     """
 
     pieces: list[str]
@@ -59,13 +64,17 @@ class SentencePieceModel:
 
 
 def read_sentencepiece(data: bytes, *, add_bos_token: bool = True) -> tuple[str, dict[str, str]]:
-    """Return the text of a tokenizer.json, and the names of the special tokens, of a sentencepiece `.model`.
+    """Convert the contents of a sentencepiece `.model` file.
 
     Args:
-        add_bos_token: whether a prompt begins with the BOS token if the model is BPE, as for Llama.
+        add_bos_token: whether prompts begin with the BOS token if the model is BPE, as for Llama.
+
+    Returns:
+        The text of a tokenizer.json; and the special tokens by their configuration key, such as `bos_token`.
 
     Raises:
-        Exception: the content is not a model (the protobuf library's own), or of an unsupported kind (ValueError).
+        Exception: the content is not a model (the protobuf library's own exception), or the model is of an unsupported
+            kind (ValueError).
     """
     model = _message("Model")()
     model.ParseFromString(data)
@@ -97,7 +106,7 @@ def read_sentencepiece(data: bytes, *, add_bos_token: bool = True) -> tuple[str,
 
 @cache
 def _message(name: str) -> Any:
-    """Return the class of one of the messages."""
+    """Return the protobuf class of a message in `_FIELDS`."""
     file = descriptor_pb2.FileDescriptorProto(name="sentencepiece.proto", package="pieces", syntax="proto2")
     for message, fields in _FIELDS.items():
         descriptor = file.message_type.add(name=message)
@@ -117,11 +126,11 @@ def _message(name: str) -> Any:
 
 
 def build_sentencepiece(pieces: SentencePieceModel) -> Any:
-    """Build the library's tokenizer that gives a text the same ids."""
+    """Build a tokenizer (of the `tokenizers` library) that gives every text the same ids as sentencepiece."""
     id_ = pieces.types.index(_UNKNOWN) if _UNKNOWN in pieces.types else None
     if pieces.unigram:
-        # Control pieces and bytes (<0x0A>) would match text like any other piece. With such a score they are the most
-        # likely pieces only if one of their letters is unknown.
+        # The library would match control pieces and byte pieces (<0x0A>) in text like any other piece. A very low score
+        # prevents this, unless one of their characters has no piece.
         unlikely = 100 * min(pieces.scores, default=0.0)
         scores = [
             unlikely if t in (_CONTROL, _BYTE) else score for score, t in zip(pieces.scores, pieces.types, strict=True)
@@ -135,7 +144,7 @@ def build_sentencepiece(pieces: SentencePieceModel) -> Any:
     inner: Any = tokenizers.Tokenizer(model)
     inner.normalizer = _normalizer(pieces)
     if not any("▁" in piece.lstrip("▁") for piece in pieces.pieces):
-        # Much faster, with the same ids: no piece extends across the space between two words.
+        # No piece extends across the space between two words, so splitting there keeps the ids, and is much faster.
         inner.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+|▁+"), "isolated")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.prefix else steps)
@@ -146,7 +155,7 @@ def build_sentencepiece(pieces: SentencePieceModel) -> Any:
 
 
 def prepend_token(inner: Any, token: str) -> None:
-    """Put a special token in front of prompts, around which the existing post-processor still works."""
+    """Let a tokenizer of the library add a special token before prompts, in addition to its own post-processing."""
     template = processors.TemplateProcessing(
         single=f"{token} $A",
         pair=f"{token} $A {token}:1 $B:1",
@@ -157,7 +166,7 @@ def prepend_token(inner: Any, token: str) -> None:
 
 
 def _normalizer(pieces: SentencePieceModel) -> Any:
-    """Return the normalizer that prepares text as sentencepiece does."""
+    """Return a normalizer (of the `tokenizers` library) with the effect of sentencepiece's."""
     steps: list[Any] = [normalizers.Precompiled(pieces.charsmap)] if pieces.charsmap else []
     if pieces.collapse:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -167,7 +176,11 @@ def _normalizer(pieces: SentencePieceModel) -> Any:
 
 
 def _merges(pieces: SentencePieceModel) -> list[tuple[str, str]]:
-    """Return every split of a piece into two others, those of the piece with the best score first."""
+    """Return the merges of a BPE model in their order.
+
+    sentencepiece stores no merges. Every split of a piece into two other pieces is a merge; merges are ordered by the
+    score of the merged piece, best first.
+    """
     ranks = {
         piece: (-score, id_)
         for id_, (piece, score, type_) in enumerate(zip(pieces.pieces, pieces.scores, pieces.types, strict=True))

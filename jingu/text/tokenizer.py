@@ -1,4 +1,4 @@
-"""The tokenizer: text to ids and back, stored so that jingu and transformers read the same folder."""
+"""The tokenizer: encodes text as ids and decodes ids. jingu and transformers read the same folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ from jingu.text.word_cache import SUPPORTED_PATTERNS, CachedWordEncoder
 MAX_CHUNK_CHARS = 1 << 20
 # No token of a split pattern extends from a newline into a word.
 _SAFE_CUT = re.compile(r"\n(?=\w)")
-# Usual names of the EOS token.
+# Common names of the EOS token.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
-# How the vocabulary spells text: in GPT-2's byte alphabet, with ▁ for spaces (and <0x0A> for bytes), or as it is.
+# How the vocabulary spells text. bytes: in GPT-2's byte alphabet; metaspace: with ▁ for spaces (and <0x0A> for bytes),
+# as in sentencepiece; plain: as it is.
 VocabSpelling = Literal["bytes", "metaspace", "plain"]
 
 
 class Tokenizer:
-    """A fast tokenizer (of the `tokenizers` library) with the methods that jingu needs."""
+    """A tokenizer of the `tokenizers` library ("the library" below), with the methods that jingu needs.
+
+    Attributes:
+        content: the text of tokenizer.json.
+        eos_token_id: id of the token that ends documents.
+        spelling: how the vocabulary spells text.
+    """
 
     def __init__(self, content: str, config: dict[str, Any]) -> None:
         """Create a tokenizer from the text of tokenizer.json and the object in tokenizer_config.json.
@@ -55,9 +62,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json (or a tokenizer of another format) and its configuration in `folder`.
+        """Read tokenizer.json (or a tokenizer in another format) and its configuration from `folder`.
 
-        `folder` may also be the tokenizer's file itself. Raises JinguError if there is no tokenizer, or a damaged one.
+        `folder` may also be the tokenizer's file. Raises JinguError if the tokenizer is missing or damaged.
         """
         fix = "Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
         if not folder.exists():
@@ -76,20 +83,20 @@ class Tokenizer:
             raise JinguError(f"the tokenizer is damaged ({error}).", where=folder, fix=fix) from error
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json as they were read; AutoTokenizer loads them."""
+        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.content, encoding="utf-8")
         config = json.dumps(self._config, ensure_ascii=False, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
     def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text. Special tokens in it are plain text unless `parse_special_tokens`."""
+        """Return the ids of a text. Special tokens in it are encoded as plain text unless `parse_special_tokens`."""
         if parse_special_tokens:
             return list(self._parsing.encode(text, add_special_tokens=False).ids)
         return [id_ for chunk in self._divide_text(text) for id_ in self._encode_chunk(chunk)]
 
     def encode_parts(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
-        """Yield what `encode` returns, part by part: faster for many texts, and with less memory for long ones."""
+        """Yield the ids that `encode` returns, in parts. Faster for many texts; needs less memory for long texts."""
         parts = None if self._word_encoder is None else self._word_encoder.encode(text, dtype)
         if parts is not None:
             yield from parts
@@ -98,12 +105,12 @@ class Tokenizer:
                 yield np.array(self._encode_chunk(chunk), dtype)
 
     def _encode_chunk(self, text: str) -> list[int]:
-        # A batch of one: the call that does not track offsets exists for batches only.
+        # Encode a batch of one: only batches have a call that does not track offsets.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
     def _word_encoder(self) -> CachedWordEncoder | None:
-        """Looks up words in a cache, if the ids of a text are those of its words and the split pattern is known."""
+        """An encoder with a word cache; None unless the split pattern is known and words are encoded independently."""
         pattern = _split_pattern(self._spec)
         is_plain = self._spec.get("normalizer") is None and len(self._added) == len(self._special)
         if pattern in SUPPORTED_PATTERNS and is_plain and not self._spec["model"].get("dropout"):
@@ -113,10 +120,10 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, *, parse_special_tokens: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text, and the range of characters of each.
+        """Return the ids of a text, and the range of characters that each id stands for.
 
-        The ranges cover the whole text: a space that a piece leaves out belongs to it. Several pieces of one character
-        have the same range.
+        The ranges cover the text without gaps: spaces that no piece covers are added to the next one. Pieces of the
+        same character have the same end.
         """
         encoding = self._encode_text(text, parse_special_tokens)
         offsets = []
@@ -129,9 +136,10 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], *, parse_special_tokens: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text; and for each span of characters the first id in it, and the first id after it.
+        """Return the ids of a text; and for each span of characters the index of its first id, and of the first after.
 
-        A space that pieces leave out belongs to the piece after it.
+        A space that no piece covers belongs to the piece after it. A piece that crosses the end of a span belongs to
+        the span.
         """
         encoding = self._encode_text(text, parse_special_tokens)
         ids = list(encoding.ids)
@@ -146,7 +154,7 @@ class Tokenizer:
         token_spans = []
         for start, end in spans:
             last = first_token_from(end)
-            # A piece that begins in the span, or after a space at the span's end, belongs to the span.
+            # Include a piece that begins in the span and ends after it, or whose leading space ends the span.
             if start < end and last < len(ids):
                 begins_inside = encoding.token_to_chars(last)[0] < end
                 last += begins_inside or encoding.char_to_token(end - 1) is None
@@ -159,7 +167,7 @@ class Tokenizer:
 
     @cached_property
     def _parsing(self) -> Any:
-        """The library's tokenizer that recognizes special tokens in text."""
+        """A tokenizer of the library that recognizes special tokens in text."""
         return _load_library_tokenizer(self.content)
 
     def decode(self, ids: list[int], *, keep_special_tokens: bool = False) -> str:
@@ -169,7 +177,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: the largest id plus one."""
+        """The largest id plus one. The model's embedding may have more rows."""
         return max(self.vocab().values()) + 1
 
     @property
@@ -179,7 +187,10 @@ class Tokenizer:
 
     @property
     def special_names(self) -> dict[str, str]:
-        """Special tokens by their key in the configuration, such as `bos_token`; `eos_token` is always there."""
+        """Special tokens by their key in the configuration, such as `pad_token`.
+
+        `eos_token` and `bos_token` always exist; the latter is empty if the tokenizer has none.
+        """
         names = {"eos_token": self._inner.id_to_token(self.eos_token_id), "bos_token": ""}
         for key, value in self._config.items():
             if key.endswith("_token") and isinstance(_token_text(value), str):
@@ -196,7 +207,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template called default; None: there is none."""
+        """The chat template called default; None if there is none."""
         return self.chat_templates.get("default")
 
     @property
@@ -215,12 +226,12 @@ class Tokenizer:
         return int(min(self._special.values()))
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what a token adds to a text, which can be a part of a character; empty for an unknown id."""
+        """Return the bytes that a token adds to a text, which can be a part of a character; empty for an unknown id."""
         piece = self._inner.id_to_token(token) or ""
         return piece.encode() if piece in self._added_texts else self.piece_bytes(piece)
 
     def piece_bytes(self, piece: str) -> bytes:
-        """Return the bytes that an entry of the vocabulary stands for."""
+        """Return the bytes that an entry of the vocabulary represents."""
         piece = piece.removeprefix(self._subword_prefix)
         if self.spelling == "bytes" and LETTER_TO_BYTE.keys() >= set(piece):
             return bytes(LETTER_TO_BYTE[letter] for letter in piece)
@@ -231,9 +242,10 @@ class Tokenizer:
         return piece.encode()
 
     def byte_lengths(self) -> npt.NDArray[np.int32]:
-        """Return [vocab_size] the bytes of UTF-8 that each id stands for; 0 for special tokens.
+        """Return the number of UTF-8 bytes of each id, [vocab_size]; 0 for special tokens.
 
-        Exact for byte-level BPE. Sentencepiece-like tokenizers count the space that they put before a text.
+        The numbers are exact for byte-level BPE. With sentencepiece-like tokenizers, the first token of a text also
+        counts the space that they add before it.
         """
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         for piece, id_ in self._inner.get_vocab(with_added_tokens=False).items():
@@ -244,7 +256,7 @@ class Tokenizer:
 
     @property
     def prompt_prefix_ids(self) -> list[int]:
-        """Ids that the tokenizer's template puts in front of a prompt, such as Llama's `<s>`; mostly none."""
+        """Ids that the tokenizer adds before a prompt, such as Llama's `<s>`. Empty for most tokenizers."""
         plain = self._inner.encode("a", add_special_tokens=False).ids
         framed = self._inner.encode("a", add_special_tokens=True).ids
         for start in range(len(framed)):
@@ -253,25 +265,29 @@ class Tokenizer:
         return []
 
     def vocab(self) -> dict[str, int]:
-        """Return every entry as the vocabulary spells it, and its id."""
+        """Return every entry, including added tokens, as the vocabulary spells it, and its id."""
         vocab: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         return vocab
 
     def split_piece(self, piece: str) -> list[int]:
-        """Return the ids of the entries that make up an unknown piece, spelled as in the vocabulary."""
+        """Return the ids into which a piece is divided that is not in the vocabulary, but is spelled like its entries.
+
+        Parts without an entry are left out.
+        """
         unknown = self._spec["model"].get("unk_token")
         return [token.id for token in self._inner.model.tokenize(piece) if token.value != unknown]
 
     @property
     def algorithm(self) -> str:
-        """BPE, Unigram or WordPiece."""
+        """The algorithm of the library's model: BPE, Unigram, WordPiece or WordLevel."""
         return str(self._spec["model"].get("type", "BPE"))
 
     def split_words(self, text: str) -> Iterator[tuple[str, ...]]:
-        """Yield the words of a text, each as its pieces: merges within a word can make new pieces.
+        """Yield each word of a text as its pieces. New merges can be learned from pairs of pieces within words.
 
-        A word is what the tokenizer splits off before merging. If it splits at spaces only, the letters of a word are
-        one word, and each other piece is one by itself. A character without a piece stands for its bytes.
+        A word is a word of the pre-tokenizer if the vocabulary spells bytes. Otherwise (sentencepiece) it begins at a
+        space and consists of pieces of letters; any other piece is a word by itself. A character without an entry is
+        a piece here, in place of the tokens for its bytes.
         """
         encoding = self._inner.encode(text, add_special_tokens=False)
         unknown = self._spec["model"].get("unk_token")
@@ -300,10 +316,16 @@ class Tokenizer:
             yield tuple(word)
 
     def add_entries(self, characters: list[str], merges: list[tuple[str, str]], vocab_size: int) -> Tokenizer:
-        """Return a BPE tokenizer with more entries and merges after its own, of at most `vocab_size` entries."""
+        """Return a BPE tokenizer with additional entries and merges after the existing ones.
+
+        Args:
+            characters: entries to add before those of merges.
+            merges: pairs of entries to merge, in order. Each adds an entry, unless it exists.
+            vocab_size: maximum number of entries; the remaining characters and merges are left out.
+        """
         spec = json.loads(self._inner.to_str())
         vocab: dict[str, int] = spec["model"]["vocab"]
-        # Added tokens have ids after the vocabulary, unless they are in it.
+        # Move added tokens into the vocabulary: their ids come after its own, where new entries would get theirs.
         vocab |= {token["content"]: token["id"] for token in spec["added_tokens"]}
         next_id = self.vocab_size
         for character in characters:
@@ -320,13 +342,16 @@ class Tokenizer:
         return Tokenizer(json.dumps(spec, ensure_ascii=False, indent=2), self._config)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits: equal if the same text gives the same ids. Independent of library versions."""
+        """Return a hash of all settings that determine ids, as 32 hex digits.
+
+        Tokenizers with the same hash encode every text alike. The hash does not depend on the version of the library.
+        """
         spec = {key: value for key, value in self._spec.items() if key not in ("truncation", "padding", "version")}
         canonical = json.dumps([spec, self.eos_token_id], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _divide_text(self, text: str) -> list[str]:
-        """Divide a long text where no token can extend across."""
+        """Divide a long text into chunks, at places that no token crosses."""
         if len(text) <= MAX_CHUNK_CHARS or not self._is_divisible:
             return [text]
         chunks = []
@@ -338,9 +363,9 @@ class Tokenizer:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer's configuration with its special tokens and chat template."""
+    """Return the tokenizer's configuration, with the special tokens and chat templates that have files of their own."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    # Older releases of transformers stored special tokens in the first of these files.
+    # Older releases of transformers stored special tokens in special_tokens_map.json. The other file takes precedence.
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             continue
@@ -353,7 +378,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
-    # Further templates by name, such as tool_use.
+    # Add further templates by name, such as tool_use.
     named = sorted(folder.glob("additional_chat_templates/*.jinja"))
     if named:
         templates = config.get("chat_template") or []
@@ -365,7 +390,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_library_tokenizer(content: str) -> Any:
-    """Return the library's tokenizer without truncation and padding, so that a text has exactly its own ids."""
+    """Return the library's tokenizer, with truncation and padding turned off."""
     inner: Any = tokenizers.Tokenizer.from_str(content)
     inner.no_truncation()
     inner.no_padding()
@@ -373,12 +398,12 @@ def _load_library_tokenizer(content: str) -> Any:
 
 
 def sentinel_tokens(number: int) -> list[str]:
-    """Return the names of the special tokens that stand for removed spans, as T5 names them."""
+    """Return the names of T5's sentinels, special tokens that replace removed spans."""
     return [f"<extra_id_{n}>" for n in range(number)]
 
 
 def _detect_spelling(spec: dict[str, Any]) -> VocabSpelling:
-    """Return how the vocabulary spells text."""
+    """Return how the vocabulary of a tokenizer.json spells text."""
     parts = json.dumps([spec.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
     if '"type": "ByteLevel"' in parts:
         return "bytes"
@@ -386,7 +411,7 @@ def _detect_spelling(spec: dict[str, Any]) -> VocabSpelling:
 
 
 def _token_text(token: Any) -> Any:
-    """Return the text of a token that transformers stored with its properties; anything else as it is."""
+    """Return the text of a token that transformers stored as an object; return anything else unchanged."""
     return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
@@ -397,7 +422,10 @@ def _pre_tokenizer_steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_pattern(spec: dict[str, Any]) -> str:
-    """Return the pattern that splits text before bytes are merged; empty if the tokenizer does anything else."""
+    """Return the pattern by which a byte-level tokenizer splits text into words.
+
+    Empty if the pre-tokenizer does more than split by one pattern and spell bytes.
+    """
     *splits, last = _pre_tokenizer_steps(spec)
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(splits) > 1:
         return ""
@@ -411,7 +439,10 @@ def _split_pattern(spec: dict[str, Any]) -> str:
 
 
 def _can_divide_text(spec: dict[str, Any]) -> bool:
-    """Return whether a long text may be divided at a line: a pattern splits it first, and nothing is prepended."""
+    """Return whether dividing a text at the beginning of a line keeps its ids.
+
+    It does if a pattern splits the text, so that no token crosses that place, and no space is added before each part.
+    """
     steps = _pre_tokenizer_steps(spec)
     byte_levels = [step for step in steps if step.get("type") == "ByteLevel"]
     splits = any(step.get("type") == "Split" for step in steps) or any(step.get("use_regex") for step in byte_levels)

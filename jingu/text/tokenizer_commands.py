@@ -21,9 +21,9 @@ from jingu.text.tokenizer import Tokenizer, sentinel_tokens
 from jingu.text.tokenizer_extension import extend_tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 
-# Stores what the tokenizer was trained on, so that the same command does not train it again.
+# File with the settings and the corpus of the training, so that the same command does not train again.
 RECORD_NAME = "training.json"
-# `jingu tokenizer inspect` splits this line if the user gives no text.
+# The text of `jingu tokenizer inspect` if the user gives none.
 SAMPLE_LINE = "    def grow(self, 年: int = 2026) -> str:  # 种子发芽了"
 
 
@@ -41,7 +41,7 @@ def train(config: RunConfig) -> None:
 def extend(config: RunConfig) -> None:
     """Add entries learned from a sample of the corpus to `tokenizer.base`, and store the result in `tokenizer.path`.
 
-    Prints the bytes per token before and after for each input.
+    Also print the bytes per token of each input, before and after.
     """
     if config.tokenizer.base is None:
         fix = "Set it to the folder of a tokenizer; `jingu tokenizer train` trains a new one."
@@ -59,7 +59,14 @@ def extend(config: RunConfig) -> None:
 
 
 def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]], Tokenizer]) -> None:
-    """Store what `make_tokenizer` makes of a sample of the corpus in `tokenizer.path`, unless it is there already."""
+    """Make a tokenizer from a sample of the corpus, and store it in `tokenizer.path`, unless it is there already.
+
+    Args:
+        make_tokenizer: returns the tokenizer, given the texts of the sample.
+
+    Raises:
+        JinguError: the folder contains a tokenizer with other settings or something else, or the corpus is empty.
+    """
     path = Path(config.tokenizer.path)
     files = find_files(config.data)
     record = _settings(config, files)
@@ -89,7 +96,12 @@ def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]]
 
 
 def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> None:
-    """Show a tokenizer: its size and special tokens, bytes per token on a text or file, and how a line splits."""
+    """Print a tokenizer's size and special tokens, its bytes per token on a text, and the tokens of a line of it.
+
+    Args:
+        text: the text; None: `SAMPLE_LINE`.
+        file: file with the text, which takes precedence over `text`.
+    """
     tokenizer = Tokenizer.load(folder)
     if file is not None:
         text = read_text(file, errors="replace")
@@ -104,13 +116,16 @@ def inspect(folder: Path, text: str | None = None, file: Path | None = None) -> 
 
 
 def split_line(tokenizer: Tokenizer, line: str) -> str:
-    """Return the line with │ between its tokens and · for spaces. Ids of one character stay together."""
+    """Return the line with │ between its tokens, · for spaces and → for tabs.
+
+    Several ids that together form a character are shown as one token, followed by their number in parentheses.
+    """
     pieces: list[str] = []
     pending: list[int] = []
     for id_ in tokenizer.encode(line):
         pending.append(id_)
         piece = tokenizer.decode(pending)
-        # Until a character is complete, it decodes as U+FFFD.
+        # An incomplete character is decoded as U+FFFD.
         if not piece.endswith("\ufffd"):
             pieces.append(piece if len(pending) == 1 else f"{piece}({len(pending)})")
             pending = []
@@ -120,14 +135,14 @@ def split_line(tokenizer: Tokenizer, line: str) -> str:
 
 
 def special_tokens(config: RunConfig) -> list[str]:
-    """Return the special tokens of the settings, and the sentinels that the objective needs."""
+    """Return the special tokens in `tokenizer.special_tokens`, and the sentinels that span corruption needs."""
     objective = config.data.objective
     added = sentinel_tokens(objective.num_sentinels) if isinstance(objective, SpanCorruptionSettings) else []
     return [*config.tokenizer.special_tokens, *added]
 
 
 def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
-    """Return all that the trained tokenizer depends on."""
+    """Return the settings and the description of the corpus that determine the trained tokenizer."""
     tokenizer = config.tokenizer
     return {
         "type": tokenizer.type,
@@ -142,7 +157,7 @@ def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
 
 
 def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[str]:
-    """Yield the sampled texts, with a progress bar over the corpus."""
+    """Yield the texts of the sample, and show a progress bar over the corpus."""
     total = sum(file.size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizer", disable=None) as bar:
         for text, seen in sample_texts(files, settings, sample_bytes):
@@ -151,7 +166,7 @@ def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int
 
 
 def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> tuple[float, str]:
-    """Return the bytes of text per token, and a line that says so."""
+    """Return the bytes of text per token, and a line of text about them for the user."""
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
     ratio = size / max(tokens, 1)

@@ -13,23 +13,23 @@ from tokenizers import models, pre_tokenizers, trainers
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
-# Characters without an entry get one, the most frequent first, until they cover this share of all such characters.
+# Characters without an entry get one, the most frequent first, until they cover this share of their occurrences.
 COVERAGE = 0.9995
-# Symbols are written as single characters from here on.
+# For the library's trainer, each symbol (a piece or character) is written as one character, from this code point on.
 _FIRST_CODE = 0x10000
-# The trainer takes a word as often as it occurs, in lines of at most so many copies.
+# Maximum number of copies of a word in a line of training text. Each word is written as often as it occurs.
 _MAX_COPIES = 1000
 
 
 def extend_tokenizer(base: Tokenizer, texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of at most `vocab_size` entries, of which the first are those of `base`.
+    """Return a tokenizer of at most `vocab_size` entries that begins with the entries of `base`.
 
-    Merging continues where the base stopped: the text is split as the base splits it, and the most frequent pairs of
-    its pieces are merged next (within its words; for sentencepiece models, within words of letters). All merges of the
-    base come before new ones. Characters that it could only spell as bytes, or not at all, get an entry first.
+    BPE training continues where the base stopped: the base tokenizes the texts, and the most frequent pairs of pieces
+    within a word (see `Tokenizer.split_words`) become new merges, after all merges of the base. Before that, characters
+    that the base encodes as bytes, or cannot encode, get an entry.
 
     Raises:
-        JinguError: the base is not a BPE tokenizer, or has that many entries already.
+        JinguError: the base is not a BPE tokenizer, or has `vocab_size` entries already.
     """
     if base.algorithm != "BPE":
         what = f"only BPE can be extended, and this tokenizer is {base.algorithm}."
@@ -51,11 +51,11 @@ def extend_tokenizer(base: Tokenizer, texts: Iterator[str], vocab_size: int) -> 
 
 
 def _new_characters(words: Counter[tuple[str, ...]], vocab: dict[str, int]) -> list[str]:
-    """Return the characters that have no entry and are frequent enough, the most frequent first."""
+    """Return the characters that have no entry, most frequent first, until `COVERAGE` is reached."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for symbol in word:
-            # A single byte has an entry already.
+            # Skip single bytes, which have entries.
             if symbol not in vocab and len(symbol.encode()) > 1:
                 counts[symbol] += count
     target = COVERAGE * sum(counts.values())
@@ -70,7 +70,10 @@ def _new_characters(words: Counter[tuple[str, ...]], vocab: dict[str, int]) -> l
 
 
 def _learn_merges(words: Counter[tuple[str, ...]], symbols: dict[str, str], number: int) -> list[tuple[str, str]]:
-    """Return the next merges. Each symbol is written as one character, and the library's trainer merges characters."""
+    """Return up to `number` new merges, as pairs of pieces, in order.
+
+    The library's trainer starts from characters, so each symbol is written as the character that `symbols` gives it.
+    """
     inner: Any = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.BpeTrainer(vocab_size=len(symbols) + number, min_frequency=2, show_progress=False)
@@ -84,7 +87,7 @@ def _learn_merges(words: Counter[tuple[str, ...]], symbols: dict[str, str], numb
 
 
 def _training_lines(words: Counter[tuple[str, ...]], symbols: dict[str, str]) -> Iterator[str]:
-    """Yield the words in letters, each as often as it occurs. A symbol without a letter ends a word."""
+    """Yield each word as often as it occurs, with symbols written as characters. Other symbols become spaces."""
     for word, count in words.items():
         line = "".join(symbols.get(symbol, " ") for symbol in word) + " "
         while count > 0:

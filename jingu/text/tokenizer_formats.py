@@ -14,13 +14,14 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from jingu.text.sentencepiece import read_sentencepiece
 
-# Where merges stop: a word takes the one character before it, digits go by threes, indentation is one piece. It is the
-# pattern of Llama 3 and of cl100k, which readers of other formats know by name.
+# The pattern that divides text into words; no merge crosses their borders. A word of letters includes one character
+# before it, such as a space; numbers are divided into groups of up to three digits; indentation is one word. It is the
+# pattern of cl100k_base and Llama 3, which other formats (such as GGUF) identify by name.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same with digits one by one, as in Qwen2.
+# The same pattern with single digits, as in Qwen2.
 DIGIT_SPLIT_PATTERN = SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 # GPT-2's pattern, the library's default.
 GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -31,8 +32,8 @@ _SPLIT_CASES = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _END = "<|endoftext|>"
-# Files of ranks contain neither the split pattern nor the special tokens: both follow from the name of the file, or
-# from the number of ranks. An empty pattern is GPT-2's.
+# Split pattern and special tokens of tiktoken vocabularies, by the name of the file or the number of ranks. The files
+# contain neither. An empty pattern is GPT-2's.
 _RANKS: dict[str, tuple[str, dict[str, int]]] = {
     "gpt2": ("", {_END: 50256}),
     "r50k_base": ("", {_END: 50256}),
@@ -42,7 +43,7 @@ _RANKS: dict[str, tuple[str, dict[str, int]]] = {
     "qwen": (DIGIT_SPLIT_PATTERN, {_END: 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}),
     "128000": (SPLIT_PATTERN, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}),
 }
-# GPT-2's byte alphabet: a letter for each byte. Bytes without a printable character have letters from 256 on.
+# GPT-2's byte alphabet: a letter for each byte. Bytes without a printable character have letters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_TO_LETTER = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(0x100 + place) for place, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
@@ -51,7 +52,7 @@ LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
 
 
 def find_tokenizer_file(path: Path) -> Path | None:
-    """Return the tokenizer's file: `path` itself, or in a folder the first format that exists. None: there is none."""
+    """Return the tokenizer's file: `path` if it is a file, else the first format found in the folder; None: none."""
     if path.is_file():
         return path
     for pattern in ("tokenizer.json", "*.model", "*.model.v*", "*.tiktoken", "merges.txt"):
@@ -62,11 +63,14 @@ def find_tokenizer_file(path: Path) -> Path | None:
 
 
 def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the text of a tokenizer.json, and the special tokens that the file itself names.
+    """Read a tokenizer in any supported format.
 
     Args:
-        config: the configuration beside the file, of tokenizer_config.json and its like.
-        eos_names: usual names of EOS tokens, which are special without a configuration.
+        config: the configuration beside the file, such as tokenizer_config.json.
+        eos_names: common names of EOS tokens. Entries with these names become special tokens.
+
+    Returns:
+        The text of a tokenizer.json; and the special tokens that the file itself names, by their configuration key.
 
     Raises:
         Exception: the content is not a tokenizer's (ValueError, or a library's own exception).
@@ -85,7 +89,8 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
         else:
             content, special = _from_ranks(file, ranks)
     spec = json.loads(content)
-    # T5's sentinels are counted in the configuration and missing in the file. They follow the pieces, in reverse order.
+    # T5's configuration has only the number of sentinels, and the file lacks them. Their ids follow those of the
+    # pieces, in reverse order.
     number = config.get("extra_ids") or 0
     special |= {f"<extra_id_{n}>": len(spec["model"]["vocab"]) + number - 1 - n for n in range(number)}
     names = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)]
@@ -103,10 +108,18 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _add_tokens(spec: dict[str, Any], tokens: Mapping[str, int], special: list[str]) -> None:
-    """Add tokens to a tokenizer.json that lacks them, and make entries with the names in `special` special tokens."""
+    """Add special tokens to the contents of a tokenizer.json, in place.
+
+    Args:
+        tokens: ids of tokens that the vocabulary may lack.
+        special: names of entries that become special tokens; names without an entry are ignored.
+
+    Raises:
+        ValueError: a token has another id already, or its id leaves a gap in a Unigram vocabulary.
+    """
     pieces = spec["model"]["vocab"]
     existing = {token["content"] for token in spec["added_tokens"]}
-    # Unigram has a list of pieces with scores, the other models a table of ids.
+    # Unigram stores a list of pieces with scores; other models store a table of ids.
     ids = pieces if isinstance(pieces, dict) else {piece: id_ for id_, (piece, _) in enumerate(pieces)}
     added = {**{name: ids[name] for name in special if name in ids}, **tokens}
     for content, id_ in sorted(added.items(), key=lambda item: item[1]):
@@ -121,7 +134,13 @@ def _add_tokens(spec: dict[str, Any], tokens: Mapping[str, int], special: list[s
 
 
 def build_byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], pattern: str, **options: bool) -> Any:
-    """Build a tokenizer that merges bytes within the words of a pattern; without one, of GPT-2's."""
+    """Build a byte-level BPE tokenizer of the library.
+
+    Args:
+        pattern: pattern that splits text into words; empty: GPT-2's.
+        options: `whole_words`: a word in the vocabulary is one token, even if no merges lead to it. `prefix`: add a
+            space before the text (only with GPT-2's pattern).
+    """
     inner: Any = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=options.get("whole_words", False)))
     if pattern:
         split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -134,7 +153,7 @@ def build_byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], p
 
 
 def _from_merges(file: Path, config: Mapping[str, Any]) -> str:
-    """Convert vocab.json and merges.txt, a pair of pieces a line."""
+    """Convert vocab.json and merges.txt, which has a pair of pieces per line, to the text of a tokenizer.json."""
     vocab = json.loads((file.parent / "vocab.json").read_text(encoding="utf-8"))
     lines = file.read_text(encoding="utf-8").split("\n")
     pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
@@ -146,7 +165,7 @@ def _from_merges(file: Path, config: Mapping[str, Any]) -> str:
 
 
 def _parse_ranks(data: bytes) -> dict[bytes, int] | None:
-    """Return pieces and their ranks, a piece in base 64 and its rank a line; None if the bytes are something else."""
+    """Parse tiktoken's ranks: each line has a piece in base 64 and its rank. None if the bytes are something else."""
     try:
         lines = (line.split() for line in data.decode("ascii").splitlines() if line)
         return {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
@@ -155,7 +174,10 @@ def _parse_ranks(data: bytes) -> dict[bytes, int] | None:
 
 
 def _from_ranks(file: Path, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
-    """Convert tiktoken's ranks: a piece is merged from the two parts that lower ranks leave of it."""
+    """Convert tiktoken's ranks to the text of a tokenizer.json; also return its special tokens.
+
+    tiktoken stores no merges. The merge of a piece joins the two parts that remain after all merges of lower rank.
+    """
     name = file.name.split(".")[0]
     pattern_and_special = _RANKS.get(name, _RANKS.get(str(len(ranks))))
     pattern, special = pattern_and_special or (SPLIT_PATTERN, {_END: max(ranks.values()) + 1})
@@ -171,7 +193,7 @@ def _from_ranks(file: Path, ranks: dict[bytes, int]) -> tuple[str, dict[str, int
 
 
 def _halves(piece: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the two pieces whose merge gives this one, after all merges of lower rank; empty if no merge does."""
+    """Apply all merges of lower rank to a piece; return the two parts that remain. Empty if more than two remain."""
     parts = [piece[index : index + 1] for index in range(len(piece))]
     while len(parts) > 2:
         merges = [(ranks.get(a + b, ranks[piece]), index) for index, (a, b) in enumerate(pairwise(parts))]

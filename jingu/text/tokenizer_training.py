@@ -1,4 +1,4 @@
-"""Train a tokenizer whose pieces are bytes, so that every text is encoded and decoded without loss."""
+"""Train a byte-level tokenizer, which encodes and decodes every text without loss."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from jingu.text.tokenizer_formats import BYTE_TO_LETTER, SPLIT_PATTERN, build_by
 
 Algorithm = Literal["bpe", "unigram", "wordpiece"]
 _ALPHABET = sorted(BYTE_TO_LETTER.values())
-# The prefix of WordPiece pieces inside of words. It is not a letter of the byte alphabet.
+# The prefix of WordPiece pieces inside words. It must not be a letter of the byte alphabet.
 _SUBWORD_PREFIX = "▁"
-# The time of WordPiece grows with the cube of a word's length: longer words are cut.
+# Longer words are divided, because the time of WordPiece grows with the cube of a word's length.
 _MAX_WORD_CHARS = 400
-# Unigram begins with this many pieces, or ten times the vocabulary, and prunes them.
+# Unigram starts with at least this many pieces, or ten times the size of the vocabulary if that is more, and prunes.
 _MIN_SEED_PIECES = 100_000
 
 
 def train_tokenizer(
     texts: Iterator[str], vocab_size: int, special_tokens: list[str], algorithm: Algorithm = "bpe"
 ) -> Tokenizer:
-    """Train a byte-level tokenizer of at most `vocab_size` entries; the special tokens get the first ids.
+    """Train a byte-level tokenizer of at most `vocab_size` entries. The special tokens get the first ids.
 
-    The same texts give the same tokenizer; with unigram, scores are rounded by the number of threads, too. It
-    has fewer entries if the texts have no more pairs to merge.
+    It has fewer entries if the texts have no more pairs to merge. The same texts give the same tokenizer, except that
+    the number of threads affects the rounding of unigram's scores.
 
     Args:
         algorithm: bpe repeatedly merges the most frequent pair (Sennrich et al., 2016); unigram prunes the pieces whose
-            removal reduces the likelihood least (Kudo, 2018); wordpiece merges like bpe, and splits a word greedily
-            into its longest pieces (Wu et al., 2016).
+            removal reduces the likelihood least (Kudo, 2018); wordpiece learns merges like bpe, and encodes a word
+            greedily as its longest pieces (Wu et al., 2016).
 
     Raises:
-        JinguError: the special tokens or the size are impossible.
+        JinguError: there is no special token, special tokens are empty, duplicate or would be recognized in text, the
+            vocabulary is too small, or sentencepiece failed.
     """
     if not special_tokens or len(set(special_tokens)) != len(special_tokens) or "" in special_tokens:
         what = "there must be at least one special token, each once and none of them empty."
@@ -66,7 +67,8 @@ def train_tokenizer(
     }
     options = {"vocab_size": vocab_size, "special_tokens": special_tokens, "initial_alphabet": _ALPHABET}
     tokenizer = Tokenizer(train(texts, options | {"show_progress": False}), config)
-    # WordPiece and unigram take a word that is in the vocabulary whole, even if it is a special token.
+    # WordPiece and unigram encode a word that is in the vocabulary as one token, even if it is a special token. Text
+    # could then end a document.
     matched = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
     if matched:
         what = f"{', '.join(matched)} would be recognized in text, because {algorithm} takes a known word whole."
@@ -81,7 +83,7 @@ def _bpe(texts: Iterator[str], options: dict[str, Any]) -> str:
 
 
 def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
-    """Train with sentencepiece on the counts of words, since the library's own trainer takes hours for Chinese."""
+    """Train with sentencepiece on word counts, because the library's own trainer takes hours for Chinese."""
     inner = build_byte_level_bpe({}, [], SPLIT_PATTERN)
     words: Counter[str] = Counter()
     for text in texts:
@@ -92,10 +94,10 @@ def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
         corpus = folder / "words.tsv"
         corpus.write_text("".join(f"{word}\t{count}\n" for word, count in words.items()), encoding="utf-8")
         unseen = set(_ALPHABET).difference(*words)
-        # One more entry for sentencepiece's unknown piece, which is left out.
+        # One more entry, for sentencepiece's unknown piece, which is removed afterwards.
         scores = _run_sentencepiece(corpus, options["vocab_size"] - len(special) - len(unseen) + 1)
     least = min(scores.values())
-    # With a score of 0 special tokens would be the likeliest pieces of a text.
+    # Give special tokens a very low score: with a score of 0 they would be the most likely pieces of a text.
     scores = dict.fromkeys(special, 100 * least) | scores | dict.fromkeys(sorted(unseen), least)
     inner.model = models.Unigram(list(scores.items()))
     inner.add_special_tokens(special)
@@ -103,7 +105,16 @@ def _unigram(texts: Iterator[str], options: dict[str, Any]) -> str:
 
 
 def _run_sentencepiece(corpus: Path, vocab_size: int) -> dict[str, float]:
-    """Return pieces and their scores, from a process of its own: Ctrl-C ends it, and its log shows the progress."""
+    """Train Unigram with sentencepiece; return the score of each piece.
+
+    It runs in a separate process, so that Ctrl-C ends it and its log is available for the progress bar.
+
+    Args:
+        corpus: file of words and their counts, separated by tabs.
+
+    Raises:
+        JinguError: sentencepiece failed.
+    """
     options = {
         "input": str(corpus),
         "input_format": "tsv",
@@ -121,7 +132,7 @@ def _run_sentencepiece(corpus: Path, vocab_size: int) -> dict[str, float]:
     }
     code = "import json, sys, sentencepiece; sentencepiece.SentencePieceTrainer.train(**json.loads(sys.argv[1]))"
     if sys.platform == "linux":
-        # If this process is killed, the system kills that one (PR_SET_PDEATHSIG).
+        # Let the system kill the child process if this process is killed (PR_SET_PDEATHSIG).
         code = f"import ctypes; ctypes.CDLL(None).prctl(1, 9); {code}"
     line = ""
     with Popen([sys.executable, "-c", code, json.dumps(options)], stderr=PIPE, text=True, errors="replace") as process:
@@ -132,7 +143,7 @@ def _run_sentencepiece(corpus: Path, vocab_size: int) -> dict[str, float]:
                     if match := re.search(r"EM sub_iter=\d+ size=(\d+)", line):
                         bar.update(int(match[1]) - bar.n)
         finally:
-            # Without effect on a process that has ended.
+            # Has no effect on a process that has ended.
             process.kill()
     if process.returncode:
         raise JinguError(f"sentencepiece could not train ({line.strip()}).", where="tokenizer.vocab_size")
@@ -150,7 +161,7 @@ def _wordpiece(texts: Iterator[str], options: dict[str, Any]) -> str:
         {}, unk_token=special[0], continuing_subword_prefix=_SUBWORD_PREFIX, max_input_chars_per_word=_MAX_WORD_CHARS
     )
     inner.decoder = decoders.Sequence([decoders.Replace(_SUBWORD_PREFIX, ""), decoders.ByteLevel()])
-    # As special tokens, all letters inside of words get an entry, in an order that does not change.
+    # Pass all letters inside words as special tokens to the trainer, so that each gets an entry, in a fixed order.
     with_letters = {"special_tokens": [*special, *(_SUBWORD_PREFIX + letter for letter in _ALPHABET)]}
     trainer = trainers.WordPieceTrainer(**(options | with_letters), continuing_subword_prefix=_SUBWORD_PREFIX)
     inner.train_from_iterator(texts, trainer)

@@ -1,4 +1,4 @@
-"""Map the vocabulary of one tokenizer to another's, so that a model can change its tokenizer."""
+"""Map the vocabulary of one tokenizer to that of another, so that a model can change its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from jingu.text.tokenizer import Tokenizer
 
 
 def map_vocab(new: Tokenizer, old: Tokenizer) -> list[list[int]]:
-    """Return for each id of `new` the ids of `old` that stand for the same text.
+    """Return for each id of `new` the ids of `old` that represent the same text.
 
-    That is one id if `old` has the piece, else the ids of its parts, and none if there are none. The EOS tokens
-    correspond, whatever their names.
+    The list has one id if `old` has the same piece, else the ids of its parts; it is empty for unknown special tokens,
+    unused ids and text that `old` cannot encode. The EOS token is mapped to the EOS token, whatever their names.
     """
     old_vocab = old.vocab()
     new_pieces = {id_: piece for piece, id_ in new.vocab().items()}
     special_ids = set(new.special_tokens.values())
-    # Pieces that are not ASCII are comparable only if both tokenizers spell bytes and spaces in the same way.
+    # Pieces that are not ASCII can be compared only if both vocabularies spell bytes and spaces in the same way.
     same_spelling = new.spelling == old.spelling
     mapping: list[list[int]] = []
     for id_ in range(new.vocab_size):

@@ -1,6 +1,7 @@
-"""Tokenize word by word, for tokenizers that split text by a pattern before they merge.
+"""Tokenize word by word, for tokenizers that split text into words by a pattern before merging.
 
-The ids of a word are computed once and cached. They are those of the `tokenizers` library, at several times its speed.
+The ids of a word are computed once and cached. The ids equal those of the `tokenizers` library, and are computed
+several times faster.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from tokenizers import Regex, pre_tokenizers
 
 from jingu.text.tokenizer_formats import BYTE_TO_LETTER, DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN, SPLIT_PATTERN
 
-# More words would take memory for rare ones.
+# The cache is cleared when it exceeds this size: more words would mostly be rare ones.
 MAX_CACHED_WORDS = 100_000
-# Longer words rarely occur again, and are not cached.
+# Longer words are not cached, because they rarely occur again.
 MAX_WORD_CHARS = 64
-# Once so many words are cached, a text with too many new ones is left to the library.
+# Once the cache has more than WARMUP_WORDS words, a slice with a larger share of new words is left to the library.
 WARMUP_WORDS = 20_000
 MAX_NEW_WORD_SHARE = 0.1
-# Characters of a text that are split at a time.
+# Texts are split into words in slices of this many characters.
 SLICE_CHARS = 1 << 20
-# So many characters after a word, at most, can change where it ends.
+# Maximum number of characters after a word that can change where the word ends.
 LOOKAHEAD_CHARS = 16
-# The patterns that `translate_pattern` knows.
+# The patterns that `translate_pattern` can translate.
 SUPPORTED_PATTERNS = (SPLIT_PATTERN, DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN)
 _BEYOND_FIRST_PLANE = re.compile("[\U00010000-\U0010ffff]")
 
 
 class CachedWordEncoder:
-    """Splits a text into words, and looks up their ids.
+    """Encodes a text by splitting it into words and looking up the ids of each.
 
     Args:
-        pattern: one of SUPPORTED_PATTERNS.
-        model: the tokenizer's model, which merges the bytes of a word, written as letters.
-        encode: the library's function from a text to its ids.
+        pattern: the split pattern, one of `SUPPORTED_PATTERNS`.
+        model: the model of the library's tokenizer. It tokenizes a word whose bytes are spelled in GPT-2's alphabet.
+        encode: encodes a text with the library, for texts with too many new words.
     """
 
     def __init__(self, pattern: str, model: Any, encode: Callable[[str], list[int]]) -> None:
@@ -49,9 +50,9 @@ class CachedWordEncoder:
         self._ids_by_word: dict[str, list[int]] = {}
 
     def encode(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]] | None:
-        """Return the ids of a text, slice by slice; None for a text with characters beyond the first plane.
+        """Return the ids of a text, slice by slice; None if the text has characters beyond Unicode's first plane.
 
-        The character classes of the pattern are known for the first plane of Unicode only.
+        `translate_pattern` supports only the first plane (up to U+FFFF).
         """
         if _BEYOND_FIRST_PLANE.search(text):
             return None
@@ -63,19 +64,20 @@ class CachedWordEncoder:
         while start < len(text):
             end = min(start + size, len(text))
             words = self._split(text[start:end])
-            # The last words of a slice may be cut: leave them to the next one. Spaces depend on what follows them.
+            # Defer the last words of a slice to the next one: they may be cut. Spaces also depend on what follows them.
             deferred = 0
             while end < len(text) and words and (deferred < LOOKAHEAD_CHARS or words[-1][-1].isspace()):
                 deferred += len(words.pop())
             if not words:
-                # One word fills the slice.
+                # One word fills the whole slice: try again with a larger one.
                 size *= 2
                 continue
             part = text[start : end - deferred]
             start = end - deferred
             size = SLICE_CHARS
             new_words = set(words) - self._ids_by_word.keys()
-            # Chinese, for example, has no spaces between words: most "words" would never occur again.
+            # Let the library encode text where caching is useless. In Chinese, for example, which has no spaces between
+            # words, most "words" never occur again.
             if len(self._ids_by_word) > WARMUP_WORDS and len(new_words) > MAX_NEW_WORD_SHARE * len(words):
                 yield np.array(self._encode(part), dtype)
                 continue
@@ -91,10 +93,10 @@ class CachedWordEncoder:
 
 
 def translate_pattern(pattern: str) -> str:
-    """Translate one of SUPPORTED_PATTERNS for Python's `re`, with the library's classes of the first plane."""
+    """Translate one of `SUPPORTED_PATTERNS` to Python's `re`, for characters of Unicode's first plane."""
     letter, number, space = map(_class_members, (r"\p{L}", r"\p{N}", r"\s"))
     for old, new in (
-        # Python ignores case differently: ſ is an s.
+        # Spell out the letters that are equal if case is ignored; for the library, ſ is an s, too.
         ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?:[sSſ]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])"),
         (r"[^\r\n\p{L}\p{N}]", rf"[^\r\n{letter}{number}]"),
         (r"[^\s\p{L}\p{N}]", f"[^{space}{letter}{number}]"),
@@ -109,7 +111,10 @@ def translate_pattern(pattern: str) -> str:
 
 @cache
 def _class_members(name: str) -> str:
-    """Return a character class of the library as the inside of a set; Python follows another version of Unicode."""
+    """Return the members of a character class of the library (in the first plane) as the inside of a `re` set.
+
+    Python's own classes follow another version of Unicode.
+    """
     plane = "".join(map(chr, chain(range(0xD800), range(0xE000, 0x10000))))
     runs = pre_tokenizers.Split(Regex(f"{name}+"), "removed", invert=True).pre_tokenize_str(plane)
     codes = np.array([ord(letter) for run, _ in runs for letter in run])
