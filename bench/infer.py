@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.smollm2 import find_smollm2
 
-ONE_BY_ONE, PRODUCTS = "transformers' generate, one by one", "matrix products alone, PyTorch's own, 1 row"
+ONE_BY_ONE, MATMULS = "transformers' generate, one by one", "matmuls alone, PyTorch's own, 1 row"
 CLIENTS, PROMPT, ANSWER, ROUNDS, THREADS = 16, 100, 64, 3, 2
 SIZES = {"full": (CLIENTS, PROMPT, ANSWER, ROUNDS), "tiny": (4, 20, 5, 1)}
 
@@ -51,10 +51,8 @@ def run(llama: str = "", size: str = "full") -> str:
             "one client": lambda: _run_engine(model, prompts[:1], answer)[0],
             f"{clients} clients": lambda: _run_engine(model, prompts, answer)[0],
             ONE_BY_ONE: lambda: _run_transformers(reference, prompts[0], answer),
-            PRODUCTS: lambda: _run_products(model, 1, answer, packed=False),
-            "matrix products alone, in the engine's layout, 1 row": lambda: (
-                _run_products(model, 4, answer, packed=True) / 4
-            ),
+            MATMULS: lambda: _run_matmuls(model, 1, answer, packed=False),
+            "matmuls alone, in the engine's layout, 1 row": lambda: _run_matmuls(model, 4, answer, packed=True) / 4,
             "one client, int8": lambda: _run_engine(quantized["int8"], prompts[:1], answer)[0],
             f"{clients} clients, int8": lambda: _run_engine(quantized["int8"], prompts, answer)[0],
             "one client, int4": lambda: _run_engine(quantized["int4"], prompts[:1], answer)[0],
@@ -79,7 +77,7 @@ def run(llama: str = "", size: str = "full") -> str:
     lines += [
         "",
         f"The default precision is {str(dtype).removeprefix('torch.')}. "
-        f"One client reaches {one / rates[PRODUCTS]:.2f} of the rate of PyTorch's matrix products (target: 0.8) and "
+        f"One client reaches {one / rates[MATMULS]:.2f} of the rate of PyTorch's matmuls (target: 0.8) and "
         f"{one / rates[ONE_BY_ONE]:.2f} times the rate of transformers (target: 1.5). {clients} clients together reach "
         f"{together / one:.2f} times the rate of one (target: 6) and {together / rates[ONE_BY_ONE]:.2f} times the rate "
         "of transformers (target: 8).",
@@ -182,7 +180,7 @@ def _matrix_shapes(model: Any) -> list[tuple[int, int]]:
     return block * spec.num_layers + [(spec.vocab_size, width)]
 
 
-def _run_products(model: Any, rows: int, passes: int, *, packed: bool) -> float:
+def _run_matmuls(model: Any, rows: int, passes: int, *, packed: bool) -> float:
     """Return the rows/s of matmuls with random matrices of the model's shapes.
 
     Args:

@@ -226,7 +226,7 @@ def foundry(kind: str, folder: Path) -> list[Case]:
         sequence, cards, micro, batch = whole(row, "SeqLen (T)", "# GPUs", "MicroBatchSize", "GlobalBatchSize")
         software = FOUNDRY
         if "fp8" in row["Precision"]:
-            software = replace(software, product_speed=1.6)
+            software = replace(software, matmul_speed=1.6)
         spec = gpt(*MPT[row["Model"]], sequence, 50368, tie_word_embeddings=True)
         checkpointing = "full" if row["Activation Checkpointing"] == "True" else "none"
         zero = 3 if row["Sharding Strategy"] == "FULL_SHARD" else 2
@@ -287,10 +287,10 @@ def torchtitan(folder: Path) -> list[Case]:
         logits = 6.0 if row["source"] >= "202506" else (12.0 if compiled else 14.0)
         software = Software(
             whole_logits=True,
-            saved_products=0.5,
+            saved_matmuls=0.5,
             logit_bytes=logits,
             traffic=1.0 if compiled else 2.0,
-            product_speed=1.4 if row["precision"].startswith("float8") else 1.0,
+            matmul_speed=1.4 if row["precision"].startswith("float8") else 1.0,
         )
         checkpointing = "full" if row["ac"] == "full" else "selective"
         axes = {"shard": shard, "tensor": tensor, "pipeline": pipeline, "context": context}
@@ -317,7 +317,7 @@ def mixtures(machines: tuple[str, ...], folder: Path) -> list[Case]:
         spec = replace_fields(presets[row["model"]], max_position_embeddings=sequence)
         software = replace(
             MCORE,
-            product_speed=MIXTURE_FP8_SPEED if row["precision"] == "fp8" else 1.0,
+            matmul_speed=MIXTURE_FP8_SPEED if row["precision"] == "fp8" else 1.0,
             expert_kernels=EXPERT_KERNELS[row["host"]],
             sends_to_nodes=row["dispatcher"] != "alltoall",
             overlaps_experts=row["overlap"] == "yes",

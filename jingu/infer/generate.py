@@ -89,10 +89,10 @@ class InferenceOptions:
             runtime_adapters,
         )
         if ranks is None or ranks.is_first:
-            self._warn_of_slow_products(inference_model, place)
+            self._warn_of_slow_matmuls(inference_model, place)
         return compile_blocks(inference_model) if self.compile else inference_model
 
-    def _warn_of_slow_products(self, model: InferenceModel, device: torch.device) -> None:
+    def _warn_of_slow_matmuls(self, model: InferenceModel, device: torch.device) -> None:
         """Warn if the precision is slower than the default on this CPU."""
         if self.precision not in ("bf16", "int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
             return

@@ -187,7 +187,7 @@ def load(
     use_bytes = kind not in (None, "fp8") and ranks is None and use_byte_kernels(stored_model.spec, place)
     dtype = _choose_dtype(precision, place, use_bytes)
     if kind is not None:
-        _warn_of_slow_products(kind, stored_model.spec, dtype, place)
+        _warn_of_slow_matmuls(kind, stored_model.spec, dtype, place)
     offloader: ExpertOffloader | None = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
@@ -243,13 +243,13 @@ def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.d
     return PromptRows(kind) if is_dense and device.type == "cpu" and kind != "fp8" else None
 
 
-def _warn_of_slow_products(kind: QuantizationFormat, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+def _warn_of_slow_matmuls(kind: QuantizationFormat, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
     """Warn if quantized matrices save memory but no time on this device."""
     name = device_name(device)
-    dequantized = "dequantized for each product, which saves memory, but no time."
+    dequantized = "dequantized for each matmul, which saves memory, but no time."
     if device.type == "cpu":
         if kind == "fp8":
-            log_warning(f"{name} has no units for FP8: the products of --precision fp8 are computed in fp32, slowly.")
+            log_warning(f"{name} has no units for FP8: the matmuls of --precision fp8 are computed in fp32, slowly.")
     elif isinstance(spec.feed_forward, Experts):
         log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {dequantized}")
     elif kind == "int4" and dtype != torch.bfloat16:

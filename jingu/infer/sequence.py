@@ -267,7 +267,7 @@ class Sequence:
             return self.group.event(self.index, None, "error", error=NON_FINITE_STATES)
         self.finish_reason = "end"
         if score_weight_1D is not None:
-            # A separate product for each sequence, so that the score does not depend on the batch.
+            # A separate matmul for each sequence, so that the score does not depend on the batch.
             pooled_D = score_weight_1D @ self.pooled_D
         else:
             pooled_D = normalize(self.pooled_D, dim=0)

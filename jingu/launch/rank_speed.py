@@ -21,7 +21,7 @@ from jingu.training.reference_steps import measure_reference_steps
 # Seconds for which each operation is repeated: long enough that ranks that share a core take turns.
 _SECONDS = 0.2
 # Rows, inputs and outputs of the benchmarked matmuls.
-_PRODUCTS = ((64, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
+_MATMULS = ((64, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512))
 # Batch size, heads, tokens and head size of the benchmarked attention.
 _ATTENTION = (4, 8, 256, 64)
 # Initial values for collectives in the fit to reference steps.
@@ -33,7 +33,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     # 1. Measure single operations.
     local, cores = count_ranks(ranks.world)[1], num_usable_cores()
     share = max(1.0, local / cores)
-    peak, half = fit_products({shape: _product_seconds(shape, share) for shape in _PRODUCTS})
+    peak, half = fit_matmuls({shape: _matmul_seconds(shape, share) for shape in _MATMULS})
     batch, heads, length, size = _ATTENTION
     query = torch.randn(_ATTENTION)
     attention = _mean_seconds(
@@ -71,7 +71,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     return fields | {"efficiency": fitted.model_dump()}
 
 
-def fit_products(seconds: dict[tuple[int, int, int], float]) -> tuple[float, float]:
+def fit_matmuls(seconds: dict[tuple[int, int, int], float]) -> tuple[float, float]:
     """Fit seconds = (FLOP + half) / peak to measured matmuls by least squares on relative errors.
 
     Args:
@@ -88,7 +88,7 @@ def fit_products(seconds: dict[tuple[int, int, int], float]) -> tuple[float, flo
     return float(1 / inverse_peak), float(max(overhead / inverse_peak, 1e3))
 
 
-def _product_seconds(shape: tuple[int, int, int], ranks_per_core: float) -> float:
+def _matmul_seconds(shape: tuple[int, int, int], ranks_per_core: float) -> float:
     rows, inputs, outputs = shape
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     return _mean_seconds(lambda: torch.nn.functional.linear(x, weight), ranks_per_core)

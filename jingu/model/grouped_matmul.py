@@ -27,7 +27,7 @@ from jingu.model.spec import QuantizationFormat
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.library.custom_op("jingu::grouped_product", mutates_args=())
+@torch.library.custom_op("jingu::grouped_matmul", mutates_args=())
 def grouped_matmul(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """Return [N, O]: each row of `x` times the transposed matrix of its group.
 
@@ -43,7 +43,7 @@ def grouped_matmul(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("jingu::grouped_outer", mutates_args=())
-def grouped_outer_product(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
+def grouped_outer_matmul(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
     """Return for each group the sum of the outer products of its rows [G, O, I]; zero for a group without rows."""
     if _one_kernel(right_NI, left_NO.shape[1]):
         # The kernel may leave the matrices of groups without rows unwritten.
@@ -76,7 +76,7 @@ def _(x_NI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     return x_NI.new_empty(x_NI.shape[0], weight_GOI.shape[1])
 
 
-@grouped_outer_product.register_fake
+@grouped_outer_matmul.register_fake
 def _(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor) -> Tensor:
     return left_NO.new_empty(ends_G.shape[0], left_NO.shape[1], right_NI.shape[1])
 
@@ -92,7 +92,7 @@ def _backward(ctx: Any, upstream_NO: Tensor) -> tuple[Tensor | None, Tensor | No
     if ctx.needs_input_grad[0]:
         gradient_x = grouped_matmul(upstream_NO, weight_GOI.transpose(1, 2), ends_G)
     if ctx.needs_input_grad[1]:
-        gradient_weight = grouped_outer_product(upstream_NO, x_NI, ends_G)
+        gradient_weight = grouped_outer_matmul(upstream_NO, x_NI, ends_G)
     return gradient_x, gradient_weight, None
 
 

@@ -39,7 +39,7 @@ class _ScaledLinear(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         ctx.scaling = scaling
-        return scaled_product(x_NI, weight_OI, scaling, fast=True)
+        return multiply_scaled(x_NI, weight_OI, scaling, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -47,12 +47,12 @@ class _ScaledLinear(torch.autograd.Function):
         (g_NO,) = upstream
         wants_x, wants_weight, _ = ctx.needs_input_grad
         left = torch.float8_e5m2 if ctx.scaling == "tensor" else torch.float8_e4m3fn
-        gradient_x = scaled_product(g_NO, weight_OI.t(), ctx.scaling, left) if wants_x else None
-        gradient_weight = scaled_product(g_NO.t(), x_NI.t(), ctx.scaling, left) if wants_weight else None
+        gradient_x = multiply_scaled(g_NO, weight_OI.t(), ctx.scaling, left) if wants_x else None
+        gradient_weight = multiply_scaled(g_NO.t(), x_NI.t(), ctx.scaling, left) if wants_weight else None
         return gradient_x, gradient_weight, None
 
 
-def scaled_product(
+def multiply_scaled(
     a_MK: Tensor, b_LK: Tensor, scaling: Scaling, left: torch.dtype = torch.float8_e4m3fn, *, fast: bool = False
 ) -> Tensor:
     """Round both operands to FP8, and return `a @ b.T` in the dtype of `a`.

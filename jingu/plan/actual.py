@@ -17,7 +17,7 @@ from jingu.parallel.mesh import AxisSizes
 from jingu.watch.activity import Activity
 
 _MATMULS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_product", "grouped_outer")
+    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "grouped_matmul", "grouped_outer")
 )
 _AXES = ("tensor", "context", "expert", "pipeline")
 # Phases of a step (`jingu.watch.slot.PHASES`) all of whose local operations count towards one term.

@@ -125,7 +125,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
 def _matrix_numbers(work: Workload) -> int:
     """Return the number of elements in matrices of linear layers and the head, without embeddings and experts."""
     parts = (*work.model.blocks, work.model.head)
-    weights = (weight for part in parts for weight in part.weights if weight.is_product and len(weight.shape) == 2)
+    weights = (weight for part in parts for weight in part.weights if weight.is_matmul and len(weight.shape) == 2)
     return sum(prod(weight.shape) for weight in weights)
 
 

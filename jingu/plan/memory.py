@@ -75,7 +75,7 @@ def owned(
         narrow = min(itemsize, soft.compute_bytes)
         weights += local * itemsize
         gathered += whole * narrow
-        rounded += whole * narrow * (weight.is_product and narrow < itemsize)
+        rounded += whole * narrow * (weight.is_matmul and narrow < itemsize)
         if weight.is_trained:
             trained += local
             reduced += whole
@@ -142,7 +142,7 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
         # The all-to-all stores the rows of tokens in two more orders.
         saved += 2 * divided * spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
     selective = divided * (
-        soft.saved_products * block.product_outputs * soft.compute_bytes + 4 * spec.attention.num_heads
+        soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes + 4 * spec.attention.num_heads
     )
     selective += input_bytes + inputs
     if not soft.fused_attention:

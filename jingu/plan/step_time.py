@@ -110,7 +110,7 @@ def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matmul of a forward pass: tokens times a rank's part of a matrix.
 
     Attributes:
@@ -125,12 +125,12 @@ class Product:
     is_trained: bool
 
 
-def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product]:
+def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
     """Return the matmuls of a part for one micro-batch."""
     sizes, spec, soft = work.sizes, work.spec, work.software
     result = []
     for weight in part.weights:
-        if not weight.is_product:
+        if not weight.is_matmul:
             continue
         shape = weight.cut(sizes.tensor, spec.attention.num_kv_heads, sizes.expert)
         rows, count = float(work.tokens), 1
@@ -142,30 +142,30 @@ def products(part: BlockSizes, work: Workload, machine: Machine) -> list[Product
         outputs, inputs = shape[-2], shape[-1] * weight.packing
         flops = 2.0 * rows * outputs * inputs * count
         moved = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
-        seconds = _matmul_seconds(flops / soft.product_speed, moved, machine)
-        result.append(Product((*shape[:-1], inputs), flops, moved, seconds, weight.is_trained))
+        seconds = _matmul_seconds(flops / soft.matmul_speed, moved, machine)
+        result.append(Matmul((*shape[:-1], inputs), flops, moved, seconds, weight.is_trained))
     return result
 
 
-def _products_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
+def _sum_matmul_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
     """Return the seconds of all matmuls of a part, for a forward pass and for a backward pass."""
     forward = backward = 0.0
-    for product in products(part, work, machine):
-        forward += product.seconds
+    for matmul in matmuls(part, work, machine):
+        forward += matmul.seconds
         # One matmul for the gradient of the inputs, and one for that of the weights if they are trained.
-        backward += product.seconds * (1 + product.is_trained)
+        backward += matmul.seconds * (1 + matmul.is_trained)
     return forward, backward
 
 
 @lru_cache(maxsize=16384)
 def _head_seconds(work: Workload, machine: Machine) -> tuple[float, float]:
-    return _products_seconds(work.model.head, work, machine)
+    return _sum_matmul_seconds(work.model.head, work, machine)
 
 
 def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime:
     soft, sizes, spec = work.software, work.sizes, work.spec
     rates = machine.efficiency
-    matmuls, backward = _products_seconds(part, work, machine)
+    matmuls, backward = _sum_matmul_seconds(part, work, machine)
     attention = 0.0
     traffic = work.tokens / sizes.tensor * work.saved_bytes(part)
     if not soft.sequence_parallel:

@@ -28,7 +28,7 @@ class Weight:
     """A parameter: its shape, the dims that can be sharded, and whether it is trained.
 
     Attributes:
-        is_product: whether it is the matrix of a matmul with tokens.
+        is_matmul: whether it is the matrix of a matmul with tokens.
         stored: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
             in this number of bytes per element.
         packing: values per stored element, for quantized matrices.
@@ -38,7 +38,7 @@ class Weight:
     shape: tuple[int, ...]
     dims: tuple[ShardedDim, ...]
     is_trained: bool
-    is_product: bool
+    is_matmul: bool
     stored: Literal["master", "compute"] | int = "master"
     packing: int = 1
     is_copy: bool = False
@@ -82,14 +82,14 @@ class BlockSizes:
     Attributes:
         weights: its parameters.
         saved: bytes per token that are saved for the backward pass, without attention scores.
-        product_outputs: outputs of matmuls and attention per token, which selective checkpointing saves.
+        matmul_outputs: outputs of matmuls and attention per token, which selective checkpointing saves.
         attended: number of attention layers.
         is_causal: whether attention is causal.
     """
 
     weights: tuple[Weight, ...] = ()
     saved: float = 0.0
-    product_outputs: float = 0.0
+    matmul_outputs: float = 0.0
     attended: int = 0
     is_causal: bool = True
 
@@ -105,7 +105,7 @@ class Software:
         copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
         whole_logits: whether the logits of all tokens exist at the same time.
         logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
-        saved_products: share of the matmuls whose results selective checkpointing saves.
+        saved_matmuls: share of the matmuls whose results selective checkpointing saves.
         fused_attention: whether attention never stores its scores.
         sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
         saved_per_hidden: bytes that a block saves per element of a token's hidden state; None: count them.
@@ -120,7 +120,7 @@ class Software:
         expert_kernels: additional kernels of a mixture of experts: routing, permutation, matmuls.
         sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
         overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
-        product_speed: speed of matmuls, relative to bf16.
+        matmul_speed: speed of matmuls, relative to bf16.
     """
 
     weight_bytes: float = 4.0
@@ -131,7 +131,7 @@ class Software:
     copies_weights: bool = True
     whole_logits: bool = False
     logit_bytes: float = 6.0
-    saved_products: float = 1.0
+    saved_matmuls: float = 1.0
     fused_attention: bool = True
     sequence_parallel: bool = True
     saved_per_hidden: float | None = None
@@ -146,7 +146,7 @@ class Software:
     expert_kernels: int = 30
     sends_to_nodes: bool = False
     overlaps_experts: bool = False
-    product_speed: float = 1.0
+    matmul_speed: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +305,7 @@ def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
         own = tuple(
             _weight(parameters[name], name, spec, name.replace("blocks.0.", f"blocks.{number}.")) for name in names
         )
-        outputs = sum(_outputs(weight, spec) for weight in own if weight.is_product)
+        outputs = sum(_outputs(weight, spec) for weight in own if weight.is_matmul)
         outputs += attended * spec.attention.num_heads * spec.attention.head_dim
         return _block(own, saved_bytes(spec, compute_bytes) if attended else 0.0, outputs, attended, is_causal)
 
@@ -350,10 +350,10 @@ def _weight(parameter: _Parameter, name: str, spec: ModelSpec, full_name: str) -
         stored = parameter.itemsize
     elif spec.adapter is not None and not trained and len(parameter.shape) >= 2 and "router" not in name:
         stored = "compute"
-    is_product = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
+    is_matmul = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
-    return Weight(parameter.shape, parameter.dims, trained, is_product, stored, packing, is_copy)
+    return Weight(parameter.shape, parameter.dims, trained, is_matmul, stored, packing, is_copy)
 
 
 def _outputs(weight: Weight, spec: ModelSpec) -> float:

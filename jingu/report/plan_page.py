@@ -16,7 +16,7 @@ from jingu.formatting import memory_unit
 from jingu.plan.forecast import Forecast, print_forecast
 from jingu.plan.memory import stage_memory
 from jingu.plan.search import describe_layout
-from jingu.plan.step_time import products
+from jingu.plan.step_time import matmuls
 from jingu.plan.timeline import Pass, Timeline, simulate_pipeline
 from jingu.report.bars import BAR_LEFT, BAR_RIGHT, ROW, draw_bars
 from jingu.report.charts import RIGHT, SIZES, Scale, log_ticks, round_ticks
@@ -202,13 +202,13 @@ def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
     seconds: dict[str, float] = {}
     examples = {}
     for part in parts:
-        for product in products(part, work, machine):
-            shape = " × ".join(f"{size:,}" for size in product.shape)
-            seconds[shape] = seconds.get(shape, 0.0) + product.seconds
-            examples[shape] = product
+        for matmul in matmuls(part, work, machine):
+            shape = " × ".join(f"{size:,}" for size in matmul.shape)
+            seconds[shape] = seconds.get(shape, 0.0) + matmul.seconds
+            examples[shape] = matmul
     peak, bandwidth = machine.matmul_tflops, machine.memory_gbs / 1000  # TFLOP/s, TB/s
-    speeds = {shape: product.flops / product.seconds / 1e12 for shape, product in examples.items()}
-    intensities = {shape: product.flops / product.moved for shape, product in examples.items()}
+    speeds = {shape: matmul.flops / matmul.seconds / 1e12 for shape, matmul in examples.items()}
+    intensities = {shape: matmul.flops / matmul.moved for shape, matmul in examples.items()}
     # Both axes are logarithmic. The x axis ends at powers of ten and includes the ridge of the roofline, where the
     # limit changes from memory bandwidth to compute.
     across = [*intensities.values(), peak / bandwidth]

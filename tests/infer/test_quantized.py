@@ -444,7 +444,7 @@ def test_the_command(folders: dict[str, Path], capsys: pytest.CaptureFixture[str
 
 def test_fp8_is_slow_on_cpus_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     assert main(["generate", str(folders["llama"]), "the ", "--max-tokens", "3", "--precision", "fp8"]) == 0
-    expected = "CPU has no units for FP8: the products of --precision fp8 are computed in fp32, slowly."
+    expected = "CPU has no units for FP8: the matmuls of --precision fp8 are computed in fp32, slowly."
     assert caplog.messages == [expected]
 
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.launch.rank_speed import fit_products, measure_rank_speed
+from jingu.launch.rank_speed import fit_matmuls, measure_rank_speed
 from jingu.plan.machine import Machine
 from jingu.runtime.ranks import RankInfo
 
 
-def test_products_give_peak_and_half_size() -> None:
+def test_matmuls_give_peak_and_half_size() -> None:
     shapes = [(3, 5, 7), (64, 100, 33), (512, 512, 512), (1024, 2048, 512)]
     peak, half = 7e10, 3e6
     exact = {shape: (2 * prod(shape) + half) / peak for shape in shapes}
-    assert fit_products(exact) == pytest.approx((peak, half), rel=1e-6)
+    assert fit_matmuls(exact) == pytest.approx((peak, half), rel=1e-6)
     # Without an overhead, the second is as good as 0.
-    assert fit_products({shape: 2 * prod(shape) / peak for shape in shapes})[1] < 1e4
+    assert fit_matmuls({shape: 2 * prod(shape) / peak for shape in shapes})[1] < 1e4
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:

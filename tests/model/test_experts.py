@@ -160,7 +160,7 @@ def test_a_compiler_sees_one_graph_and_the_same_numbers() -> None:
         assert layer()(torch.empty(2, 3, WIDTH, dtype=torch.float64))[0].shape == (2, 3, WIDTH)
 
 
-def test_grouped_product_passes_gradcheck_with_empty_groups() -> None:
+def test_grouped_matmul_passes_gradcheck_with_empty_groups() -> None:
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, 4, dtype=torch.float64, requires_grad=True)
     ends = torch.tensor([0, 2, 2, 6], dtype=torch.int32)

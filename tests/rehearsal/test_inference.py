@@ -279,7 +279,7 @@ def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: 
 
 
 NO_KERNEL = (
-    "PyTorch has no kernel for int4 on Pretended Card: matrices are dequantized for each product, which saves memory, "
+    "PyTorch has no kernel for int4 on Pretended Card: matrices are dequantized for each matmul, which saves memory, "
     "but no time."
 )
 
@@ -317,5 +317,5 @@ def multiply(_rank: int, _world: int) -> None:
     torch.testing.assert_close(on_card.times(x_NI.to(card.NAME)).cpu(), mine.times(x_NI), rtol=1e-5, atol=1e-5)
 
 
-def test_quantized_products(cards: RankPool) -> None:
+def test_quantized_matmuls(cards: RankPool) -> None:
     cards.run(multiply, 1)

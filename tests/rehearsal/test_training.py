@@ -132,7 +132,7 @@ def multiply_in_fp8(_rank: int, _world: int) -> list[tuple[str, str]]:
     return waits
 
 
-def test_products_in_fp8(cards: RankPool) -> None:
+def test_matmuls_in_fp8(cards: RankPool) -> None:
     assert cards.run(multiply_in_fp8, 1) == [[]]
 
 
