@@ -118,13 +118,7 @@ def export_hf(
         JinguError: the folder is not empty, the disk is full, the model has a shape that its Hugging Face
             architecture does not support, or the check fails.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        content = "an earlier export" if (to / "config.json").is_file() else "something"
-        raise JinguError(
-            f"there is {content} here already, and it is not overwritten.",
-            where=to,
-            fix="Delete it first, or choose another folder.",
-        )
+    _require_empty(to)
     # Convert the model to a family that transformers has, if possible.
     same = equivalent_spec(spec)
     if same.normalize_lm_head != spec.normalize_lm_head:
@@ -161,6 +155,17 @@ def export_hf(
                 "for this one.",
             )
     return family
+
+
+def _require_empty(to: Path) -> None:
+    """Raise a `JinguError` unless `to` is a new or empty folder."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        content = "an earlier export" if (to / "config.json").is_file() else "something"
+        raise JinguError(
+            f"there is {content} here already, and it is not overwritten.",
+            where=to,
+            fix="Delete it first, or choose another folder.",
+        )
 
 
 def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
