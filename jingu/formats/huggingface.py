@@ -20,6 +20,7 @@ from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
+from jingu.runtime import files
 from jingu.text.tokenizer_formats import find_tokenizer_file
 
 INDEX = "model.safetensors.index.json"
@@ -246,15 +247,9 @@ def read_json(
         missing: the message if the file is missing.
         fix: the fix if the file is missing.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise JinguError(missing, where=path.parent, fix=fix) from None
-    except ValueError as error:
-        raise JinguError(f"the file is damaged ({error}).", where=path, fix="Fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise JinguError("the file is damaged (not a JSON object).", where=path, fix="Fetch the file again.")
-    return value
+    if not path.exists():
+        raise JinguError(missing, where=path.parent, fix=fix)
+    return files.read_json(path, "Fetch the file again.")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -85,7 +85,12 @@ def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
     config = _read_config(folder)
     weights: dict[str, Tensor] = {}
     for key, location in read_header(folder / ADAPTER_WEIGHTS).items():
-        assert isinstance(location.dtype, torch.dtype)
+        if not isinstance(location.dtype, torch.dtype):
+            raise JinguError(
+                f"the tensor {key} has the dtype {location.dtype}, which is not supported.",
+                where=folder / ADAPTER_WEIGHTS,
+                fix="Convert it to bf16 or fp32.",
+            )
         weights[key] = map_tensor(folder / ADAPTER_WEIGHTS, location.begin, location.shape, location.dtype)
     if config["peft_type"] in _PROMPT_TYPES:
         prompt, parameters = _read_prompt(weights, base.spec, config, folder)
@@ -383,8 +388,13 @@ def _read_prompt(
     Raises:
         JinguError: the shape is not that of a prompt for this model.
     """
-    tokens = config["num_virtual_tokens"]
-    prompt = weights[PROMPT_KEY]
+    tokens = config.get("num_virtual_tokens")
+    prompt = weights.get(PROMPT_KEY)
+    if tokens is None or prompt is None:
+        absent = f"num_virtual_tokens in {ADAPTER_CONFIG}" if tokens is None else f"the tensor {PROMPT_KEY}"
+        raise JinguError(
+            f"the prompt is incomplete: {absent} is missing.", where=folder, fix="Save it again with peft."
+        )
     has_encoder = spec.num_encoder_layers is not None
     is_prefix = config["peft_type"] == "PREFIX_TUNING"
     # In an encoder-decoder, every second pair of keys and values is for cross-attention, and is not used.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jingu.runtime.files import write_text_atomically
+from jingu.runtime.files import read_json, write_text_atomically
 
 RECORD_NAME = "provenance.json"
 # `data`: for each data set its path, checksums, and the receipt of its task mixture (None: it was made of text).
@@ -19,8 +19,7 @@ def read_provenance(model: Path) -> Record | None:
     step = model.absolute()
     for folder in (model, *([step.parent.parent] if step.parent.name == "checkpoints" else [])):
         if (folder / RECORD_NAME).is_file():
-            record: Record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
-            return record
+            return read_json(folder / RECORD_NAME, "Restore the file, or delete it to forget the training data.")
     return None
 
 

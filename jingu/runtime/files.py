@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from jingu.errors import JinguError
 
@@ -124,6 +126,24 @@ def read_text(path: Path, errors: str = "strict") -> str:
     except UnicodeDecodeError as error:
         what = f"the file is not UTF-8 text: byte {error.start:,} is not part of a character."
         raise JinguError(what, where=path, fix="Save it again as UTF-8.") from error
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        fix: what the user can do if the file is damaged.
+
+    Raises:
+        JinguError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise JinguError(f"the file is damaged ({error}).", where=path, fix=fix) from error
+    if not isinstance(value, dict):
+        raise JinguError("the file is damaged (not a JSON object).", where=path, fix=fix)
+    return value
 
 
 def read_error(path: Path | str, error: OSError) -> JinguError:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError, pluralize
+from jingu.runtime.files import read_json
 
 
 def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
@@ -23,13 +24,7 @@ def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
     fix = "Move it away or choose another path."
     if not (path / name).is_file():
         raise JinguError(f"`{maker}` did not make what is here.", where=path, fix=fix)
-    try:
-        record = json.loads((path / name).read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise JinguError(f"the file is damaged ({error}).", where=path / name, fix=fix) from error
-    return record
+    return read_json(path / name, fix)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError, join_words
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_error, read_json
 from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, strip_compression_suffix
 from jingu.text.document_reader import ReadCounts, Span, read_documents
 
@@ -190,8 +189,13 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
         what = f"`datasets` saved several splits here: {splits}."
         raise JinguError(what, where=folder, fix="Name the folder of one of them.")
     if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return [str(folder / file["filename"]) for file in state["_data_files"]]
+        fix = "Save the dataset again with save_to_disk."
+        state = read_json(folder / "state.json", fix)
+        try:
+            return [str(folder / file["filename"]) for file in state["_data_files"]]
+        except (KeyError, TypeError) as error:
+            what = "the file lacks the names of the data files (_data_files)."
+            raise JinguError(what, where=folder / "state.json", fix=fix) from error
     endings = tuple(suffix.lower() for suffix in suffixes)
     files: list[str] = []
     other_suffixes: Counter[str] = Counter()

@@ -139,15 +139,16 @@ def build_byte_level_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], p
     Args:
         pattern: pattern that splits text into words; empty: GPT-2's.
         options: `whole_words`: a word in the vocabulary is one token, even if no merges lead to it. `prefix`: add a
-            space before the text (only with GPT-2's pattern).
+            space before the text; with a pattern, before each word that does not begin with one.
     """
+    prefix = options.get("prefix", False)
     inner: Any = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=options.get("whole_words", False)))
     if pattern:
         split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
         inner.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
     else:
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=options.get("prefix", False))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     inner.decoder = decoders.ByteLevel()
     return inner
 

@@ -178,6 +178,10 @@ def test_only_records_of_all_ancestors_prove_it(
     assert evaluate(runs / "descendant") == (
         f"secret: not held out: {runs / 'leaky'} was trained on other, of the same task cluster"
     )
+    # A damaged record is an error, and not the same as no record.
+    (tmp_path / "exported" / "provenance.json").write_text("{")
+    with pytest.raises(JinguError, match=r"provenance\.json: the file is damaged"):
+        read_provenance(tmp_path / "exported")
     # Models from elsewhere have no record.
     (tmp_path / "exported" / "provenance.json").unlink()
     assert "there is no record of what the model was trained on" in evaluate(tmp_path / "exported")

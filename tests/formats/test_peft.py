@@ -182,6 +182,32 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
             read(tmp_path)
 
 
+def test_incomplete_prompts_are_refused(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig
+
+    settings = {"kind": PromptTuningConfig, "num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    write_adapter(tmp_path, **settings)
+    read(tmp_path)
+    file = tmp_path / "adapter" / ADAPTER_CONFIG
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "num_virtual_tokens": None}))
+    with pytest.raises(JinguError, match=f"incomplete: num_virtual_tokens in {ADAPTER_CONFIG} is missing"):
+        read(tmp_path)
+    file.write_text(json.dumps(config))
+    save_file({"other": torch.zeros(3, 24)}, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    with pytest.raises(JinguError, match="incomplete: the tensor prompt_embeddings is missing"):
+        read(tmp_path)
+
+
+def test_tensors_of_dtypes_that_torch_lacks_are_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, target_modules=ATTENTION)
+    path = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    header = json.dumps({"scales": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(JinguError, match="the tensor scales has the dtype F8_E8M0, which is not supported"):
+        read(tmp_path)
+
+
 def test_adapters_that_change_more_cannot_stand_beside_a_model(tmp_path: Path) -> None:
     write_adapter(tmp_path, target_modules=["q_proj"], modules_to_save=["norm"])
     with pytest.raises(JinguError, match=r"also change .*norm.weight, which only a merged model can have.*tune merge"):

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,9 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     assert mistake(tmp_path / "all") == (
         f"{tmp_path}/all: `datasets` saved several splits here: train. Name the folder of one of them."
     )
+    for content, problem in (("{", r"the file is damaged \(Expecting .+\)"), ("{}", "the file lacks the names of")):
+        (tmp_path / "all" / "train" / "state.json").write_text(content)
+        assert re.search(rf"state\.json: {problem}.+ Save the dataset again", mistake(tmp_path / "all" / "train"))
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "theirs"), num_shards=2)
     assert read(tmp_path / "theirs")[0] == TEXTS
