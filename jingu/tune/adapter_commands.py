@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_trained
-from jingu.model.spec import Ia3, Lora
+from jingu.model.spec import Ia3, Lora, ModelSpec
 from jingu.runtime.device import DTYPES
+
+# Parameters of adapters that replace values of the base model, and these values.
+_REPLACED_VALUES = {"lora_m": "the norms of its rows (use_dora)", "token_rows": "rows of it (trainable_token_indices)"}
 
 
 def export(run: Path, to: Path) -> None:
@@ -77,14 +81,9 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     adapter_model = load_adapters(adapters, merged)
     adapter = adapter_model.spec.adapter
     assert adapter is not None
-    if isinstance(adapter, Lora) and (adapter.lora_bias or adapter.init_lora_weights in RESIDUAL_INITS):
-        raise JinguError(
-            "adapters with biases, and those that began as a part of the matrices, cannot be unmerged.",
-            where=adapters,
-            fix="Use the base model itself.",
-        )
-    base_dtype = DTYPES.get(dtype, merged.dtype)
     adapter_names = parameter_shapes(adapter_model.spec)
+    _require_restorable(adapter_names, adapter_model.spec, adapters)
+    base_dtype = DTYPES.get(dtype, merged.dtype)
 
     def read(name: str) -> Tensor:
         """Return a parameter of the base model; one without an adapter is that of the merged model."""
@@ -96,26 +95,40 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
             for part in ADAPTER_PARAMETERS
             if f"{module}.{part}" in adapter_names
         }
-        # 2. Parameters that were trained themselves replaced those of the base, which are lost. Parameters without an
-        # adapter are unchanged.
-        if is_trained(name, adapter_model.spec):
-            raise JinguError(
-                f"{name} was trained whole, and cannot be restored.", where=model, fix="Use the base model itself."
-            )
+        # 2. Parameters without an adapter are unchanged.
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
-        # 3. Undo the adapter. Two kinds replaced values of the base, which are lost: DoRA the norms of matrices, and
-        # trained token rows the rows of the embedding.
-        own = adapter.of_module(module)
-        is_lost = "lora_m" in parts or "token_rows" in parts
-        restored = None if is_lost else unmerge_adapter(value, leaf, parts, own, base_dtype)
+        # 3. Undo the adapter.
+        restored = unmerge_adapter(value, leaf, parts, adapter.of_module(module), base_dtype)
         if restored is None:
             raise JinguError(
                 f"{name} cannot be restored: merging has rounded it too much.",
                 where=model,
                 fix="Merge into a wider dtype (`jingu tune merge --dtype fp32`), and pass the dtype of the base here "
-                "(--dtype bf16). DoRA cannot be unmerged.",
+                "(--dtype bf16).",
             )
         return restored
 
     write_model(replace(merged, read=read), to, dtype, False)
+
+
+def _require_restorable(names: Iterable[str], spec: ModelSpec, adapters: Path) -> None:
+    """Raise JinguError if merging replaces values of the base model, which are lost then.
+
+    Args:
+        names: names of all parameters of the model with the adapters.
+        spec: the spec of that model.
+        adapters: where the adapters are.
+    """
+    adapter = spec.adapter
+    problem = ""
+    if isinstance(adapter, Lora) and (adapter.lora_bias or adapter.init_lora_weights in RESIDUAL_INITS):
+        problem = "adapters with biases, and those that began as a part of the matrices, cannot be unmerged."
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        if leaf in _REPLACED_VALUES:
+            problem = f"{module} cannot be restored: merging replaced {_REPLACED_VALUES[leaf]}."
+        elif leaf not in ADAPTER_PARAMETERS and is_trained(name, spec):
+            problem = f"{name} was trained whole, and cannot be restored."
+    if problem:
+        raise JinguError(problem, where=adapters, fix="Use the base model itself.")

@@ -256,15 +256,20 @@ def test_what_can_stand_beside_a_base_model(adapted: MakeRun, base: Path, train_
     for module, (a, b) in read_lora_adapter(run, under).items():
         name = f"{module}.weight"
         torch.testing.assert_close(under.read(name) + b @ a, merged.read(name), rtol=1e-5, atol=1e-6)
-    for changes in ({"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"lora_bias": True}):
-        tune = {f"tune.{key}": value for key, value in changes.items()}
-        config = adapted({**tune, "train.steps": 1}, name="other")
+    lost: list[tuple[str, Any, str]] = [
+        ("modules_to_save", ["norm"], "was trained whole"),
+        ("trainable_token_indices", [3], r"merging replaced rows of it \(trainable_token_indices\)"),
+        ("use_dora", True, r"merging replaced the norms of its rows \(use_dora\)"),
+        ("lora_bias", True, "cannot be unmerged"),
+    ]
+    for key, value, reason in lost:
+        config = adapted({f"tune.{key}": value, "train.steps": 1}, name="other")
         train_on(1, config)
         other = Path(config.runs_dir) / "other"
         with pytest.raises(JinguError, match=r"only LoRA of plain matrices can stand beside a model.*tune merge"):
             read_lora_adapter(other, under)
         merge(other, base.parent / "merged", dtype="fp32")
-        with pytest.raises(JinguError, match=r"was trained whole|cannot be unmerged|cannot be restored"):
+        with pytest.raises(JinguError, match=reason):
             unmerge(base.parent / "merged", base.parent / "restored", other)
         shutil.rmtree(other)
         shutil.rmtree(base.parent / "merged")
