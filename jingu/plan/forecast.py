@@ -22,7 +22,7 @@ from jingu.plan.memory import RankMemory, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
 from jingu.plan.serving import ServingPlan
 from jingu.plan.step_time import step_time
-from jingu.plan.workload import Software, Workload, model_sizes, num_parameters
+from jingu.plan.workload import Software, Workload, model_sizes, num_trained
 
 if TYPE_CHECKING:
     from jingu.parallel.layout import Precision
@@ -73,8 +73,16 @@ class Forecast:
 
     @property
     def spare(self) -> float:
-        """Free bytes of the GPU; negative if the run does not fit."""
-        return self.machine.usable_bytes - self.memory.total
+        """Free bytes of the GPU, or of main memory if that is shorter; negative if the run does not fit."""
+        device = self.machine.usable_bytes - self.memory.total
+        if self.machine.is_shared:
+            return device - self.host_bytes
+        return min(device, self.machine.host_bytes - self.host_bytes) if self.host_bytes else device
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes per GPU that are offloaded to main memory."""
+        return 0.0 if self.work.parallel.offload.type == "disk" else sum(self.memory.offloaded.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures: bytes, seconds, shares, joules."""
@@ -121,9 +129,9 @@ def forecast(
 
 
 def _checkpoint_bytes(work: Workload) -> float:
-    """Return the bytes of a checkpoint: master weights and optimizer state."""
+    """Return the bytes of a checkpoint: master weights and optimizer state; with adapters, only the trained ones."""
     state = {"adamw": 8, "adamw 8-bit": 2, "lion": 4, "adafactor": 0, "muon": 4}[work.optimizer]
-    return num_parameters(work.spec) * (work.software.weight_bytes + state * work.software.state_share)
+    return num_trained(work.spec) * (work.software.weight_bytes + state * work.software.state_share)
 
 
 def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:
@@ -142,13 +150,14 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
 
 
 def run_software(precision: Precision) -> Software:
-    """Return jingu's parameters of execution in a precision."""
+    """Return jingu's parameters of execution on a CPU, in a precision."""
     return Software(
         weight_bytes=precision.masters.itemsize,
         gradient_bytes=precision.masters.itemsize,
         reduce_bytes=precision.reduce.itemsize,
         compute_bytes=precision.compute.itemsize,
         state_share=precision.masters.itemsize / 4,
+        offload_copies_weights=False,
     )
 
 
@@ -202,10 +211,15 @@ def print_forecast(result: Forecast) -> None:
     print(f"{figures['layout']} on {result.work.ranks:,} × {result.machine.name}\n")
     rows = [(part, f"{size / unit:,.2f}", "") for part, size in result.memory.device.items()]
     rows += [(part, f"{size / unit:,.2f}", "offloaded") for part, size in result.memory.offloaded.items()]
-    fits = "fits" if result.spare >= 0 else f"does not fit: short by {-result.spare / unit:,.1f} {name}"
-    rows.append(
-        ("total", f"{result.memory.total / unit:,.2f}", f"of {result.machine.usable_bytes / unit:,.1f}: {fits}")
-    )
+    # The main memory of a CPU is its only memory; that of a GPU's node has a row of its own.
+    device, host = result.memory.total, result.host_bytes
+    if result.machine.is_shared:
+        device += host
+    rows.append(("total", f"{device / unit:,.2f}", _compare_memory(device, result.machine.usable_bytes, unit, name)))
+    if host and not result.machine.is_shared:
+        rows.append(
+            ("main memory", f"{host / unit:,.2f}", _compare_memory(host, result.machine.host_bytes, unit, name))
+        )
     print_table(("memory of the fullest rank", name, ""), rows, [1])
     if result.phases:
         print(f"phases: {', '.join(f'{phase} {size / unit:,.2f}' for phase, size in result.phases.items())} {name}")
@@ -226,6 +240,11 @@ def print_forecast(result: Forecast) -> None:
     )
     for assumption in result.assumptions:
         print(f"assumed: {assumption}")
+
+
+def _compare_memory(needed: float, available: float, unit: float, name: str) -> str:
+    fits = "fits" if needed <= available else f"does not fit: short by {(needed - available) / unit:,.1f} {name}"
+    return f"of {available / unit:,.1f}: {fits}"
 
 
 def print_search(result: SearchResult, machine: Machine) -> None:

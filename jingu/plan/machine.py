@@ -100,6 +100,11 @@ class Machine(_Part):
         return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes of a GPU's share of main memory."""
+        return self.host_gib * 2**30
+
+    @property
     def ranks_per_core(self) -> float:
         """Ranks that share a core, at least 1. While some of them wait, the others compute faster."""
         return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
@@ -179,7 +184,16 @@ def nominal_machine(device: torch.device) -> Machine:
         return Machine(**read_table(__file__, "common_cpu.toml"), memory_gib=memory, cores=num_usable_cores())
     # An unknown GPU is assumed to be as fast as a common one.
     gpu = find_gpu(device_name(device)) or machine_library()["a100-80"]
-    return gpu.model_copy(update={"name": "here", "memory_gib": memory})
+    return gpu.model_copy(update={"name": "here", "memory_gib": memory, "host_gib": _host_gib()})
+
+
+def _host_gib() -> float:
+    """Return a GPU's share of the main memory of this machine."""
+    import torch
+
+    from jingu.runtime.device import total_memory
+
+    return total_memory(torch.device("cpu")) / 2**30 / max(1, torch.accelerator.device_count())
 
 
 def find_gpu(title: str) -> Machine | None:
@@ -216,6 +230,7 @@ def measure_machine() -> Machine:
         peak_tflops=tflops,
         matmul_tflops=tflops,
         memory_gbs=memory,
+        host_gib=_host_gib(),
         # CPU ranks exchange data through main memory.
         link_gbs=memory / 4,
         nic_gbs=1.0,

@@ -186,7 +186,8 @@ def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> d
     soft, zero = work.software, work.parallel.zero_stage
     if not soft.copies_weights:
         return {}
-    if work.sizes.data * work.sizes.context == 1:
+    is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
+    if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
         # recomputes the forward pass.
         if work.checkpointing.type == "full":

@@ -122,13 +122,16 @@ def _bound(work: Workload, group: _LayoutGroup, machine: Machine) -> float:
 def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | None:
     """Return the estimates of a layout, with offload if it does not fit otherwise; None if it does not fit at all."""
     for offload in _OFFLOAD:
+        if offload.type != "none" and machine.is_shared:
+            # Main memory is the only memory.
+            return None
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
         result.tried += 1
         memories = [stage_memory(work, stage) for stage in work.stages]
         memory = max(memory.total for memory in memories)
         offloaded = max(sum(memory.offloaded.values()) for memory in memories)
-        if offloaded > machine.host_gib * 2**30:
+        if offloaded > machine.host_bytes:
             result.reject(
                 "out of main memory", f"{describe_layout(work)} offloads {offloaded / 2**30:,.0f} GiB per GPU"
             )

@@ -17,7 +17,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.spec import Experts
 from jingu.parallel.mesh import AxisSizes
-from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
+from jingu.parallel.stages import stages_per_rank
 from jingu.plan.machine import Machine
 from jingu.plan.memory import owned_parts
 from jingu.plan.workload import BlockSizes, ModelSizes, Software, Stage, Workload
@@ -364,13 +364,28 @@ def boundary_seconds(work: Workload, machine: Machine) -> float:
 
 
 def idle_share(work: Workload) -> float:
-    """Return the bubble of a step as a share of the other ranks' time for one micro-batch."""
-    schedule = work.parallel.pipeline_schedule
-    share = 1 / stages_per_rank(work.parallel)
-    if schedule in SPLIT_BACKWARD_SCHEDULES:
-        # Weight gradients fill two thirds of the bubble; with zbv five sixths.
-        share *= 1 / 3 if schedule == "zero_bubble" else 1 / 6
-    return share
+    """Return the bubble of a step as a share of the other ranks' time for one micro-batch.
+
+    The formulas are exact if all stages take equally long, and a forward pass as long as either half of a backward
+    pass: `simulate_pipeline`, which runs the order of passes of each schedule, gives the same. For gpipe, 1f1b and
+    interleaved, with at least as many micro-batches as ranks, they are those of Narayanan et al. (2021).
+    """
+    ranks, chunks = work.sizes.pipeline, stages_per_rank(work.parallel)
+    if ranks == 1:
+        return 0.0
+    # Ranks fill a part of the bubble with work on other micro-batches, which is missing if there are fewer of these
+    # than ranks. With a single one, the ranks take turns, except that weight gradients need not be waited for.
+    missing = max(0, ranks - work.accumulation)
+    match work.parallel.pipeline_schedule:
+        case "zero_bubble":
+            # In units of a third of a chunk's time.
+            idle = ranks - 1 + chunks * min(missing, ranks / 2) + (3 * chunks - 2) * max(0.0, missing - ranks / 2)
+            return idle / (3 * chunks * (ranks - 1))
+        case "zbv":
+            # A micro-batch passes each rank twice, so that twice as many of them as ranks fill the bubble.
+            return max(1 / 6, 2 / 3 - (work.accumulation - 1) / (3 * (ranks - 1)))
+        case _:
+            return 1 / chunks + (1 - 1 / chunks) * missing / (ranks - 1)
 
 
 def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine) -> float:
@@ -406,7 +421,16 @@ def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
     """Return the seconds of gradient clipping and the update, including transfers to and from main memory."""
     numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
     if work.parallel.offload.type != "none":
-        # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory, whose bandwidth
-        # is taken as twice that of the bus.
-        return numbers * (8 / (machine.host_gbs * 1e9) + 30 / (machine.host_gbs * 2e9))
+        # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory.
+        bus, memory = 8.0, 30.0
+        more = work.accumulation - 1
+        if work.parallel.zero_stage >= 2:
+            # Every micro-batch reduces gradients (4 bytes), which are added to those in main memory (12 bytes).
+            bus += 4.0 * more
+            memory += 12.0 * more
+        if work.parallel.zero_stage == 3:
+            # Every micro-batch fetches the weights (4 bytes), for the forward and for the backward pass.
+            bus += 4.0 * (2 * more + 1)
+        # The bandwidth of main memory is taken as twice that of the bus.
+        return numbers * (bus / (machine.host_gbs * 1e9) + memory / (machine.host_gbs * 2e9))
     return numbers * 34 / (machine.memory_gbs * machine.efficiency.memory * 1e9)

@@ -103,6 +103,8 @@ class Software:
         reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
         state_share: size of the optimizer state, relative to fp32.
         copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
+        offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
+            to the device; on a CPU they stay where they are.
         whole_logits: whether the logits of all tokens exist at the same time.
         logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
         saved_matmuls: share of the matmuls whose results selective checkpointing saves.
@@ -129,6 +131,7 @@ class Software:
     compute_bytes: float = 2.0
     state_share: float = 1.0
     copies_weights: bool = True
+    offload_copies_weights: bool = True
     whole_logits: bool = False
     logit_bytes: float = 6.0
     saved_matmuls: float = 1.0
@@ -454,6 +457,11 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         model(inputs)
     return sum(storage.nbytes() for number, storage in storages.items() if number not in weights)
+
+
+def num_trained(spec: ModelSpec) -> int:
+    """Return the number of parameters that training changes: all of them, or those of the adapters."""
+    return sum(prod(shape) for name, shape in parameter_sizes(spec).items() if is_trained(name, spec))
 
 
 def num_parameters(spec: ModelSpec) -> int:

@@ -74,11 +74,14 @@ def read_run(run: Path, machine: Machine) -> Measurement:
         records = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise JinguError(f"the run cannot be read: {error}.", where=run, fix="Name the folder of a run.") from None
-    starts = [record for record in records if record["type"] == "start"]
+    # An earlier start may have had another number of ranks.
+    starts = [number for number, record in enumerate(records) if record["type"] == "start"]
+    records = records[starts[-1] :] if starts else []
     speeds = [record["tokens_per_second"] for record in records if record["type"] == "train"][WARM_UP:]
-    if not starts or not speeds:
-        raise JinguError("the run has too few logged steps.", where=run, fix="Let it log at least two steps.")
-    start = starts[-1]
+    if not speeds:
+        fix = "Let it log at least two steps after its last start."
+        raise JinguError("the run has too few logged steps.", where=run, fix=fix)
+    start = records[0]
     # An fp8 run computes everything but its fp8 matmuls in bf16.
     dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]

@@ -122,7 +122,7 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     spec = spec_from_settings(config.model, vocabulary, length)
     if initial_model is None or config.model.preset is not None:
         return _add_tuning(spec, config), None
-    return spec, str(tokenizer) if Path(initial_model).exists() else initial_model
+    return _add_tuning(spec, config), str(tokenizer) if Path(initial_model).exists() else initial_model
 
 
 def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
@@ -304,7 +304,7 @@ def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int)
 def _plan_clusters(
     request: PlanRequest, machine: Machine, price: float | None, days: float | None, *, as_json: bool
 ) -> int:
-    """Print the best layout on 1, 2, 4, ... nodes, as long as the global batch has a row for each rank.
+    """Print the best layout on 1, 2, 4, ... nodes.
 
     Args:
         days: days within which the run must end; None: no limit.
@@ -318,7 +318,7 @@ def _plan_clusters(
     elif forecasts:
         print_clusters(forecasts, days)
     else:
-        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name} with a row of the batch for each GPU.")
+        print(f"No layout fits on up to {NODES[-1]} nodes of {machine.name}.")
     return int(not any(days is None or result.days <= days for result in forecasts))
 
 
@@ -332,9 +332,6 @@ def _forecast_clusters(
     """
     config, forecasts = request.config, []
     for ranks in (nodes * machine.gpus_per_node for nodes in sizes):
-        # Each rank needs a row.
-        if ranks > config.batch.global_batch_size:
-            continue
         result = search_run(config, request.spec, machine, ranks)
         if result.best:
             outcome = forecast_fitting(request, [layout.work for layout in result.best], machine, price)
@@ -440,7 +437,10 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     ]
     config = config_from_tree({}, [*defaults, *overrides])
     longest = max(spec.max_position_embeddings, config.batch.sequence_length)
-    spec = spec.model_copy(update={"max_position_embeddings": longest})
+    # Adapters and heads are those of `tune` and `task`, as if training started from the named model.
+    initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})
+    tuned = config.model_copy(update={"initialize": initialize})
+    spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), tuned)
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
     assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]

@@ -69,7 +69,10 @@ def test_a_calibrated_machine_file_can_be_planned_on(tmp_path: Path, capsys: pyt
     tokens = config.batch.global_batch_size * config.batch.sequence_length
     start = {"type": "start", "step": 0, "ranks": 2, "precision": "bf16", "tokens_per_step": tokens}
     steps = [{"type": "train", "step": n, "tokens_per_second": tokens / 0.1} for n in range(5)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, *steps)))
+    # An earlier start on one rank took longer, and does not count.
+    earlier = [{**start, "ranks": 1}, *({**step, "tokens_per_second": tokens / 0.9} for step in steps)]
+    lines = (json.dumps(line) + "\n" for line in (*earlier, start, *steps))
+    (run / "metrics.jsonl").write_text("".join(lines))
     calibrate([run], "a100-80", tmp_path / "cluster.yaml")
     out = capsys.readouterr().out
     assert "0.100 s per step" in out and "8 of 10 logged steps" in out

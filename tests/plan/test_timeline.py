@@ -12,7 +12,7 @@ from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.machine import Efficiency, find_machine
-from jingu.plan.step_time import StageTime, stage_time, step_time
+from jingu.plan.step_time import StageTime, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
 
@@ -96,6 +96,24 @@ def test_the_slowest_rank_waits_as_long_as_the_plan_says(schedule: str) -> None:
     seconds = step_time(work, MACHINE)
     passes = sum(seconds.values()) - seconds["optimizer"] - seconds["data"]
     assert min(simulate_pipeline(work, MACHINE).idle) == pytest.approx(seconds["bubble"] / passes, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        *(("gpipe", 1), ("interleaved", 2), ("interleaved", 4)),
+        *(("zero_bubble", 1), ("zero_bubble", 2), ("zero_bubble", 3), ("zbv", 2)),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_bubbles_are_those_of_the_schedule(schedule: str, stages: int, ranks: int, equal_stages: None) -> None:
+    """Also with fewer micro-batches than ranks, which leave more of the bubble empty."""
+    for batches in (1, 2, 3, ranks - 1, ranks, 2 * ranks, 4 * ranks):
+        if schedule in ("interleaved", "zero_bubble") and batches % max(1, batches // ranks):
+            continue  # refused
+        work = make_work(schedule, ranks, batches, stages)
+        bubble = idle_share(work) * (ranks - 1) / batches
+        assert min(simulate_pipeline(work, MACHINE).idle) == pytest.approx(bubble / (1 + bubble), abs=1e-9)
 
 
 def test_ranks_of_a_pipeline_have_stages_of_their_own() -> None:
