@@ -56,8 +56,12 @@ def open_hf(folder: Path) -> StoredModel:
             weights are pickled, damaged, or not those that the config describes.
     """
     config = read_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
-    block = (config.get("quantization_config") or {}).get("weight_block_size")
-    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, block))
+    quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        what = f"quantization_config is {quantization!r} instead of an object."
+        raise JinguError(what, where=folder / "config.json", fix="Restore the original file.")
+    open_weights = partial(_open_weights, folder, quantization.get("weight_block_size"))
+    model = open_from_config(folder, folder / "config.json", config, open_weights)
     generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         model = replace(model, generation_config=read_json(generation_config))
@@ -77,15 +81,7 @@ def open_from_config(
     Raises:
         JinguError: the config is not supported, or the weights are not those that it describes.
     """
-    family = _find_family(config, config_file)
-    try:
-        spec = family.spec_from_hf(config)
-    except JinguError as error:
-        raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise JinguError(
-            f"this does not describe a model ({error}).", where=f"{config_file}", fix="Restore the original file."
-        ) from error
+    family, spec = _read_spec(config, config_file)
     mappings = map_tensors(spec)
     expected = {mapping.hf_name: mapping.shape for mapping in mappings}
     # Compare all shapes before any weight is read.
@@ -119,9 +115,25 @@ def open_from_config(
 
 
 def spec_from_config(path: Path) -> ModelSpec:
-    """Return the spec of the model that a config.json describes. Raises JinguError for an unknown architecture."""
-    config = read_json(path)
-    return _find_family(config, path).spec_from_hf(config)
+    """Return the spec of the model that a config.json describes. Raises JinguError if it describes none."""
+    return _read_spec(read_json(path), path)[1]
+
+
+def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, ModelSpec]:
+    """Return the family and the spec of the model that a config describes.
+
+    Raises:
+        JinguError: the architecture is unknown, or values are missing, wrong or not supported.
+    """
+    family = _find_family(config, config_file)
+    try:
+        return family, family.spec_from_hf(config)
+    except JinguError as error:
+        raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
+    except (ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
+        raise JinguError(
+            f"this does not describe a model ({error}).", where=f"{config_file}", fix="Restore the original file."
+        ) from error
 
 
 def _find_family(config: Mapping[str, Any], where: Path) -> Family:

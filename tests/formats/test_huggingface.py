@@ -251,6 +251,25 @@ def test_no_weights_no_config_no_folder(exported: Path) -> None:
         open_model(exported / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "linear"}}, "this does not describe a model"),
+        ({"hidden_size": "x"}, "this does not describe a model"),
+        ({"num_attention_heads": 0}, "this does not describe a model"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8' instead of an object"),
+    ],
+)
+def test_wrong_configs_are_errors_wherever_they_are_read(
+    exported: Path, changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = exported / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert refusal(exported).startswith(f"DIR/config.json: {words}")
+    assert main(["plan", str(exported), "--on", "h100"]) == 2
+    assert f"{path}: " in capsys.readouterr().err
+
+
 def test_quantized_weights_are_refused(exported: Path) -> None:
     path = exported / "model.safetensors"
     tensors = load_file(path)
