@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import read_text
@@ -63,13 +66,30 @@ class JsonClient:
                 failure = f"{error}: {error.read(2_000).decode(errors='replace')[:300]}"
                 if error.code < 500 and error.code not in _TEMPORARY:
                     break
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 failure = f"{type(error).__name__}: {error}"
         raise JinguError(
             f"{url} gave no {what} in {pluralize(attempt + 1, 'attempt')} ({failure}).",
             where=self.where,
             fix="Start or correct the server, or raise timeout or retries; the run resumes from its checkpoint.",
         )
+
+
+def check_url(url: str, where: str) -> None:
+    """Raise JinguError if a URL has no valid host and port, or contains a space.
+
+    Args:
+        where: the setting that has it.
+    """
+    try:
+        parts = urlsplit(url)
+        # urllib has no place for a user name in the URL.
+        is_valid = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # such as a port that is not a number up to 65,535
+        is_valid = False
+    if not is_valid or re.search(r"[\x00-\x20\x7f]", url):
+        fix = "Write it as http://HOST:PORT/PATH, with %20 for a space."
+        raise JinguError(f"{url!r} is not a valid URL.", where=where, fix=fix)
 
 
 def read_json(content: bytes) -> Any:

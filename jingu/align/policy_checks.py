@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jingu.align.environment import Environments, encode_reply, tool_messages
+from jingu.align.json_client import check_url
 from jingu.align.prompt_set import PromptSet, load_prompts
 from jingu.align.reward_list import Rewards
 from jingu.chat.tool_calls import ToolCall
@@ -122,8 +123,9 @@ def _check_asynchronous(run: Run, settings: PolicySettings) -> None:
     if isinstance(settings, GrpoSettings) and settings.max_resampling:
         what = "resampling depends on the rewards, which are computed only after all answers of a step."
         raise JinguError(what, where="task.max_resampling", fix="Set it to 0, or leave out task.asynchronous.")
-    if not is_server:
+    if not isinstance(source, GenerationServerSettings):
         return
+    check_url(source.url, "task.asynchronous.url")
     where = "task.asynchronous.type"
     if not isinstance(run.spec.adapter, Lora) or run.config.initialize.from_ is None:
         what = "a server takes the weights of each step as a LoRA adapter, and this run trains other weights."

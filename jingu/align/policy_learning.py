@@ -265,6 +265,8 @@ class PolicyLearning:
         values: list[Tensor] = []
         with eval_mode(model), force_eager():
             for batch in batches:
+                # With several updates a step, all answers may take longer than the watchdog waits in one operation.
+                self._activity.enter(self._activity.phase)
                 on_device = to_device(batch, torch.device(mesh.device_type))
                 assert isinstance(on_device, PolicyBatch)
 

@@ -161,11 +161,42 @@ def _parse_answer(rest: JsonObject, answer: Any) -> Row:
         return parse_row({**rest, field: [*(rest.get(field) or []), answer]})
     if not isinstance(answer, list) or not answer:
         raise ConversationError("expected a text, a message, or a list of messages")
+    messages = _join_messages(prompt, answer)
+    system = rest.get("system")
+    # The field `system` goes first, unless the messages begin with the same text.
+    if system and not (_role(messages[0]) == "system" and messages[0].get("content") == system):
+        messages = [{"role": "system", "content": system}, *messages]
+    return parse_row({"messages": messages, "tools": rest.get("tools")})
+
+
+def _join_messages(prompt: Any, answer: list[Any]) -> list[Any]:
+    """Return the conversation of a prompt (a text, messages or None) and an answer, whose messages may repeat it.
+
+    Raises:
+        ConversationError: the prompt is neither a text nor messages, or the answer begins with another prompt.
+    """
     # A list that starts with an assistant message is only the answer; otherwise it is a conversation with its prompt.
-    starts = isinstance(answer[0], dict) and answer[0].get("role") == "assistant"
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if starts else []
-    return parse_row({"messages": [*(prompt or []), *answer], "tools": rest.get("tools")})
+        is_answer = _role(answer[0]) == "assistant"
+        return [{"role": "user", "content": prompt}, *answer] if is_answer else answer
+    if not isinstance(prompt or [], list):
+        raise ConversationError("field prompt: expected a text or a list of messages")
+    first = _role(answer[0])
+    if not prompt:
+        return answer
+    if first not in ("user", "system"):
+        return [*prompt, *answer]
+    if answer[: len(prompt)] == prompt:
+        return answer
+    # A question may follow a system message or an answer. Anything else would merge two prompts into one.
+    if first == "user" and _role(prompt[-1]) != "user":
+        return [*prompt, *answer]
+    raise ConversationError("its messages begin with another prompt than that of the field prompt")
+
+
+def _role(message: Any) -> Any:
+    """Return the role of a message; None if it has none."""
+    return message.get("role") if isinstance(message, dict) else None
 
 
 @dataclass(frozen=True)

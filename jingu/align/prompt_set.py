@@ -20,6 +20,8 @@ from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_row
 
+# Names of values that every answer has. They hide columns of the same names from rewards.
+ANSWER_NAMES = ("prompt", "completion", "completion_ids", "prompt_ids")
 # A constant that seeds the order of resampled prompts, to make it independent of the ordinary order.
 _RESAMPLING = 7
 
@@ -47,7 +49,7 @@ class PromptSet:
     """All prompts of a run.
 
     Attributes:
-        columns: names of the columns that every row has.
+        columns: names of the columns that every row has, except those that an answer hides (`ANSWER_NAMES`).
         eos_token_ids: ids that end an answer.
         stop: texts that end an answer, for templates without an end token.
         chat_format: format of prompts that are messages.
@@ -119,7 +121,7 @@ def load_prompts(
         prompts.append(prompt)
     if not prompts:
         raise JinguError("it has no rows.", where=path, fix="Write one prompt a line.")
-    columns = [name for name in prompts[0].columns if all(name in prompt.columns for prompt in prompts)]
+    columns = common_columns([prompt.columns for prompt in prompts])
     eos_token_ids = (tokenizer.eos_token_id, *(chat_format.eos_token_ids if chat_format else ()))
     return PromptSet(
         prompts,
@@ -129,6 +131,11 @@ def load_prompts(
         chat_format,
         tools,
     )
+
+
+def common_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the columns that every row has, except those that an answer hides."""
+    return [name for name in rows[0] if name not in ANSWER_NAMES and all(name in row for row in rows)]
 
 
 def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

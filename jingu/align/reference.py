@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.answers import AnswerBatch, AnswerScorer
+from jingu.checkpoint.resume import complete_steps
 from jingu.config.batch_plan import MAX_AUTO_TOKENS
 from jingu.config.sections.tasks import KtoSettings
 from jingu.data.batch import Batch
@@ -32,6 +33,8 @@ from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.runtime.log import log_info
+from jingu.runtime.ranks import gather_from_all
+from jingu.text.tokenizer import Tokenizer
 from jingu.training.batch_transforms import to_device
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
@@ -40,6 +43,8 @@ from jingu.training.step import sum_over_ranks
 
 RECORD = "reference.json"
 _FILE = "log_probs.safetensors"
+# Changes when other answers are mismatched, so that stored log-probabilities of the previous ones are not used.
+_MISMATCH_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class References:
 
     Attributes:
         tables: [stored rows, 2] by data set: columns for the chosen and the rejected answer. With labeled answers
-            (KTO), the second column is for the mismatched answer, which belongs to the row before.
+            (KTO), the second column is for the mismatched answer, which belongs to a row with another prompt.
         has_labels: whether answers are labeled.
     """
 
@@ -108,7 +113,8 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
         fingerprint = fingerprint_model(stored, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
     datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
-    folders = {_split_path(dataset): _folder(dataset, fingerprint) for dataset in datasets}
+    has_labels = isinstance(run.config.task, KtoSettings)
+    folders = {_split_path(dataset): _folder(dataset, fingerprint, has_labels) for dataset in datasets}
     missing = [dataset for dataset in datasets if not (folders[_split_path(dataset)] / _FILE).is_file()]
     if missing:
         stored = stored or open_model(Path(source))
@@ -123,15 +129,20 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     if torch.distributed.get_rank() == 0 and not record.is_file():
         write_text_atomically(record, json.dumps({"model": source, "fingerprint": fingerprint}))
     tables = {split: load_file(folder / _FILE)["log_probs"] for split, folder in folders.items()}
-    return References(tables, has_labels=isinstance(run.config.task, KtoSettings))
+    return References(tables, has_labels)
 
 
 def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: str) -> tuple[ParallelModel, str]:
-    """Return the reference model or the teacher, sharded like the policy, and its fingerprint.
+    """Return the reference model or the teacher, sharded like the policy, and its fingerprint. Every rank calls this.
+
+    The first start of a run records the fingerprint in the run's folder.
 
     Args:
         path: the model; None takes the model that the run starts from.
         where: the setting that names it, for errors.
+
+    Raises:
+        JinguError: there is no such model, it has another vocabulary, or it has changed since the run started.
     """
     path = path or run.config.initialize.from_
     if path is None:
@@ -139,11 +150,33 @@ def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: st
         raise JinguError(what, where=where, fix="Set it, or initialize.from.")
     stored = open_model(Path(path))
     check_vocabulary(stored, run, where)
+    fingerprint = fingerprint_model(stored, run)
+    _pin_reference(run, path, fingerprint, where)
     precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
     layout = training_layout(run.config, compile=False)
     reference = materialize(stored.spec, mesh, layout, precision, stored.read)
     reference.requires_grad_(False)
-    return reference, fingerprint_model(stored, run)
+    return reference, fingerprint
+
+
+def _pin_reference(run: Run, path: str, fingerprint: str, where: str) -> None:
+    """Record the fingerprint of the reference, or compare it with the recorded one once the run has a checkpoint.
+
+    A path may lead to another model after a while, such as the newest checkpoint of a run that goes on.
+    """
+    record = run.folder / RECORD
+    expected = fingerprint
+    if record.is_file() and complete_steps(run.checkpoints):
+        expected = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
+    # The folder of the run may be on the first rank's machine alone.
+    if gather_from_all(expected)[0] != fingerprint:
+        raise JinguError(
+            f"{path} is not the model with which the run started: its files, or the run's precision, have changed.",
+            where=where,
+            fix=f"Restore it, or name a copy of it; or, to go on with this one, delete {record}.",
+        )
+    if torch.distributed.get_rank() == 0:
+        write_text_atomically(record, json.dumps({"model": path, "fingerprint": fingerprint}))
 
 
 def fingerprint_model(stored: StoredModel, run: Run) -> str:
@@ -157,17 +190,28 @@ def fingerprint_model(stored: StoredModel, run: Run) -> str:
     return digest.hexdigest()
 
 
-def _folder(dataset: PreferenceDataset, fingerprint: str) -> Path:
-    """Return the folder of the log-probabilities of a split; its name has a hash of the model and the data."""
+def _folder(dataset: PreferenceDataset, fingerprint: str, has_labels: bool) -> Path:
+    """Return the folder of the log-probabilities of a split; its name has a hash of the model and the data.
+
+    Args:
+        has_labels: whether answers are labeled, so that those of mismatched answers are stored too.
+    """
     split = dataset.dataset.split
     entry = dataset.dataset.manifest.split(split)
     checksums = " ".join(shard.bin_xxh3 for shard in (*entry.shards, *entry.sidecars))
-    key = xxhash.xxh3_64_hexdigest(f"{fingerprint} {checksums}".encode())
+    version = f" {_MISMATCH_VERSION}" if has_labels else ""
+    key = xxhash.xxh3_64_hexdigest(f"{fingerprint} {checksums}{version}".encode())
     return dataset.dataset.path / f"reference-{split}-{key}"
 
 
 def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
-    """Raise JinguError if a model has another vocabulary size than the run; `where` is the setting that names it."""
+    """Raise JinguError if the vocabulary of a model differs from that of the run in its size or in a token.
+
+    Either tokenizer may lack tokens that the other has, such as special ones. A model without a tokenizer passes.
+
+    Args:
+        where: the setting that names the model.
+    """
     if stored.spec.vocab_size != run.spec.vocab_size:
         raise JinguError(
             f"the model has a vocabulary of {stored.spec.vocab_size:,} entries, and the run's model one of "
@@ -175,10 +219,25 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
             where=where,
             fix="Choose a model with the run's tokenizer.",
         )
+    if stored.tokenizer_folder is None:
+        return
+    ids = run.tokenizer.vocab()
+    pieces = {token_id: piece for piece, token_id in ids.items()}
+    others = Tokenizer.load(stored.tokenizer_folder).vocab()
+    conflicts = sum(
+        ids.get(piece, token_id) != token_id or pieces.get(token_id, piece) != piece
+        for piece, token_id in others.items()
+    )
+    if conflicts:
+        raise JinguError(
+            f"{conflicts:,} of the {len(others):,} tokens of the model have other ids in the run's tokenizer.",
+            where=where,
+            fix="Choose a model with the run's tokenizer.",
+        )
 
 
 def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
-    """Raise JinguError for a model with another fingerprint or vocabulary size."""
+    """Raise JinguError for a model with another fingerprint or vocabulary."""
     check_vocabulary(stored, run, "task.reference")
     if fingerprint_model(stored, run) != fingerprint:
         raise JinguError(

@@ -17,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from string import Formatter
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from jingu.align.json_client import JsonClient, read_json
-from jingu.align.prompt_set import encode_text_prompt
+from jingu.align.json_client import JsonClient, check_url, read_json
+from jingu.align.prompt_set import ANSWER_NAMES, encode_text_prompt
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
 from jingu.config.sections.rewards import (
     HttpReward,
@@ -165,6 +166,12 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
         except re.error as error:
             what = f"it is not a regular expression ({error})."
             raise JinguError(what, where=f"{where}.pattern", fix="Correct it.") from error
+    if column in ANSWER_NAMES:
+        raise JinguError(
+            f"the name {column} is that of the prompt or of the answer itself, which hides a column of this name.",
+            where=f"{where}.column",
+            fix="Give the column of the expected answers another name in the rows, and set it here.",
+        )
     if column is not None and column not in columns:
         raise JinguError(
             f"the rows have no column {column}, which the reward {reward.type} compares with.",
@@ -225,7 +232,7 @@ class Worker:
         self._end: Callable[[], object] = lambda: None
 
     def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
-        """Return the values of answers. A timeout kills the process, and the next request starts a new one.
+        """Return the values of answers. If the process ends, by a timeout or by itself, the next call starts another.
 
         Raises:
             TimeoutError: the reward took longer than `timeout` seconds.
@@ -238,6 +245,9 @@ class Worker:
             self._ready.add(key)
         request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
         reply = self.exchange(request, timeout)
+        if self._process is not None and self._process.poll() is not None:
+            # Unlike other requests to a process, those for rewards do not depend on earlier ones.
+            self.close()
         if "error" in reply:
             raise JinguError(f"{reply['error']}.", where=f"the reward {settings.type}", fix="Correct the reward.")
         return list(reply["scores"])
@@ -424,8 +434,10 @@ class ServerScorer:
     def __init__(self, settings: ServerBase, columns: Sequence[str], where: str) -> None:
         self._settings = settings
         self._columns = columns
+        self._where = where
         self._client = JsonClient(where, settings.timeout, settings.retries, settings.api_key_file)
-        # Fail now if the API key cannot be read.
+        # Fail now if the URL is invalid or the API key cannot be read.
+        check_url(settings.url, f"{where}.url")
         self._client.headers()
 
     def score(self, answers: Sequence[Answer]) -> Values:
@@ -448,17 +460,31 @@ class JudgeScorer(ServerScorer):
         super().__init__(settings, columns, where)
         self._judge = settings
         try:
-            settings.template.format_map({"prompt": "", "completion": "", **dict.fromkeys(columns, "")})
-        except (LookupError, ValueError) as error:
-            what = f"it has a field that the rows lack, or a single brace ({error})."
+            unknown = _template_columns(settings.template) - {"prompt", "completion", *columns}
+        except ValueError as error:
+            what = f"it has a brace that does not belong to a field ({error})."
             raise JinguError(what, where=f"{where}.template", fix="Write {{ and }} for braces.") from error
+        if unknown:
+            raise JinguError(
+                f"it has a field that the rows lack: {{{min(unknown)}}}.",
+                where=f"{where}.template",
+                fix=f"The fields are {', '.join(['prompt', 'completion', *columns])}. Write {{{{ and }}}} for braces.",
+            )
 
     def score(self, answers: Sequence[Answer]) -> Values:
         with ThreadPoolExecutor(self._judge.concurrency) as executor:
             return list(executor.map(self._grade, answers))
 
     def _grade(self, answer: Answer) -> float | None:
-        question = self._judge.template.format_map(answer)
+        try:
+            question = self._judge.template.format_map(answer)
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            raise JinguError(
+                f"it does not fit the row with the prompt {str(answer['prompt'])[:80]!r} "
+                f"({type(error).__name__}: {error}).",
+                where=f"{self._where}.template",
+                fix="Correct the template, or the row.",
+            ) from error
         messages = [{"role": "user", "content": question}]
         body = {"model": self._judge.model, "messages": messages, "temperature": 0}
 
@@ -467,6 +493,19 @@ class JudgeScorer(ServerScorer):
 
         # A reply without a number leaves the answer unscored.
         return self._post(f"{self._judge.url.rstrip('/')}/chat/completions", body, read)
+
+
+def _template_columns(template: str) -> set[str]:
+    """Return the names of the columns in a template: `meta` for the field {meta[answer]:{width}}, and `width`.
+
+    Raises:
+        ValueError: a brace does not belong to a field.
+    """
+    names = set()
+    for _, field, format_spec, _ in Formatter().parse(template):
+        if field is not None:
+            names |= {re.split(r"[.[]", field)[0], *_template_columns(format_spec or "")}
+    return names
 
 
 def _number(value: Any) -> float | None:

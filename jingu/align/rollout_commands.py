@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.policy_checks import check_policy_run
 from jingu.align.policy_learning import PolicyLearning
-from jingu.align.prompt_set import Prompt, load_prompts
+from jingu.align.prompt_set import Prompt, common_columns, load_prompts
 from jingu.align.reward_list import Rewards
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
 from jingu.config.load import load_stored_config
@@ -61,8 +61,7 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
     else:
         rows = [_saved_answer(row, tokenizer) for row in rows]
         sources = [row["prompt"] for row in rows]
-    columns = [name for name in rows[0] if all(name in row for row in rows)]
-    rewards = Rewards(settings.rewards, columns, tokenizer)
+    rewards = Rewards(settings.rewards, common_columns(rows), tokenizer)
     try:
         parts = rewards.score(rows)
     finally:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
 from jingu.align.rollouts import ENVIRONMENT, Sample, describe_error, raise_error
 from jingu.errors import JinguError
-from jingu.runtime.ranks import gather_from_all
+from jingu.runtime.futures import fulfill
+from jingu.runtime.ranks import gather_from_all, wait_until_all_done
 
 
 def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Rewards | None) -> list[Sample]:
@@ -28,29 +33,41 @@ def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: R
     Raises:
         StepNotStartedError: a reward failed.
     """
-    scores: dict[str, Any] = {}
-    if rewards is not None:
-        answers = [
-            {
-                **prompts[sample.row].columns,
-                "prompt": prompts[sample.row].text,
-                "completion": sample.text,
-                "completion_ids": sample.ids,
-                "prompt_ids": sample.prompt_ids,
-            }
-            for sample in samples
-        ]
-        try:
-            parts = rewards.score(answers)
-            scores = {"parts": parts, "totals": [rewards.total(values) for values in parts]}
-        except JinguError as error:
-            scores = describe_error(error)
-    scores = gather_from_all(scores)[0]
+    future: Future[dict[str, Any]] = Future()
+    score = partial(_score, samples, prompts, rewards)
+    if rewards is not None and dist.get_world_size() > 1:
+        # Rewards may take longer than the timeout of a collective, so poll until the first rank is done.
+        threading.Thread(target=fulfill, args=(future, score), daemon=True).start()
+    else:
+        fulfill(future, score)
+    wait_until_all_done(lambda seconds: future in wait([future], seconds).done)
+    scores = gather_from_all(future.result())[0]
     raise_error(scores)
     return [
         replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
         for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
     ]
+
+
+def _score(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Rewards | None) -> dict[str, Any]:
+    """Return the values of all rewards and their totals, or the error of a reward, as JSON; {} without rewards."""
+    if rewards is None:
+        return {}
+    answers = [
+        {
+            **prompts[sample.row].columns,
+            "prompt": prompts[sample.row].text,
+            "completion": sample.text,
+            "completion_ids": sample.ids,
+            "prompt_ids": sample.prompt_ids,
+        }
+        for sample in samples
+    ]
+    try:
+        parts = rewards.score(answers)
+        return {"parts": parts, "totals": [rewards.total(values) for values in parts]}
+    except JinguError as error:
+        return describe_error(error)
 
 
 def split_groups(samples: list[Sample], size: int) -> list[list[Sample]]:

@@ -121,9 +121,9 @@ class PreferenceDataset(SupervisedDataset):
         return np.cumsum(self._document_lengths) - self._document_lengths
 
     def read_mismatched(self, rows: Int64Array) -> RowArrays:
-        """Read sequences of one answer each, with the answer of the stored row before in place of its own.
+        """Read sequences of one answer each, with an answer to another prompt in place of its own (`_mismatched_row`).
 
-        Answers to other prompts estimate how far a policy is from its reference (KTO, Ethayarajh et al., 2024).
+        Such answers estimate how far a policy is from its reference (KTO, Ethayarajh et al., 2024).
         """
         shape = len(rows), self.sequence_length
         tokens = np.full(shape, self.dataset.eos_token_id)
@@ -132,7 +132,7 @@ class PreferenceDataset(SupervisedDataset):
         for index, row in enumerate(rows.tolist()):
             (number,) = self.row_documents(row)
             ids, is_trained = self._read_stored_row(number)
-            other_ids, is_other_trained = self._read_stored_row((number - 1) % len(self._document_starts))
+            other_ids, is_other_trained = self._read_stored_row(self._mismatched_row(number))
             start = int(is_trained.argmax())
             other_start = int(is_other_trained.argmax())
             joined = np.concatenate([ids[:start], other_ids[other_start:]])[: self.sequence_length + 1]
@@ -142,6 +142,31 @@ class PreferenceDataset(SupervisedDataset):
             labels[index, columns] = np.where(is_label[1:], joined[1:], IGNORE_INDEX)
             documents[index, columns] = 0
         return RowArrays(tokens, labels, documents)
+
+    def _mismatched_row(self, number: int) -> int:
+        """Return the nearest stored row before this one that has another prompt; the first rows follow the last ones.
+
+        If all rows have the same prompt, it is the row before.
+        """
+        count = len(self._document_starts)
+        before = (number - 1) % count
+        if self._has_one_prompt:
+            return before
+        # Both answers of a pair are rows, one after the other: the row before may be the other answer to this prompt.
+        prompt = self._read_prompt(number)
+        while np.array_equal(self._read_prompt(before), prompt):
+            before = (before - 1) % count
+        return before
+
+    @cached_property
+    def _has_one_prompt(self) -> bool:
+        first = self._read_prompt(0)
+        return all(np.array_equal(self._read_prompt(number), first) for number in range(len(self._document_starts)))
+
+    def _read_prompt(self, number: int) -> Int64Array:
+        """Return the ids of a stored row before its answer."""
+        ids, is_trained = self._read_stored_row(number)
+        return ids[: int(is_trained.argmax())]
 
     def _read_stored_row(self, number: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Return the ids of a stored row, and which of them are trained."""

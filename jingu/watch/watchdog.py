@@ -45,6 +45,9 @@ _EXIT_SECONDS = 3.0
 _SILENT_SECONDS = 5.0
 # The shortest window in which ranks are compared.
 _MIN_WINDOW = 1.0
+# A rollout has no limit either: its rewards and environments have timeouts of their own, and may take much longer than
+# the updates from which the deadline follows. (But the pace of ranks is compared in rollouts.)
+_UNLIMITED_PHASES = (*UNTIMED_PHASES, "rollout")
 # File beside the run's log, with a line for each straggler.
 STRAGGLERS = "stragglers.txt"
 
@@ -183,7 +186,9 @@ class Watchdog:
         deadline = self._deadline()
         if dead:
             deadline = min(deadline, _SECONDS_AFTER_DEATH)
-        idle_seconds = self._idle_seconds(running)
+        # After a death no rollout ends by itself.
+        unlimited = UNTIMED_PHASES if dead else _UNLIMITED_PHASES
+        idle_seconds = self._idle_seconds(running, unlimited)
         return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
 
     def _announce(self, sentences: list[str]) -> None:
@@ -213,12 +218,14 @@ class Watchdog:
             return self._timeout * _FIRST_STEPS_FACTOR
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
 
-    def _idle_seconds(self, ranks: list[LocalRank]) -> float:
-        """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit."""
+    def _idle_seconds(self, ranks: list[LocalRank], unlimited: tuple[str, ...]) -> float:
+        """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit.
+
+        Args:
+            unlimited: phases without a time limit.
+        """
         operations = [rank.operation for rank in ranks]
-        # The duration of a rollout is not known yet at the beginning.
-        untimed = (*UNTIMED_PHASES, "rollout") if self._is_beginning() else UNTIMED_PHASES
-        if any(operation[1] in untimed for operation in operations):
+        if any(operation[1] in unlimited for operation in operations):
             # A stopped process does not continue its save or evaluation, either.
             return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
         return time.monotonic() - min(operation[5] for operation in operations)

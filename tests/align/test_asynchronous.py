@@ -219,6 +219,10 @@ def test_bad_settings_are_refused_before_a_model_is_built(make: MakeRun, monkeyp
         ({**processes(1), "task.exact": True}, "do not compute the same log-probabilities"),
         ({**processes(1), "task.max_resampling": 2}, "resampling depends on the rewards"),
         (server, "this run trains other weights"),
+        (
+            {"task.asynchronous": {"type": "server", "url": "http://localhost:80a/v1"}},
+            "'http://localhost:80a/v1' is not",
+        ),
         ({"task.asynchronous": {"type": "server", "staleness": 0}, "task.exact": True}, "or another program"),
     ):
         with pytest.raises(JinguError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from jingu.align.preference_losses import AnswerLogProbs, kto_losses
+from jingu.align.reference import _folder
+from jingu.config.schema import RunConfig
 from jingu.config.sections.tasks import KtoSettings
 from jingu.data.open_sources import open_sources
 from jingu.data.supervised import PreferenceDataset
@@ -38,20 +42,57 @@ def test_kto_learns_the_labels(tiny_run: MakeRun, base: str, tmp_path: Path, don
     assert done(config).column("margin", "evaluation")[-1] > 0.1
 
 
-def test_mismatched_rows_have_the_answer_of_the_row_before(tiny_run: MakeRun, tmp_path: Path) -> None:
-    config = preference_run(tiny_run, tmp_path, LABELS, name="kto")
-    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    (dataset,) = open_sources(config, tokenizer).sources
+def open_labels(config: RunConfig) -> PreferenceDataset:
+    (dataset,) = open_sources(config, Tokenizer.load(Path(config.tokenizer.path))).sources
     assert isinstance(dataset, PreferenceDataset)
-    for row in range(5):
+    return dataset
+
+
+def read_row(dataset: PreferenceDataset, number: int) -> tuple[list[int], list[int]]:
+    """Prompt and answer of a stored row."""
+    (row,) = (row for row in range(len(dataset)) if dataset.row_documents(row)[0] == number)
+    arrays = dataset.read(np.array([row]))
+    is_answer = arrays.labels[0] >= 0
+    return arrays.tokens[0, : is_answer.argmax() + 1].tolist(), arrays.labels[0, is_answer].tolist()
+
+
+def test_mismatched_rows_have_the_answer_of_the_nearest_row_before_with_another_prompt(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """Both answers of a pair are rows, so the row before often has the other answer to the same prompt."""
+    dataset = open_labels(preference_run(tiny_run, tmp_path, LABELS, name="kto"))
+    rows = [read_row(dataset, number) for number in range(len(dataset))]
+    distances = []
+    for row in range(8):
         (number,) = dataset.row_documents(row)
-        rows = {index: int(dataset.row_documents(index)[0]) for index in range(len(dataset))}
-        before = next(index for index, value in rows.items() if value == (number - 1) % len(dataset))
-        own, other = dataset.read(np.array([row, before])).labels
+        prompt = rows[number][0]
+        distance = next(back for back in range(1, len(rows)) if rows[number - back][0] != prompt)
+        distances.append(distance)
         mismatched = dataset.read_mismatched(np.array([row]))
-        assert mismatched.labels[mismatched.labels >= 0].tolist() == other[other >= 0].tolist()
-        prompt = int((own >= 0).argmax())
-        assert (mismatched.tokens[0, : prompt + 1] == dataset.read(np.array([row])).tokens[0, : prompt + 1]).all()
+        assert mismatched.labels[mismatched.labels >= 0].tolist() == rows[number - distance][1]
+        assert mismatched.tokens[0, : len(prompt)].tolist() == prompt
+    assert set(distances) == {1, 2}
+
+
+def test_rows_with_one_prompt_have_the_answer_of_the_row_before(tiny_run: MakeRun, tmp_path: Path) -> None:
+    answers = [{"prompt": "Q?", "completion": f" {number}", "label": True} for number in range(6)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers), encoding="utf-8")
+    dataset = open_labels(preference_run(tiny_run, tmp_path, {**LABELS, "data.validation_fraction": 0}, name="kto"))
+    for row in range(len(dataset)):
+        (number,) = dataset.row_documents(row)
+        mismatched = dataset.read_mismatched(np.array([row]))
+        expected = read_row(dataset, (number - 1) % len(dataset))[1]
+        assert mismatched.labels[mismatched.labels >= 0].tolist() == expected
+
+
+def test_stored_references_of_other_mismatched_answers_are_not_used(tiny_run: MakeRun, tmp_path: Path) -> None:
+    dataset = open_labels(preference_run(tiny_run, tmp_path, LABELS, name="kto"))
+    # The key that pairs have, and that labels had while the mismatched answer was that of the row before.
+    entry = dataset.dataset.manifest.split("train")
+    checksums = " ".join(shard.bin_xxh3 for shard in (*entry.shards, *entry.sidecars))
+    before = f"reference-train-{xxhash.xxh3_64_hexdigest(f'model {checksums}'.encode())}"
+    assert _folder(dataset, "model", has_labels=False).name == before
+    assert _folder(dataset, "model", has_labels=True).name != before
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ import torch
 import jingu
 from jingu.align import policy_learning
 from jingu.align.commands import train
+from jingu.align.prompt_set import load_prompts
+from jingu.align.reference import RECORD
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
 from jingu.config.schema import RunConfig
@@ -24,8 +26,10 @@ from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
+from jingu.text.tokenizer import Tokenizer
 from jingu.training import loop
 from jingu.tune.row_formats import parse_row
+from jingu.watch.activity import Activity
 from tests.align.policies import CRITICS, LAYOUTS, rollout, train_here, train_with_kills
 from tests.conftest import Done, MakeRun
 from tests.rank_pool import RankPool
@@ -50,6 +54,21 @@ def test_a_step_leaves_a_record(make: MakeRun, done: Callable[[RunConfig], Done]
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     first = torch.tensor([sample["advantages"][0] for sample in samples]).double()
     assert torch.allclose(first, expected.flatten())
+
+
+def test_each_batch_of_a_scored_rollout_is_progress(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of all answers may take longer than many updates, and the watchdog knows only updates."""
+    phases: list[str] = []
+    enter = Activity.enter
+
+    def record(activity: Activity, phase: str, *arguments: Any, **more: Any) -> None:
+        phases.append(phase)
+        enter(activity, phase, *arguments, **more)
+
+    monkeypatch.setattr(Activity, "enter", record)
+    assert train(make({"task.updates_per_step": 2, "train.steps": 1, "schedule.warmup": 0})) == 0
+    # 16 answers in micro-batches of 4.
+    assert phases.count("log-probs") == 1 + 4
 
 
 def test_the_plan_counts_answers_and_other_models(make_ppo: MakeRun, done: Callable[[RunConfig], Done]) -> None:
@@ -371,6 +390,20 @@ def test_best_answers_to_messages_are_conversations(make: MakeRun, tmp_path: Pat
         score(make({"task.environment": {"max_turns": 2}}))
 
 
+def test_a_column_that_the_answer_hides_is_no_column(make: MakeRun, tmp_path: Path) -> None:
+    """Rows of instruction data are prompts too, but the model's answer takes the place of their `completion`."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "def f", "completion": "(", "prompt_ids": [1], "answer": "("}\n')
+    config = make({"task.prompts": str(path), "task.rewards": [{"type": "exact"}]})
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    assert load_prompts(config.task, tokenizer, 17).columns == ["answer"]
+    assert score(config, path) == 0
+    circular = make({"task.prompts": str(path), "task.rewards": [{"type": "exact", "column": "completion"}]})
+    for use in (train, lambda config: score(config, path)):
+        with pytest.raises(JinguError, match="the name completion is that of the prompt or of the answer itself"):
+            use(circular)
+
+
 def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
     config = make({"task.max_resampling": 3, "task.answers_per_prompt": 2, "batch.global_batch_size": 8})
     assert train(config) == 0
@@ -425,6 +458,50 @@ def test_models_of_another_vocabulary_are_refused(
     ):
         with pytest.raises(JinguError, match=f"^{where}: the model has a vocabulary of 400 entries"):
             train(make(changes, name=where))
+
+
+def test_models_with_other_tokens_are_refused(
+    make_ppo: MakeRun, make: MakeRun, done: Callable[[RunConfig], Done]
+) -> None:
+    """Of the same number, but two of them have changed their places."""
+    other = make({"train.steps": 1, "schedule.warmup": 0}, name="other")
+    assert train(other) == 0
+    folder = done(other).folder
+    path = folder / "tokenizer" / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    vocab = values["model"]["vocab"]
+    vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    teacher = {"type": "distill", "prompts": make().task.prompts, "teacher": str(folder), "max_new_tokens": 6}
+    teacher |= {"prompts_per_step": 4, "answers_per_prompt": 4}
+    critic = {"task.critic": {"type": "separate", "model": str(folder)}}
+    for config, where in (
+        (make({"task.kl": {"type": "kl", "reference": str(folder)}}, name="kl"), "task.kl.reference"),
+        (make({"task": teacher}, name="teacher"), "task.teacher"),
+        (make_ppo(critic, name="critic"), "task.critic.model"),
+    ):
+        with pytest.raises(JinguError, match=f"^{where}: 2 of the [0-9]+ tokens of the model have other ids"):
+            train(config)
+
+
+def test_a_resumed_run_refuses_another_reference(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
+    first, second = (make({"train.steps": 1, "schedule.warmup": 0, "seed": seed}, name=f"{seed}") for seed in (1, 2))
+    assert train(first) == train(second) == 0
+    kl = {"task.kl": {"type": "kl", "reference": str(done(first).folder)}, "schedule.warmup": 0}
+    config = make({**kl, "train.steps": 2, "checkpoint.every": 1}, name="kl")
+    assert train(config) == 0
+    record = done(config).folder / RECORD
+    fingerprint = json.loads(record.read_text())["fingerprint"]
+    assert fingerprint == rollout(done(config), 1)[0]["reference"]
+    # As after a kill: without the last checkpoint.
+    shutil.rmtree(max((done(config).folder / "checkpoints").iterdir()))
+    shutil.rmtree(done(first).folder)
+    shutil.copytree(done(second).folder, done(first).folder)
+    with pytest.raises(JinguError, match=r"^task\.kl\.reference: .*/1 is not the model with which the run started"):
+        train(config)
+    record.unlink()
+    assert train(config) == 0
+    assert json.loads(record.read_text())["fingerprint"] != fingerprint
 
 
 @pytest.mark.parametrize("beta", [*(pytest.param(beta, marks=pytest.mark.slow) for beta in (None, 0.0)), 0.5])

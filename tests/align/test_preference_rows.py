@@ -34,6 +34,8 @@ def message(text: str) -> dict[str, str]:
         {"prompt": [USER], "chosen": "A", "rejected": "B"},
         {"prompt": "Q", "chosen": [message("A")], "rejected": [message("B")]},
         {"prompt": "Q", "chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+        {"prompt": [USER], "chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+        {"prompt": [USER], "chosen": [USER, message("A")], "rejected": [message("B")]},
         {"chosen": [USER, message("A")], "rejected": [USER, message("B")]},
         {"instruction": "Q", "chosen": "A", "rejected": "B"},
         {"question": "Q", "chosen": "A", "rejected": "B"},
@@ -54,6 +56,29 @@ def test_conversations(row: dict[str, Any]) -> None:
         [("user", "Q"), ("assistant", "B")],
     ]
     assert pair.margin == 2
+
+
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "S", "prompt": "Q", "chosen": [message("A")], "rejected": [message("B")]},
+        {"system": "S", "prompt": [USER], "chosen": "A", "rejected": "B"},
+        {"system": "S", "chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+        {"system": "S", "prompt": [SYSTEM, USER], "chosen": [message("A")], "rejected": [message("B")]},
+        {"prompt": [SYSTEM, USER], "chosen": [SYSTEM, USER, message("A")], "rejected": "B"},
+        {"prompt": [SYSTEM], "chosen": [USER, message("A")], "rejected": [USER, message("B")]},
+    ],
+)
+def test_a_system_message_goes_first(row: dict[str, Any]) -> None:
+    for answer, text in zip(parse_preference_row(row).answers, "AB", strict=True):
+        assert [(item.role, item.content) for item in answer.messages] == [
+            ("system", "S"),
+            ("user", "Q"),
+            ("assistant", text),
+        ]
 
 
 def test_a_ranking_is_all_of_its_pairs(tiny_run: MakeRun, tmp_path: Path) -> None:
@@ -119,6 +144,16 @@ def test_labels(row: dict[str, Any], label: str) -> None:
         ({"prompt": "Q", "ranking": ["A", "B"], "margin": 1}, "field margin: a ranking has none"),
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1, 1]}, "field scores: all are equal"),
         ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
+        (
+            {"prompt": [USER], "chosen": [{"role": "user", "content": "P"}, message("A")], "rejected": [message("B")]},
+            "field chosen: its messages begin with another prompt than that of the field prompt",
+        ),
+        (
+            {"prompt": [USER], "chosen": [message("A")], "rejected": [SYSTEM, USER, message("B")]},
+            "field rejected: its messages begin with another prompt",
+        ),
+        ({"prompt": USER, "chosen": [USER, message("A")], "rejected": "B"}, "field prompt: expected a text or a list"),
+        ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "messages[0].content: expected text"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
 )

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +17,16 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
+from jingu.align import rollout_rewards
+from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
+from jingu.align.rollout_rewards import add_rewards
+from jingu.align.rollouts import Sample
 from jingu.config.sections.rewards import Reward
 from jingu.errors import JinguError
 from jingu.runtime.sandbox import Limits, run_python
 from jingu.text.tokenizer import Tokenizer
+from tests.limits import PATIENCE
 
 
 def build(*settings: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> Rewards:
@@ -96,6 +101,11 @@ def short(completions): return [1.0]
 def words(completions): return ["much", "little"]
 def slow(completions): time.sleep(1000)
 def dies(completions): os._exit(3)
+def dies_once(completions):
+    if not os.path.exists(__file__ + ".died"):
+        open(__file__ + ".died", "w").close()
+        os._exit(3)
+    return [1.0] * len(completions)
 def fails(completions): raise LookupError("no such thing")
 """
 
@@ -138,6 +148,13 @@ def test_a_function_that_fails_is_an_error_in_words(functions: str, name: str, w
     rewards.close()
 
 
+def test_a_function_whose_process_dies_gets_another_one(functions: str) -> None:
+    rewards = build({"type": "python", "function": functions + "dies_once", "on_error": "skip"})
+    assert rewards.score([answer("a")]) == [{"dies_once": None}]
+    assert rewards.score([answer("a")]) == [{"dies_once": 1.0}]
+    rewards.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -147,8 +164,22 @@ def test_a_function_that_fails_is_an_error_in_words(functions: str, name: str, w
             "the name environment is reserved for the score of an environment",
         ),
         ([{"type": "exact", "column": "gold"}], r"no column gold.*Their columns are answer"),
+        # The answer hides it: it would be compared with itself.
+        ([{"type": "exact", "column": "completion"}], r"^task\.rewards\[0\]\.column: the name completion is that of"),
         ([{"type": "regex", "pattern": "("}], "is not a regular expression"),
         ([{"type": "judge", "template": "{question}"}], "a field that the rows lack"),
+        ([{"type": "judge", "template": "{answer:{width}}"}], r"a field that the rows lack: \{width\}\. .*, answer\."),
+        ([{"type": "judge", "template": "{}"}], "a field that the rows lack"),
+        ([{"type": "judge", "template": "{answer"}], "a brace that does not belong to a field"),
+        (
+            [{"type": "http", "url": "http://my host/v1"}],
+            r"^task\.rewards\[0\]\.url: 'http://my host/v1' is not a valid",
+        ),
+        ([{"type": "judge", "url": "http://localhost:80a/v1"}], "is not a valid URL"),
+        ([{"type": "http", "url": "http://localhost:99999"}], "is not a valid URL"),
+        ([{"type": "http", "url": "http://name:word@localhost"}], "is not a valid URL"),
+        ([{"type": "http", "url": "http://:80"}], "is not a valid URL"),
+        ([{"type": "http", "url": "http://[::1/"}], "is not a valid URL"),
     ],
 )
 def test_rewards_that_cannot_be_computed_are_refused(settings: list[dict[str, Any]], words: str) -> None:
@@ -164,6 +195,12 @@ class Handler(BaseHTTPRequestHandler):
         if Handler.failures:
             Handler.failures -= 1
             self.send_error(503)
+            return
+        if self.path == "/incomplete":
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b'{"scores": [')
             return
         if self.path == "/v1/chat/completions":
             assert self.headers["Authorization"] == "Bearer secret"
@@ -198,6 +235,49 @@ def test_servers(server: str, tmp_path: Path) -> None:
     rewards = build({"type": "http", "url": server, "retries": 0})
     with pytest.raises(JinguError, match=r"gave no scores in 1 attempt .*503"):
         rewards.score([answer("a")])
+    rewards = build({"type": "http", "url": f"{server}/incomplete", "retries": 0})
+    with pytest.raises(JinguError, match=r"gave no scores in 1 attempt .*IncompleteRead"):
+        rewards.score([answer("a")])
+
+
+def test_a_template_has_parts_and_formats_of_columns(server: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    judge = {"type": "judge", "url": f"{server}/v1", "api_key_file": str(tmp_path / "key")}
+    rewards = build({**judge, "template": "{meta[answer]} {answer:.2f} {completion}"}, columns=("meta", "answer"))
+    assert rewards.score([answer("x", 0.5, meta={"answer": "xx"})]) == [{"judge": 3.0}]
+    for row, words in (
+        (answer("x", 0.5, meta={}), r"with the prompt 'question' \(KeyError: 'answer'\)"),
+        (answer("x", 0.5, meta=None), r"\(TypeError: "),
+        (answer("x", "half", meta={"answer": ""}), r"\(ValueError: Unknown format code"),
+    ):
+        with pytest.raises(JinguError, match=r"^task\.rewards\[0\]\.template: it does not fit the row .*" + words):
+            rewards.score([row])
+
+
+def test_the_other_ranks_poll_while_the_first_one_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single collective would end after its timeout, however long a judge may take."""
+    may_end = threading.Event()
+
+    class SlowRewards:
+        def score(self, answers: list[dict[str, Any]]) -> list[dict[str, float]]:
+            assert may_end.wait(PATIENCE)
+            return [{"length": float(len(item["completion"]))} for item in answers]
+
+        def total(self, parts: dict[str, float]) -> float:
+            return 2.0 * parts["length"]
+
+    def poll(done: Callable[[float], bool]) -> None:
+        assert not done(0.0)
+        may_end.set()
+        assert done(PATIENCE)
+
+    monkeypatch.setattr(rollout_rewards.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rollout_rewards, "wait_until_all_done", poll)
+    monkeypatch.setattr(rollout_rewards, "gather_from_all", lambda value: [value, {}])
+    sample = Sample("question", 0, 0, (1,), (2,), (0.0,), "abc", "end")
+    prompt = Prompt(0, (1,), "question", {})
+    (scored,) = add_rewards([sample], [prompt], cast(Rewards, SlowRewards()))
+    assert (scored.rewards, scored.reward) == ({"length": 3.0}, 6.0)
 
 
 PROGRAMS = {

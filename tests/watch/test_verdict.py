@@ -152,6 +152,28 @@ def test_a_rank_that_is_stopped_while_it_saves_is_judged(tmp_path, monkeypatch):
         assert watchdog.look() is None
 
 
+def test_a_rollout_is_only_judged_when_a_rank_is_dead(tmp_path, monkeypatch):
+    """Updates are short, and the rollout after them waits for rewards, which have timeouts of their own."""
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the ranks are this process
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            stack.enter_context(_open_slot(tmp_path, RankInfo(rank, 2, torch.device("cpu"), "node")))
+        watchdog = Watchdog(tmp_path, tmp_path / "reports", 2, 60.0)
+        monkeypatch.setattr(watchdog, "_wait", lambda *_: None)
+        activities = [Activity(rank.slot) for rank in watchdog._ranks]
+        for phase, step in [("gradients", step) for step in range(5)] + [("rollout", 5)]:
+            for activity in activities:
+                activity.enter(phase, step)
+            assert watchdog.look() is None
+            clock += 1.0
+        clock += 1e6
+        assert watchdog.look() is None
+        monkeypatch.setattr(watchdog._ranks[1], "process_state", lambda: "")
+        assert "rank 1 (node) is the cause." in (watchdog.look() or "")
+
+
 def test_a_master_that_refuses_is_reached(tmp_path):
     assert Watchdog(tmp_path, tmp_path, 1, 60.0, ("127.0.0.1", free_port()))._reaches_master()
     assert Watchdog(tmp_path, tmp_path, 1, 60.0)._reaches_master()
