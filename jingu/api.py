@@ -28,7 +28,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load_chat_model
 from jingu.infer.inference_model import load as load_inference_model
-from jingu.infer.request import Request, Score, max_new_tokens
+from jingu.infer.request import Request, Score
 from jingu.infer.sampling import SamplingOptions
 from jingu.runtime.signals import EXIT_INTERRUPTED
 
@@ -129,7 +129,7 @@ class Model:
         requests = []
         for text in texts:
             ids = self.inference_model.encode(text)
-            limit = max_tokens or max(1, min(128, max_new_tokens(self.inference_model.spec, len(ids))))
+            limit = max_tokens or max(1, min(128, self.engine.max_new_tokens(len(ids))))
             requests.append(Request(ids, params, limit, tuple(stop), adapter=adapter))
         answers = self._run(requests)
         return answers[0] if isinstance(prompts, str) else answers
@@ -173,7 +173,7 @@ class Model:
             ids = self.chat_format.encode_prompt(turns, tuple(dict(tool) for tool in tools))
         except (ConversationError, TypeError) as error:
             raise JinguError(f"{error}.", where="messages") from error
-        limit = max(1, min(max_tokens, max_new_tokens(self.inference_model.spec, len(ids))))
+        limit = max(1, min(max_tokens, self.engine.max_new_tokens(len(ids))))
         params = self.inference_model.sampling_params(sampling)
         return self._run([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
 

@@ -45,16 +45,19 @@ class ChatFormat:
 
         Args:
             tools: definitions of the tools that the model may call.
-            variables: further variables of the template.
+            variables: further variables of the template, which are JSON values.
             continue_final: whether the model continues the last message instead of starting a new one.
 
         Raises:
-            ConversationError: a message or tool contains a reserved character, or the template refuses the
+            ConversationError: a message, tool or variable contains a reserved character, or the template refuses the
                 conversation or ignores its tools.
         """
+        # All of these can reach the text. JSON without escapes contains every string of a value.
         for message in messages:
-            check_characters(message.content)
-        check_characters(json.dumps(tools, ensure_ascii=False))
+            calls = json.dumps(message.tool_calls, ensure_ascii=False)
+            for text in (message.content, message.reasoning_content, message.name, message.tool_call_id, calls):
+                check_characters(text)
+        check_characters(json.dumps([tools, dict(variables or {})], ensure_ascii=False))
         rendered = self.template.render_prompt(messages, tools, variables, continue_final=continue_final)
         return tuple(encode_rendered(rendered, self.tokenizer)[0])
 

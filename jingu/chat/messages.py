@@ -11,7 +11,7 @@ JsonObject = dict[str, Any]
 
 # Characters that no message may contain: halves of surrogate pairs, which UTF-8 cannot encode, and the noncharacters
 # that `jingu.chat.templates` uses as marks in rendered text.
-_RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd2]")
+_RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd3]")
 
 
 class ConversationError(ValueError):

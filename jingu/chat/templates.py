@@ -34,10 +34,12 @@ from jingu.text.tokenizer import Tokenizer
 
 Span = tuple[int, int]
 
-# Noncharacters that delimit answers and mentions in rendered text. `check_characters` keeps them out of messages.
+# Noncharacters that delimit answers and mentions in rendered text, or mark the end of a message's content.
+# `check_characters` keeps them out of messages.
 _ANSWER_START = "\ufdd0"
 _ANSWER_END = "\ufdd1"
 _MENTION_MARK = "\ufdd2"
+_MESSAGE_END = "\ufdd3"
 _ANSWER_MARKS = re.compile(f"([{_ANSWER_START}{_ANSWER_END}])")
 _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
 # Keys under which templates expect reasoning; gpt-oss and LFM use the second.
@@ -180,21 +182,39 @@ class ChatTemplate:
 
         Args:
             variables: further variables of the template.
-            continue_final: whether the model continues the last message. The text then ends with that message.
+            continue_final: whether the model continues the last message. The text then ends with that message's
+                content.
 
         Raises:
-            ConversationError: the template refuses the conversation or ignores its tools.
+            ConversationError: the template refuses the conversation, ignores its tools, or does not write the message
+                to continue.
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_prompt(messages, tools, variables, continue_final=continue_final)
         options = {**(variables or {}), "add_generation_prompt": not continue_final}
-        entries, _, text = self._render_messages(messages, tools, **options)
-        text, _ = _strip_answer_marks(text)
+        entries, tool_variables, text = self._render_messages(messages, tools, **options)
         if continue_final:
-            # Drop what the template writes after the last message.
-            _, end = self._find_answer(entries[-1], text)
-            text = text[:end]
+            text = self._cut_after_content(text, entries, tool_variables, **options)
+        text, _ = _strip_answer_marks(text)
         return self._restore_mentions(text, [])
+
+    def _cut_after_content(
+        self, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any
+    ) -> str:
+        """Return the text without what the template writes after the content of the last message.
+
+        The content itself can occur in what follows it, so its end is marked.
+        """
+        *earlier, last = messages
+        content = last["content"]
+        marked_text = self._render([*earlier, {**last, "content": content + _MESSAGE_END}], tools, **options)
+        if _MESSAGE_END not in marked_text:
+            raise ConversationError(f"the chat template {self.where} does not write the message to continue")
+        # A template may write the content several times; the last one is the message.
+        head, tail = (part.replace(_MESSAGE_END, "") for part in marked_text.rsplit(_MESSAGE_END, 1))
+        # A template that trims the content does not trim the white space in front of the mark.
+        is_trimmed = head + tail != text
+        return head.removesuffix(content[len(content.rstrip()) :]) if is_trimmed else head
 
     def _refuse_if_equal(
         self, what: str, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any

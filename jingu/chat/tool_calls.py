@@ -7,6 +7,7 @@ consists of such an object or of a list of them (Llama 3, Mistral; they may writ
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,22 @@ from jingu.chat.messages import JsonObject, Message
 _TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
-_DECODER = json.JSONDecoder()
+
+
+def _parse_number(text: str) -> float:
+    """Parse a number. Raise ValueError unless it is finite: JSON has no infinity and no NaN."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_parse_number, parse_float=_parse_number)
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function. `arguments` is JSON text, as in OpenAI's protocol."""
+    """A call of a function. `arguments` is the JSON text of an object, as in OpenAI's protocol."""
 
     name: str
     arguments: str
@@ -36,7 +47,7 @@ class ToolCallParser:
     Args:
         names: functions that may be called. A call of any other function is treated as text.
         forced: the function that must be called. The whole answer then is its arguments, which guided decoding
-            ensures.
+            ensures. If they are cut off, the answer is text.
         required: whether the answer consists of calls only, so that no text is returned before its end.
         parallel: whether several calls are allowed; otherwise only the first is returned.
     """
@@ -82,7 +93,7 @@ class ToolCallParser:
         """End the answer; return the rest of its text and its calls."""
         buffer, self._buffer = self._buffer, ""
         if self._forced is not None:
-            return "", [ToolCall(self._forced, buffer)]
+            return ("", [ToolCall(self._forced, buffer)]) if _is_object(buffer) else (buffer, [])
         if not buffer.lstrip().startswith(("{", "[", OPEN_TAG)):
             return buffer, []
         text, calls = self._parse(buffer)
@@ -109,22 +120,32 @@ class ToolCallParser:
         text = text.lstrip()
         try:
             value, end = _DECODER.raw_decode(text)
+            calls = [self._read_call(item) for item in (value if isinstance(value, list) else [value])]
         except (ValueError, RecursionError):
             return None
-        values = value if isinstance(value, list) else [value]
-        if not values or not all(self._is_call(item) for item in values):
+        valid_calls = [call for call in calls if call is not None]
+        if not calls or len(valid_calls) < len(calls):
             return None
-        return [_to_call(item) for item in values], _CLOSE_TAG.sub("", text[end:], count=1)
+        return valid_calls, _CLOSE_TAG.sub("", text[end:], count=1)
 
-    def _is_call(self, value: Any) -> bool:
-        return isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in self._names
+    def _read_call(self, value: Any) -> ToolCall | None:
+        """Return the call that a JSON value describes; None unless it calls an available function with an object."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or value["name"] not in self._names:
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, Mapping):
+            return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        # Some models write the arguments as JSON text.
+        is_text_of_object = isinstance(arguments, str) and _is_object(arguments)
+        return ToolCall(value["name"], arguments) if is_text_of_object else None
 
 
-def _to_call(value: Mapping[str, Any]) -> ToolCall:
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(value["name"], arguments)
+def _is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(_DECODER.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]) -> tuple[Message, ...]:

@@ -58,6 +58,10 @@ class DistributedEngine:
         self._commands.append(("submit", _REQUEST.dump_python(request)))
         return request_id
 
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """See `Engine`. All ranks have equal KV caches."""
+        return self._engine.max_new_tokens(prompt_tokens)
+
     def cancel(self, request_id: int) -> None:
         """See `Engine`."""
         self._engine.cancel(request_id)

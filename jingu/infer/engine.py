@@ -32,7 +32,16 @@ from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk
 from jingu.infer.model_runner import ModelRunner
-from jingu.infer.request import Event, Pooling, Request, Score, Token, check_request_fits, check_token_ids
+from jingu.infer.request import (
+    Event,
+    Pooling,
+    Request,
+    Score,
+    Token,
+    check_request_fits,
+    check_token_ids,
+    max_new_tokens,
+)
 from jingu.infer.sampling import (
     NON_FINITE_LOGITS,
     SamplingError,
@@ -290,6 +299,16 @@ class Engine:
                 where="prompt",
                 fix="Ask for fewer tokens, or give the engine a larger KV cache.",
             )
+
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens can be generated after a prompt of this length: both the model's context and the KV
+        cache must have room for them."""
+        spec = self.model.spec
+        # An empty prompt is replaced by the end token; an encoder-decoder's answer begins with a start token.
+        prompt_tokens = max(prompt_tokens, 1)
+        decoder_tokens = spec.prompts[0] + (prompt_tokens if spec.num_encoder_layers is None else 1)
+        cache_room = self._blocks.num_usable * self._blocks.block_size - decoder_tokens
+        return min(max_new_tokens(spec, prompt_tokens), cache_room)
 
     def cancel(self, request_id: int) -> None:
         """End a request. The next step yields an event for each of its unfinished choices. Unknown ids are ignored."""

@@ -114,6 +114,9 @@ class StepEngine(Protocol):
     def submit(self, request: Request) -> int:
         """See `Engine.submit`."""
 
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """See `Engine.max_new_tokens`."""
+
     def cancel(self, request_id: int) -> None:
         """See `Engine.cancel`."""
 

@@ -58,7 +58,7 @@ class GrammarCompiler:
                 schema = json.loads(constraint.value) if constraint.kind == "json_schema" else {"type": "object"}
                 # In JSON Schema, `true` also is a schema that allows everything.
                 rules = LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON_FORMAT)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _invalid_constraint(str(error)) from error
         # 3. Compile the rules.
         limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)

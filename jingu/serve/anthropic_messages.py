@@ -80,7 +80,10 @@ class TokenCountRequest(protocol.RequestBody):
     tools: list[AnthropicTool] | None = None
 
     def to_chat_request(self, **fields: Any) -> protocol.ChatRequest:
-        """Return the conversation as a chat completion, with further fields of it."""
+        """Return the conversation as a chat completion, with further fields of it.
+
+        A text of the assistant at the end is the beginning of the answer.
+        """
         messages = []
         if self.system:
             messages.append(protocol.ChatMessage(role="system", content=_join_text(self.system)))
@@ -92,9 +95,11 @@ class TokenCountRequest(protocol.RequestBody):
             protocol.FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools or []
         ]
+        last = messages[-1]
         return protocol.ChatRequest(
             model=self.model,
             messages=messages,
+            continue_final_message=last.role == "assistant" and not last.tool_calls,
             tools=[protocol.ToolDefinition(type="function", function=tool) for tool in tools] or None,
             tool_choice=_convert_tool_choice(self.tool_choice),
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),

@@ -289,6 +289,11 @@ class AsyncEngine:
                 headers={"retry-after": "1"},
             )
 
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens can be generated after a prompt of this length; see `Engine.max_new_tokens`."""
+        # It depends on constants only, so it needs no turn on the engine's thread.
+        return self.engine.max_new_tokens(prompt_tokens)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Call a function on the engine's thread between two steps, and return its value.
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from fastapi import Request as HttpRequest
+from pydantic_core import from_json
 
 from jingu.chat.messages import ConversationError, JsonObject, Message
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
@@ -165,8 +166,11 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     variables |= body.chat_template_kwargs or {}
     continue_final = bool(body.continue_final_message)
-    if continue_final and messages[-1].role != "assistant":
-        raise bad_request("`continue_final_message` requires a last message of the assistant", "messages")
+    # Tool calls follow the content that is continued.
+    if continue_final and (messages[-1].role != "assistant" or messages[-1].tool_calls):
+        raise bad_request(
+            "`continue_final_message` requires a last message of the assistant without tool calls", "messages"
+        )
 
     def encode() -> tuple[int, ...]:
         try:
@@ -214,10 +218,11 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
     for call in message.tool_calls or []:
         arguments: Any = call.function.arguments
         if isinstance(arguments, str):
-            # OpenAI's protocol has arguments as JSON text, but templates expect an object.
+            # OpenAI's protocol has arguments as JSON text, but templates expect an object. It is read as strictly as
+            # bodies are.
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
+                arguments = from_json(arguments, allow_inf_nan=False)
+            except ValueError:
                 arguments = None
         if not isinstance(arguments, dict):
             raise bad_request(f"`{label}.tool_calls` has arguments that are not a JSON object", "messages")
@@ -283,9 +288,12 @@ def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) ->
         raise bad_request(
             "`tools` can only be combined with JSON, not with an expression or grammar", "response_format"
         )
-    schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
     calls = _call_schemas(functions)
-    answer = _relocate(schema, f"#/anyOf/{len(calls)}")
+    try:
+        schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
+        answer = _relocate(schema, f"#/anyOf/{len(calls)}")
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the schema of the answer cannot be read as JSON ({error})", "response_format") from error
     return Constraint("json_schema", json.dumps({"anyOf": [*calls, answer]}))
 
 

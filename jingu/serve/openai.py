@@ -110,7 +110,7 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
             logprobs=0 if best_of and body.logprobs is None else body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
             # For 0 the engine generates one token, which is removed from the answer.
-            max_tokens=16 if body.max_tokens is None else max(body.max_tokens, 1),
+            max_tokens=min(16, service.max_new_tokens(prompt)) if body.max_tokens is None else max(body.max_tokens, 1),
             constraint=body.guided_constraint(),
         )
         for prompt in prompts
@@ -139,7 +139,10 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
                 logprobs = None
                 if body.logprobs is not None:
                     # The engine returns the prompt's log-probabilities with the first answer.
-                    tokens = answer.tokens if body.return_token_ids else _text_tokens(answer)
+                    # With `echo`, each generated token has an entry, also an end token: clients that score the prompt
+                    # generate one token and remove the last entry, whatever it is.
+                    has_end_token = body.echo or body.return_token_ids
+                    tokens = answer.tokens if has_end_token else _text_tokens(answer)
                     logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service)
                 choice = _format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason)
                 if body.return_token_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
@@ -92,6 +93,13 @@ class ResponsesRequest(protocol.RequestBody):
     tools: list[FunctionTool] | None = None
     top_p: protocol.Fraction | None = None
     truncation: Literal["disabled"] | None = None
+
+    @field_validator("metadata", "tools", mode="before")
+    @classmethod
+    def _check_numbers(cls, value: Any) -> Any:
+        """Refuse numbers that are read as infinity, such as 1e999: the response repeats these fields, as JSON."""
+        json.dumps(value, allow_nan=False)
+        return value
 
     def to_chat_request(self) -> protocol.ChatRequest:
         """Return the conversation as a chat completion."""

@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 
 from jingu.chat.chat_format import ChatFormat
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.request import Request, max_new_tokens
+from jingu.infer.request import Request
 from jingu.serve.async_engine import AsyncEngine, RequestHandle
 from jingu.serve.http_errors import ApiError
 from jingu.serve.prometheus import ServerMetrics
@@ -72,7 +72,7 @@ class Service:
 
     def max_new_tokens(self, prompt: Sequence[int]) -> int:
         """Return how many tokens fit after a prompt, at least 1: the engine reports prompts that are too long."""
-        return max(max_new_tokens(self.model.spec, len(prompt)), 1)
+        return max(self.engine.max_new_tokens(len(prompt)), 1)
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""

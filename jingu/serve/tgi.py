@@ -163,6 +163,9 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
     max_tokens = parameters.max_new_tokens
     if max_tokens is None:
         max_tokens = service.max_new_tokens(prompt)
+    elif "max_new_tokens" not in parameters.model_fields_set:
+        # The client did not choose the default, so it must fit.
+        max_tokens = min(max_tokens, service.max_new_tokens(prompt))
     return Request(
         prompt,
         sampling,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -71,8 +73,28 @@ def test_which_template_is_used(tokenizer: Tokenizer, tiny_run: MakeRun) -> None
     assert speech is not None and speech.template.where == "qwen"
 
 
-def test_reserved_characters_are_refused(tokenizer: Tokenizer) -> None:
-    speech = find_chat_format(Path("nowhere"), tokenizer, "chatml")
+WEATHER = {"name": "weather", "arguments": {}}
+
+
+@pytest.mark.parametrize("text", ["a\ufdd0b", "\ufdd2x\ufdd2", "\ufdd3", "\ud800"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda text: {"messages": (Message("user", text),)},
+        lambda text: {"messages": (Message("assistant", "a", reasoning_content=text),)},
+        lambda text: {"messages": (Message("user", "a", name=text),)},
+        lambda text: {"messages": (Message("tool", "a", tool_call_id=text),)},
+        lambda text: {"messages": (Message("assistant", "", (WEATHER | {"arguments": {"a": [text]}},)),)},
+        lambda text: {"messages": (Message("assistant", "", (WEATHER | {"arguments": {text: 1}},)),)},
+        lambda text: {"messages": (Message("assistant", "", (WEATHER | {"id": text},)),)},
+        lambda text: {"messages": TURNS, "tools": ({"name": text},)},
+        lambda text: {"messages": TURNS, "variables": {"reasoning_effort": text}},
+    ],
+)
+def test_reserved_characters_are_refused(
+    write: Callable[[str], dict[str, Any]], text: str, tokenizer: Tokenizer
+) -> None:
+    speech = find_chat_format(Path("nowhere"), tokenizer, "qwen")
     assert speech is not None
-    with pytest.raises(ConversationError, match="U\\+FDD0 is not a character"):
-        speech.encode_prompt((Message("user", "a\ufdd0b"),))
+    with pytest.raises(ConversationError, match=r"U\+(FDD[023]|D800) is not a character"):
+        speech.encode_prompt(**write(text))

@@ -129,6 +129,33 @@ def test_rendered_text(tokenizer: Tokenizer) -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["quick brown", "", "<", "end", "im_end|>", "s", "a\n  b", "好 </s> "])
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_the_last_message_is_continued(name: str, content: str, tokenizer: Tokenizer) -> None:
+    """The text is the prompt of an answer and the content, even if the end token contains that content."""
+    template = load_template(name, tokenizer)
+    messages = (*CHAT[:4], Message("assistant", content))
+    header = template.render_prompt(messages[:-1]).text + (" " if name == "llama2" else "")
+    expected = header + (content.rstrip() if name in ("llama2", "llama3") else content)
+    prompt = template.render_prompt(messages, continue_final=True)
+    assert prompt.text == expected
+    assert [prompt.text[slice(*span)] for span in prompt.mentions] == (["</s>"] if "</s>" in content else [])
+
+
+def test_the_last_content_of_a_template_that_repeats_it_is_continued(tokenizer: Tokenizer) -> None:
+    source = "{{ messages[-1].content }}/{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
+    template = ChatTemplate(source, tokenizer, "a")
+    assert template.render_prompt(tuple(CHAT[3:]), continue_final=True).text == (
+        "quick brown/user:The fox;assistant:quick brown"
+    )
+
+
+def test_a_message_that_the_template_does_not_write_is_not_continued(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", tokenizer, "of one message")
+    with pytest.raises(ConversationError, match="of one message does not write the message to continue"):
+        template.render_prompt(tuple(CHAT[1:3]), continue_final=True)
+
+
 def test_tool_calls(tokenizer: Tokenizer) -> None:
     row = parse_row(
         {

@@ -26,6 +26,17 @@ CASES: list[tuple[str, str, list[tuple[str, Any]]]] = [
     # What is not a call of an available tool stays text, to the last character.
     ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
     ('{"name": ["add"]}', '{"name": ["add"]}', []),
+    ('{"name": "add", "arguments": "{\\"a\\": 1}"}', "", [("add", {"a": 1})]),
+    # Arguments that are not a JSON object.
+    *(
+        (text, text, [])
+        for arguments in ('"x"', '""', '"[1]"', "null", "[1]", "1", '{"a": NaN}', '{"a": 1e999}', '"{\\"a\\": NaN}"')
+        for text in (
+            f'{{"name": "add", "arguments": {arguments}}}',
+            f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>',
+            f'[{{"name": "weather"}}, {{"name": "add", "parameters": {arguments}}}]',
+        )
+    ),
     ("{not JSON", "{not JSON", []),
     ("[1, 2]", "[1, 2]", []),
     (f"{ADD}<tool_call>broken", f"{ADD}<tool_call>broken", []),
@@ -66,8 +77,10 @@ def test_no_text_is_lost(answer: str) -> None:
 def test_a_required_call() -> None:
     assert parse(['{"a": ', "1}"], forced="add", required=True) == ("", [("add", {"a": 1})])
     assert parse(['{"name": "add", "arg', 'uments": {"a": 1}}'], required=True) == ("", [("add", {"a": 1})])
-    # A truncated call is returned as text.
+    # A truncated call is returned as text, and so are arguments that are not an object.
     assert parse(['{"name": "add", "arg'], required=True) == ('{"name": "add", "arg', [])
+    for answer in ('{"a": ', "", "[1]"):
+        assert parse([answer], forced="add", required=True) == (answer, [])
 
 
 def test_only_the_first_of_several_calls_unless_they_may_be_parallel() -> None:

@@ -18,6 +18,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel, load
+from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Constraint, Event, Request, Token
 from jingu.infer.sampling import SamplingParams
 from jingu.infer.structured_output import GrammarCompiler
@@ -219,6 +220,21 @@ def test_generate_prints_prompt_and_continuation(
     assert len(capsys.readouterr().out) > len(printed.out)
 
 
+@pytest.mark.parametrize("prompt", [(), (7,), (7,) * 20])
+@pytest.mark.parametrize("cache_tokens", [48, 640])
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_the_room_for_new_tokens_is_limited_by_context_and_cache(
+    kind: str, cache_tokens: int, prompt: tuple[int, ...], tiny: InferenceModel, answering: InferenceModel
+) -> None:
+    model = tiny if kind == "decoder" else answering
+    size = block_bytes(model.spec, 8, 4) * cache_tokens // 8
+    engine = Engine(model, EngineSettings(block_size=8, kv_cache_bytes=size))
+    room = engine.max_new_tokens(len(prompt))
+    engine.submit(Request(prompt, SamplingParams(), room))
+    with pytest.raises(JinguError, match="context of 64" if cache_tokens > 64 else "KV cache has room"):
+        engine.submit(Request(prompt, SamplingParams(), room + 1))
+
+
 def test_sampling_defaults_come_from_generation_config(tiny: InferenceModel, tmp_path: Path) -> None:
     tiny.tokenizer.save(tmp_path / "tokenizer")
     export_hf(tiny.spec, tiny.module.state_dict().__getitem__, tmp_path / "tokenizer", tmp_path / "out")
@@ -283,6 +299,7 @@ def test_a_grammar_is_read_once_for_all_choices(tiny: InferenceModel, monkeypatc
         ("json_schema", '{"type": "nothing"}'),
         ("json_schema", "{"),
         ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", "[" * 100_000),
         ("regex", "("),
         ("grammar", "start: missing"),
         ("grammar", "root ::= ("),

@@ -84,6 +84,9 @@ class ScriptedEngine:
         ]
         return self.number
 
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        return CONTEXT - prompt_tokens
+
     def cancel(self, number: int) -> None:
         if self.live.pop(number, None):
             self.cancelled.append(number)

@@ -140,6 +140,25 @@ def test_messages_answer(anthropic_client: anthropic.Anthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "世")
 
 
+@pytest.mark.parametrize("beginning", ["The end is", "<", ""])
+def test_messages_continue_a_last_message_of_the_assistant(
+    beginning: str, serve: Serve, tiny_model: InferenceModel
+) -> None:
+    prompts: list[str] = []
+    server = serve(ScriptedEngine(tiny_model, lambda prompt: prompts.append(prompt) or "near"))  # type: ignore[func-returns-value]
+    question = {"role": "user", "content": "Hi"}
+    body = {"model": "tiny", "max_tokens": 9, "messages": [question, {"role": "assistant", "content": beginning}]}
+    status, answer, _ = server.call("/v1/messages", body)
+    assert (status, answer["content"]) == (200, [{"type": "text", "text": "near"}])
+    assert prompts[0].endswith(f"user\nHi<|im_end|>\n<|im_start|>assistant\n{beginning}")
+    del body["max_tokens"]
+    assert server.call("/v1/messages/count_tokens", body)[1]["input_tokens"] == answer["usage"]["input_tokens"]
+    use = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    body |= {"max_tokens": 9, "messages": [question, {"role": "assistant", "content": [use]}]}
+    assert server.call("/v1/messages", body)[0] == 200
+    assert prompts[1].endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_messages_stream(anthropic_client: anthropic.Anthropic) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     with anthropic_client.messages.stream(model="tiny", max_tokens=200, messages=messages) as stream:
@@ -193,6 +212,16 @@ def test_values_out_of_range_are_errors_of_the_client(
     key = {"Authorization": "Bearer a-key"}
     status, answer, _ = server.call(path, {"model": "tiny", **fields}, headers=key)
     assert status == 400 and message in json.dumps(answer["error"])
+
+
+@pytest.mark.parametrize(
+    "field", ['"metadata": {"a": 1e999}', '"tools": [{"type": "function", "name": "f", "parameters": {"a": [-1e999]}}]']
+)
+def test_numbers_that_json_cannot_repeat_are_refused(field: str, server: Running) -> None:
+    headers = {"Authorization": "Bearer a-key", "Content-Type": "application/json"}
+    body = f'{{"model": "tiny", "input": "Hi", {field}}}'.encode()
+    status, answer, _ = server.call("/v1/responses", body, headers=headers)
+    assert status == 400 and "not JSON compliant" in answer["error"]["message"], answer
 
 
 # Ollama

@@ -397,6 +397,7 @@ def test_ranks_out_of_sync_end_the_server(
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "_CommandChannel", Channel)
         server = serve(distributed.DistributedEngine(Engine(tiny_model)))
+    assert server.engine.max_new_tokens(8) == tiny_model.spec.max_position_embeddings - 8
     assert server.call("/generate", SHORT)[0] == 200
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "compute", fails)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
 from jingu.serve import chat_run
@@ -95,3 +96,69 @@ def test_a_template_that_cannot_even_write_calls_as_text_names_one_that_can(
     status, answer, _ = server.call("/v1/chat/completions", {"model": "tiny", "messages": messages, "tools": [tool]})
     assert status == 400
     assert answer["error"]["message"].endswith("one question); start the server with --template qwen to use tools")
+
+
+CONVERSATION = [{"role": "user", "content": "a"}]
+FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ANTHROPIC_TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
+
+
+def test_a_forced_call_that_is_cut_off_is_text(serve: Serve, tiny_model: InferenceModel) -> None:
+    text = '{"city": "the end is far"}'
+    server = serve(ScriptedEngine(tiny_model, lambda _: text))
+    body: dict[str, Any] = {"model": "tiny", "messages": CONVERSATION, "max_tokens": 6}
+    status, answer, _ = server.call("/v1/messages", {**body, "tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}})
+    assert (status, answer["stop_reason"]) == (200, "max_tokens")
+    (block,) = answer["content"]
+    assert block["type"] == "text" and text.startswith(block["text"]) and 0 < len(block["text"]) < len(text)
+    (choice,) = server.call("/v1/chat/completions", {**body, "tools": TOOLS, "tool_choice": "required"})[1]["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", block["text"])
+    assert "tool_calls" not in choice["message"]
+    whole = {**body, "tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 99}
+    (block,) = server.call("/v1/messages", whole)[1]["content"]
+    assert (block["name"], block["input"]) == ("weather", json.loads(text))
+
+
+@pytest.mark.parametrize("arguments", ['"x"', '""', "null", "[1]", '{"a": NaN}', '{"a": 1e999}'])
+def test_arguments_that_are_not_an_object_are_text(arguments: str, serve: Serve, tiny_model: InferenceModel) -> None:
+    text = f'{{"name": "weather", "arguments": {arguments}}}'
+    server = serve(ScriptedEngine(tiny_model, lambda _: text))
+    body: dict[str, Any] = {"model": "tiny", "messages": CONVERSATION}
+    answer = server.call("/v1/messages", {**body, "tools": ANTHROPIC_TOOLS, "max_tokens": 99})[1]
+    assert (answer["content"], answer["stop_reason"]) == ([{"type": "text", "text": text}], "end_turn")
+    answer = server.call("/api/chat", {**body, "tools": TOOLS, "stream": False})[1]
+    assert answer["message"] == {"role": "assistant", "content": text}
+    (choice,) = server.call("/v1/chat/completions", {**body, "tools": TOOLS})[1]["choices"]
+    assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("schema", ["not json", "[" * 100_000, '{"items": ' * 800 + "{}" + "}" * 800, "3"])
+def test_a_schema_that_is_not_json_is_refused_with_tools(schema: str, serve: Serve, tiny_model: InferenceModel) -> None:
+    body = {"model": "tiny", "messages": CONVERSATION, "tools": TOOLS, "guided_json": schema}
+    status, answer, _ = serve(Engine(tiny_model)).call("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "response_format"), answer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": [{"function": {"name": "weather", "arguments": '{"a": "\\ud800"}'}}]},
+        {"tool_calls": [{"function": {"name": "weather", "arguments": '{"a": NaN}'}}]},
+        {"tool_calls": [{"function": {"name": "weather", "arguments": '{"a": ' + "[" * 900 + "]" * 900 + "}"}}]},
+        {"tool_calls": [{"function": {"name": "weather", "arguments": {"a": "\ufdd2x\ufdd2"}}}]},
+        {"tool_calls": [{"id": "\ufdd2x\ufdd2", "function": {"name": "weather", "arguments": {}}}]},
+        {"reasoning_content": "\ufdd2x\ufdd2"},
+        {"name": "\ufdd2x\ufdd2"},
+        {"tool_call_id": "\ufdd2x\ufdd2"},
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_refused(
+    fields: dict[str, Any], serve: Serve, tiny_model: InferenceModel, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages | tojson }}")
+    server = serve(ScriptedEngine(tiny_model), template=str(template))
+    message = {"role": "assistant", "content": "a", **fields}
+    status, answer, _ = server.call("/v1/chat/completions", {"model": "tiny", "messages": [*CONVERSATION, message]})
+    assert (status, answer["error"]["param"]) == (400, "messages"), answer

@@ -20,6 +20,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
+from jingu.infer.kv_cache import block_bytes
 from jingu.infer.multi_lora import LoraAdapters
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
@@ -70,6 +71,32 @@ def test_a_stream_has_the_same_details(tiny: Running) -> None:
     assert events[-1]["generated_text"] == text == expected(tiny, PROMPT, 6)
     assert events[-1]["details"] == {"finish_reason": "length", "generated_tokens": 6, "seed": None, "input_length": 2}
     assert all(item["generated_text"] is None and item["details"] is None for item in events[:-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "the " * 90}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "stream": False}),
+        ("/api/generate", {"prompt": "a", "raw": True, "stream": False}),
+        ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": None}}),
+        ("/generate", {"inputs": "a"}),
+    ],
+)
+def test_an_answer_without_a_limit_fits_the_kv_cache(
+    path: str, body: dict[str, Any], serve: Serve, tiny_model: InferenceModel
+) -> None:
+    cache_tokens = 96
+    size = block_bytes(tiny_model.spec, 8, 4) * cache_tokens // 8
+    engine = Engine(tiny_model, EngineSettings(max_num_seqs=2, block_size=8, kv_cache_bytes=size))
+    assert engine.max_new_tokens(10) == cache_tokens - 10
+    requests, submit = list[Request](), engine.submit
+    engine.submit = lambda request: requests.append(request) or submit(request)  # type: ignore[func-returns-value, method-assign]
+    status, answer, _ = serve(engine).call(path, body if path == "/generate" else {"model": "tiny", **body})
+    assert status == 200, answer
+    assert len(requests[0].prompt) + requests[0].max_tokens == cache_tokens
 
 
 def test_the_root_path_generates(tiny: Running) -> None:
@@ -218,6 +245,18 @@ def test_prompt_logprobs(tiny: Running) -> None:
         assert rendered["token_logprobs"][place] == pytest.approx(float(logprobs[place - 1, ids[place]]), abs=1e-5)
 
 
+def test_prompt_logprobs_are_followed_by_one_of_every_new_token(tiny: Running) -> None:
+    """lm-evaluation-harness reads `token_logprobs[context:-1]`, so an end token must have an entry, too."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 1}
+    choice = tiny.call("/v1/completions", {**body, "logit_bias": {"0": 100}})[1]["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+    scored = tiny.call("/v1/completions", {**body, "max_tokens": 0})[1]["choices"][0]["logprobs"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [*scored["tokens"], "<|endoftext|>"]
+    assert logprobs["token_logprobs"][:-1] == scored["token_logprobs"]
+    assert {len(values) for values in logprobs.values()} == {len(scored["tokens"]) + 1}
+
+
 def test_logit_bias_seed_and_stop(tiny: Running) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
     token = tiny.engine.model.tokenizer.encode("x")[0]
@@ -265,7 +304,11 @@ def test_response_formats(tiny: Running) -> None:
     *events, last = tiny.events("/generate_stream", {"inputs": PROMPT, "parameters": parameters})
     assert re.fullmatch(grammar["value"], last["generated_text"]) and last["details"]["finish_reason"] == "eos_token"
     assert all("\ufffd" not in item["token"]["text"] for item in events)
-    for wrong in ({"type": "regex", "value": "("}, {"type": "json", "value": {"type": "nothing"}}):
+    for wrong in (
+        {"type": "regex", "value": "("},
+        {"type": "json", "value": {"type": "nothing"}},
+        {"type": "json", "value": "[" * 100_000},
+    ):
         status, answer, _ = tiny.call("/generate", {"inputs": PROMPT, "parameters": {"grammar": wrong}})
         assert (status, answer["error_type"]) == (422, "validation")
 
@@ -516,7 +559,12 @@ def test_the_final_message_is_continued(echo: Running) -> None:
     body = {"model": "tiny", "messages": messages, "max_tokens": 200, "continue_final_message": True}
     _, answer, _ = echo.call("/v1/chat/completions", {**body, "add_generation_prompt": False})
     assert answer["choices"][0]["message"]["content"].endswith("<|im_start|>assistant\nThe end is")
-    for wrong in ({"messages": messages[:1]}, {"add_generation_prompt": True}):
+    body["messages"][1]["content"] = "end"
+    _, answer, _ = echo.call("/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["content"].endswith("<|im_start|>assistant\nend")
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    calling = [messages[0], {"role": "assistant", "tool_calls": [call]}]
+    for wrong in ({"messages": messages[:1]}, {"messages": calling}, {"add_generation_prompt": True}):
         assert echo.call("/v1/chat/completions", {**body, **wrong})[0] == 400
 
 
