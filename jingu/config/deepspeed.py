@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/|#[^\n]*", re.DOTALL)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(\s*[}}\]])")
 
 _TABLES = read_table(__file__, "deepspeed.toml")
-_TYPES = {"int": int, "float": float, "bool": bool}
+_TYPES: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
+# The largest exponent of two in fp32.
+_MAX_SCALE_POWER = 127
+_WORDS: dict[Callable[[Any], Any], str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def from_deepspeed(file: Path, processes: int | None = None) -> None:
@@ -34,7 +39,7 @@ def from_deepspeed(file: Path, processes: int | None = None) -> None:
     Raises:
         JinguError: the file cannot be read, is not a DeepSpeed configuration, or has a value that is invalid in a run.
     """
-    settings, notes = convert(read(file), processes)
+    settings, notes = convert(read(file), processes, file)
     try:
         RunConfig.model_validate(settings)
     except ValidationError as error:
@@ -70,19 +75,27 @@ def parse(text: str, file: Path) -> dict[str, Any]:
     return tree
 
 
-def convert(source: dict[str, Any], processes: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+def convert(
+    source: dict[str, Any], processes: int | None = None, file: Path | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert a DeepSpeed configuration.
+
+    Args:
+        file: the file of the configuration, for messages.
 
     Returns:
         The settings as a tree, and notes by DeepSpeed's dotted keys: for each key without a counterpart, or with
         another meaning.
+
+    Raises:
+        JinguError: a value is not a number, or not as many numbers as expected.
     """
-    keys = _DeepSpeedKeys(source)
+    keys = _DeepSpeedKeys(source, file)
     # 1. Keys whose values are copied.
     for key, setting, kind in _TABLES["copied"]:
-        value = keys.take(key)
+        value = keys.take_number(key, _TYPES[kind])
         if value is not None:
-            keys.settings[setting] = _TYPES[kind](value)
+            keys.settings[setting] = value
     # 2. Keys that need a conversion. _topology reads the ZeRO stage, and _batch the number of ranks, so order matters.
     for convert_part in (_zero, _topology, _precision, _optimizer, _scheduler, _clipping):
         convert_part(keys)
@@ -109,13 +122,18 @@ def _nest(settings: dict[str, Any]) -> dict[str, Any]:
 class _DeepSpeedKeys:
     """A DeepSpeed configuration while it is converted, key by key.
 
+    Args:
+        source: the configuration.
+        file: the file of the configuration, for messages.
+
     Attributes:
         remaining: values that are not yet converted, by dotted key.
         settings: converted settings, by dotted key.
         notes: notes for the user, by DeepSpeed's key.
     """
 
-    def __init__(self, source: dict[str, Any]) -> None:
+    def __init__(self, source: dict[str, Any], file: Path | None) -> None:
+        self._file = file
         self.remaining = flatten(source)
         self.settings: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
@@ -132,15 +150,58 @@ class _DeepSpeedKeys:
             return default
         return value
 
+    def take_number(self, key: str, kind: Callable[[Any], Any], default: Any = None, least: int | None = None) -> Any:
+        """Remove a dotted key and return its number; return the default if the key is missing, null or "auto".
+
+        Args:
+            kind: type of the number.
+            least: the smallest number that is allowed; None: any number is.
+
+        Raises:
+            JinguError: the value is not such a number.
+        """
+        value = self.take(key)
+        return default if value is None else self._convert(key, value, kind, least)
+
+    def take_numbers(
+        self, key: str, kind: Callable[[Any], Any], default: list[Any], least: int | None = None
+    ) -> list[Any]:
+        """Remove a dotted key and return its list of numbers, as many as in the default unless that is empty.
+
+        Args:
+            kind, least: as for `take_number`.
+
+        Raises:
+            JinguError: the value is not such a list.
+        """
+        value = self.take(key)
+        if value is None:
+            return default
+        if not isinstance(value, list) or (default and len(value) != len(default)):
+            size = f" of {len(default)} numbers" if default else ""
+            raise self.wrong(key, value, f"a list{size}")
+        return [self._convert(key, item, kind, least) for item in value]
+
+    def _convert(self, key: str, value: Any, kind: Callable[[Any], Any], least: int | None) -> Any:
+        with suppress(ValueError, TypeError, OverflowError):
+            number = kind(value)
+            if least is None or number >= least:
+                return number
+        raise self.wrong(key, value, _WORDS[kind] + ("" if least is None else f" of at least {least}"))
+
+    def wrong(self, key: str, value: Any, expected: str) -> JinguError:
+        """Return the error for a value that is not as expected."""
+        return JinguError(f"{key} is {value!r}, and should be {expected}.", where=self._file, fix="Correct it.")
+
 
 def _zero(keys: _DeepSpeedKeys) -> None:
     """Convert the ZeRO stage, MiCS and offload."""
     # In DeepSpeed's deprecated form the section is a boolean.
-    stage = keys.take("zero_optimization", 0)
-    keys.settings["parallel.zero_stage"] = int(keys.take("zero_optimization.stage", stage))
-    size = keys.take("zero_optimization.mics_shard_size")
+    stage = keys.take_number("zero_optimization", int, 0)
+    keys.settings["parallel.zero_stage"] = keys.take_number("zero_optimization.stage", int, stage)
+    size = keys.take_number("zero_optimization.mics_shard_size", int)
     if size is not None:
-        keys.settings["parallel.shard"] = int(size) if size > 0 else "auto"
+        keys.settings["parallel.shard"] = size if size > 0 else "auto"
     parts = [f"zero_optimization.{part}" for part in ("offload_optimizer", "offload_param")]
     devices = [keys.take(f"{part}.device") for part in parts]
     paths = [keys.take(f"{part}.nvme_path") for part in parts]
@@ -156,17 +217,19 @@ def _zero(keys: _DeepSpeedKeys) -> None:
 def _topology(keys: _DeepSpeedKeys) -> None:
     """Convert `model_topo`: the mesh axes and pipeline stages in the configurations of pipeline projects."""
     axes = keys.take("model_topo.process_topology.axis", [])
-    dims = keys.take("model_topo.process_topology.dims", [])
+    if not isinstance(axes, list):
+        raise keys.wrong("model_topo.process_topology.axis", axes, "a list of names")
+    dims = keys.take_numbers("model_topo.process_topology.dims", int, [], least=1)
     names = _TABLES["axes"] | {"data": "shard" if keys.settings["parallel.zero_stage"] else "replicate"}
-    for axis, size in zip(axes, dims, strict=False):
+    for axis, size in zip(map(str, axes), dims, strict=False):
         if axis in names:
-            keys.settings[f"parallel.{names[axis]}"] = int(size)
+            keys.settings[f"parallel.{names[axis]}"] = size
         else:
             keys.notes[f"model_topo.process_topology.axis {axis}"] = "no counterpart"
-    parts = keys.take("model_topo.parts", "parameters")
-    if isinstance(parts, list):
+    parts = keys.remaining.get("model_topo.parts")
+    if isinstance(parts, list) and parts:
         # In DeepSpeed the embedding and the head are layers; in jingu they belong to the first and the last stage.
-        blocks = [int(part) for part in parts]
+        blocks = keys.take_numbers("model_topo.parts", int, [])
         blocks[0] -= 1
         blocks[-1] -= 1
         why = "a stage with only the embedding or the head has no counterpart; stages are balanced by cost instead"
@@ -174,7 +237,7 @@ def _topology(keys: _DeepSpeedKeys) -> None:
             keys.settings["parallel.layers_per_stage"] = blocks
             why = "DeepSpeed counts embedding and head as layers; parallel.layers_per_stage does not"
         keys.notes["model_topo.parts"] = why
-    elif parts != "parameters":
+    elif keys.take("model_topo.parts", "parameters") != "parameters":
         keys.notes["model_topo.parts"] = "here stages are balanced by cost, or set by parallel.layers_per_stage"
 
 
@@ -184,13 +247,15 @@ def _precision(keys: _DeepSpeedKeys) -> None:
     for name in ("bf16", "fp16"):
         if keys.take(f"{name}.enabled", False):
             kind = name
-    scale = keys.take("fp16.loss_scale", 0)
-    power = keys.take("fp16.initial_scale_power", 16)
+    scale = keys.take_number("fp16.loss_scale", float, 0.0)
+    power = keys.take_number("fp16.initial_scale_power", float, 16)
+    if power > _MAX_SCALE_POWER:
+        raise keys.wrong("fp16.initial_scale_power", power, f"at most {_MAX_SCALE_POWER}")
     # With "auto" the precision is unknown, and the default applies.
     if kind != "fp32" or not {"fp16.enabled", "bf16.enabled"} & keys.notes.keys():
         keys.settings["precision.type"] = kind
     if kind == "fp16":
-        keys.settings["precision.initial_loss_scale"] = float(scale or 2.0**power)
+        keys.settings["precision.initial_loss_scale"] = scale or 2.0**power
         if scale:
             keys.notes["fp16.loss_scale"] = "a fixed scale in DeepSpeed; here it is the initial scale, and adapts"
     else:
@@ -212,12 +277,12 @@ def _optimizer(keys: _DeepSpeedKeys) -> None:
     if kind is None:
         keys.notes["optimizer.type"] = f"there is no {name}; AdamW is in its place"
         kind = "adamw"
-    betas = keys.take("optimizer.params.betas", [0.9, 0.999 if kind == "adamw" else 0.99])
-    decay = float(keys.take("optimizer.params.weight_decay", 0.0))
+    betas = keys.take_numbers("optimizer.params.betas", float, [0.9, 0.999 if kind == "adamw" else 0.99])
+    decay = keys.take_number("optimizer.params.weight_decay", float, 0.0)
     keys.settings |= {
         "optimizer.type": kind,
-        "optimizer.beta1": float(betas[0]),
-        "optimizer.beta2": float(betas[1]),
+        "optimizer.beta1": betas[0],
+        "optimizer.beta2": betas[1],
         "optimizer.weight_decay": decay,
     }
     if kind == "lion":
@@ -243,16 +308,16 @@ def _scheduler(keys: _DeepSpeedKeys) -> None:
         keys.notes["scheduler.type"] = f"there is no {name}; the default schedule is in its place"
         return
     keys.settings["schedule.type"] = _TABLES["schedules"][name]
-    warmup = keys.take(f"{params}.warmup_num_steps", 1000)
+    warmup = keys.take_number(f"{params}.warmup_num_steps", int, 1000)
     if f"{params}.warmup_num_steps" not in keys.notes:  # "auto"
-        keys.settings["schedule.warmup"] = int(warmup)
+        keys.settings["schedule.warmup"] = warmup
     if keys.take(f"{params}.warmup_type", "log" if name != "WarmupCosineLR" else "linear") == "log":
         keys.notes[f"{params}.warmup_type"] = "warmup is logarithmic in DeepSpeed, and linear here"
     min_values = [keys.take(f"{params}.{key}", 0) for key in ("warmup_min_lr", "warmup_min_ratio")]
     if any(min_values):
         keys.notes[f"{params}.warmup_min_lr"] = "here warmup starts from zero"
     if name == "WarmupCosineLR" and "optimizer.lr" in keys.settings:
-        min_ratio = float(keys.take(f"{params}.cos_min_ratio", 0.0001))
+        min_ratio = keys.take_number(f"{params}.cos_min_ratio", float, 0.0001)
         keys.settings["schedule.min_lr"] = min_ratio * keys.settings["optimizer.lr"]
 
 
@@ -262,26 +327,26 @@ def _clipping(keys: _DeepSpeedKeys) -> None:
     if interval or keys.has_section("activation_checkpointing"):
         keys.settings["train.activation_checkpointing.type"] = "full"
     keys.take("activation_checkpointing.profile")
-    max_norm = keys.take("gradient_clipping", 0.0)
+    max_norm = keys.take_number("gradient_clipping", float, 0.0)
     if "gradient_clipping" not in keys.notes:  # "auto"
-        keys.settings["train.max_grad_norm"] = float(max_norm) or None
+        keys.settings["train.max_grad_norm"] = max_norm or None
 
 
 def _batch(keys: _DeepSpeedKeys, processes: int | None) -> None:
     """Convert the batch sizes. DeepSpeed has three numbers for them; missing ones follow from the number of ranks."""
-    batch = keys.take("train_batch_size")
-    micro = keys.take("train_micro_batch_size_per_gpu")
-    accumulation = keys.take("gradient_accumulation_steps")
+    batch = keys.take_number("train_batch_size", int, least=1)
+    micro = keys.take_number("train_micro_batch_size_per_gpu", int, least=1)
+    accumulation = keys.take_number("gradient_accumulation_steps", int, least=1)
     # Without the number of ranks, the axis of data-parallel ranks in `model_topo` stands for it.
     ranks = processes or keys.settings.get("parallel.shard", keys.settings.get("parallel.replicate"))
     if batch is None and micro is not None:
         if not isinstance(ranks, int):
             ranks = 1
             keys.notes["train_batch_size"] = "computed for one rank; --processes N sets the number of ranks"
-        batch = int(micro) * int(accumulation or 1) * ranks
+        batch = micro * (accumulation or 1) * ranks
     if batch is not None:
-        keys.settings["batch.global_batch_size"] = int(batch)
+        keys.settings["batch.global_batch_size"] = batch
         if micro is None and accumulation is not None and isinstance(ranks, int):
-            micro = int(batch) // int(accumulation) // ranks
+            micro = batch // accumulation // ranks
     if micro is not None:
-        keys.settings["batch.micro_batch_size"] = int(micro)
+        keys.settings["batch.micro_batch_size"] = micro

@@ -21,7 +21,9 @@ def _regex(
     answers: list[Any], regex_pattern: str = _GSM8K_ANSWER, group_select: int = 0, fallback: str = _INVALID
 ) -> list[Any]:
     """The match of a pattern; of several groups, the first one that is not empty."""
-    matches = (_find(regex_pattern, answer, group_select, fallback) for answer in answers)
+    # The filter `map` gives None for unknown texts.
+    texts = (answer if isinstance(answer, str) else "" for answer in answers)
+    matches = (_find(regex_pattern, text, group_select, fallback) for text in texts)
     return [fallback if match is None else match for match in matches]
 
 
@@ -34,6 +36,11 @@ def _find(pattern: str, text: str, index: int, empty: str) -> str | None:
     if isinstance(match, tuple):
         match = next(filter(None, match), empty)
     return str(match).strip()
+
+
+def _for_texts(change: Callable[[str], str]) -> Callable[[list[Any]], list[Any]]:
+    """Return a filter that changes texts, and keeps the None that the filter `map` gives for unknown texts."""
+    return lambda answers: [change(answer) if isinstance(answer, str) else answer for answer in answers]
 
 
 def _multi_choice_regex(
@@ -65,7 +72,7 @@ def _multi_choice_regex(
     # Longest first: a choice may be a prefix of another one.
     texts = "|".join(sorted(map(re.escape, by_text), key=len, reverse=True))
     results = []
-    for answer in answers:
+    for answer in (answer if isinstance(answer, str) else "" for answer in answers):
         match = _find(regex_pattern, answer, group_select, "")
         if not match:
             match = _find(texts, clean(answer), group_select, "")
@@ -87,9 +94,9 @@ FILTERS: dict[str, Callable[..., list[Any]]] = {
     "take_first_k": lambda answers, k: answers[:k],
     "majority_vote": lambda answers: [Counter(answers).most_common(1)[0][0]],
     "regex": _regex,
-    "remove_whitespace": lambda answers: [answer.strip() for answer in answers],
-    "lowercase": lambda answers: [answer.lower() for answer in answers],
-    "uppercase": lambda answers: [answer.upper() for answer in answers],
+    "remove_whitespace": _for_texts(str.strip),
+    "lowercase": _for_texts(str.lower),
+    "uppercase": _for_texts(str.upper),
     "map": lambda answers, mapping_dict, default_value=None: [mapping_dict.get(key, default_value) for key in answers],
 }
 
@@ -105,7 +112,7 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
     Raises:
         JinguError: a filter does not exist, or its options are invalid.
     """
-    filters: dict[str, list[Options]] = {item["name"]: item["filter"] for item in task.filter_list}
+    filters = {item.name: item.filter for item in task.filter_list}
     for step in (step for steps in filters.values() for step in steps):
         name = step.get("function")
         if name not in FILTERS and name not in DOCUMENT_FILTERS:
@@ -115,8 +122,11 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
                 signature(FILTERS[name]).bind([], **_options(step))
             else:
                 signature(DOCUMENT_FILTERS[name]).bind([], {}, **_options(step))
-            re.compile(str(step.get("regex_pattern", "")))
-        except (TypeError, re.error) as error:
+            re.compile(step.get("regex_pattern", ""))
+            # Wrong values of options fail with any text.
+            if name != "custom":
+                apply_filter([step], [""], {CHOICES: [""]})
+        except (TypeError, ValueError, AttributeError, LookupError, re.error) as error:
             raise task.error(f"its filter {name} is wrong: {error}.", "Correct it.") from None
     return filters or {"none": [{"function": "take_first"}]}
 

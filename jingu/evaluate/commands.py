@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -186,6 +187,8 @@ def _table_rows(name: str, shots: str, metrics: dict[str, MetricResult]) -> list
             f"{number:.4g}" if abs(number) > 1e4 else f"{number:.4f}" for number in (metric.value, metric.stderr)
         ]
         interval = "{:.4g} to {:.4g}".format(*metric.interval)
+        if math.isnan(metric.stderr):
+            numbers[1] = interval = "N/A"
         rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), *numbers, interval])
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 
 from jingu.errors import JinguError
 from jingu.evaluate import statistics
-from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.evaluation import read_json_lines, read_results
 from jingu.formatting import print_table
 
 Record = dict[str, Any]
@@ -69,8 +68,7 @@ def read_records(folder: Path) -> dict[str, list[Record]]:
 def _read_harness(file: Path) -> list[Record]:
     """Return the records of the harness's samples; its files have one line per document and filter."""
     records: dict[int, Record] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        sample = json.loads(line)
+    for sample in read_json_lines(file, "Evaluate the task again."):
         requests = [[*arguments.values()] for arguments in sample["arguments"].values()]
         answers: list[dict[str, Any]] = []
         pairs = []

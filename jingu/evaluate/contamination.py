@@ -27,13 +27,13 @@ from jingu.data.permutation import Int64Array
 from jingu.data.task_pool import map_tasks
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate import task_metrics
-from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.evaluation import read_json_lines, read_results
 from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, hash_words, text_ngrams
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
 from jingu.evaluate.task_file import Options, TaskIndex, TaskSettings
 from jingu.formatting import print_table
-from jingu.runtime.files import read_error, write_text_atomically
+from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import describe_files, find_files, plan_units
 from jingu.text.document_reader import ReadCounts, Span, read_documents
@@ -45,6 +45,7 @@ SUMMARY_NAME = "contamination.json"
 DIRTY_NAME = "dirty.jsonl"
 # Approximate number of tokens of a unit, for data sets of token ids.
 _UNIT_TOKENS = 1 << 20
+_FIX = "Run `jingu evaluate contamination` again."
 
 
 # Documents of a data set of token ids: (data set, tokenizer, index of the shard, start, end).
@@ -139,7 +140,7 @@ def read_searches(dataset: Path) -> dict[str, Any]:
     rows."""
     file = dataset / SUMMARY_NAME
     content: dict[str, Any] = {"checksums": None, "tasks": {}}
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else content
+    return read_json(file, _FIX) if file.is_file() else content
 
 
 # The pass over the data
@@ -305,13 +306,12 @@ def compare_clean(results: Path, contamination: Path) -> None:
     Args:
         results: the folder of an evaluation.
         contamination: the folder of a search for its tasks.
+
+    Raises:
+        JinguError: a folder lacks a file or has a damaged one, or they have no tasks in common.
     """
-    try:
-        tasks = json.loads((contamination / SUMMARY_NAME).read_text(encoding="utf-8"))["tasks"]
-        lines = (contamination / DIRTY_NAME).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise read_error(contamination, error) from None
-    dirty = {json.loads(line)["hash"] for line in lines}
+    tasks = read_json(contamination / SUMMARY_NAME, _FIX)["tasks"]
+    dirty = {record["hash"] for record in read_json_lines(contamination / DIRTY_NAME, _FIX)}
     rows = []
     for task, (result, records) in read_results(results).items():
         parts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jingu.chat.messages import Message
+from jingu.chat.messages import ConversationError, Message
 from jingu.chat.templates import ChatTemplate
+from jingu.errors import JinguError
 from jingu.evaluate import task_metrics
 from jingu.evaluate.answer_filters import apply_filter, check_choices, filters_of
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
@@ -19,11 +21,12 @@ from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, fingerprint_of, load_data
 from jingu.evaluate.task_file import TaskGroup, TaskSettings
 from jingu.evaluate.task_metrics import Answer, MetricResult
-from jingu.runtime.files import write_text_atomically
+from jingu.runtime.files import read_json, read_text, write_text_atomically
 
 RESULT_SUFFIX = ".json"
 SAMPLES_SUFFIX = ".samples.jsonl"
 SPREAD_SUFFIX = ".spread.json"
+_FIX = "Evaluate the task again."
 
 
 @dataclass(frozen=True)
@@ -69,23 +72,41 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
 def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
     """Return a task whose prompts are messages: the description as the system message, the rest as the user's.
 
-    Continuations become the assistant's answers. Texts without a context stay unchanged.
+    Continuations become the assistant's answers. Texts without a context stay unchanged. As in the harness, the
+    description is left out if the template refuses a system message.
+
+    Raises:
+        JinguError: the task has a gen_prefix, or the template refuses a prompt.
     """
     task = prepared.settings
     if task.gen_prefix:
         raise task.error("it has a gen_prefix, which is no message of a chat.", "Leave out gen_prefix, or the chat.")
     renderer = PromptRenderer(task, prepared.data, 0)
+    refusals: list[str] = []
+
+    def render_prompt(context: str, description: str) -> str:
+        question = Message("user", context.removeprefix(description))
+        try:
+            if description:
+                return template.render_prompt((Message("system", description), question)).text
+        except ConversationError as error:
+            refusals.append(str(error))
+        try:
+            return template.render_prompt((question,)).text
+        except ConversationError as error:
+            fix = "Leave out the chat, or choose another model."
+            raise task.error(f"its prompts cannot be messages: {error}.", fix) from None
+
     samples = []
     for sample in prepared.samples:
         description = renderer.render("description", sample.row, task.description)
-        system = (Message("system", description),) if description else ()
         pairs = [
-            (template.render_prompt((*system, Message("user", context.removeprefix(description)))).text, text.lstrip())
-            if context
-            else (context, text)
+            (render_prompt(context, description), text.lstrip()) if context else (context, text)
             for context, text in sample.pairs
         ]
         samples.append(replace(sample, pairs=tuple(pairs)))
+    if refusals:
+        print(f"{task.task}: the description is left out of the prompts: {refusals[0]}", file=sys.stderr)
     return replace(prepared, samples=samples)
 
 
@@ -204,6 +225,9 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     name = _file_name(prepared.settings.task)
     lines = [json.dumps(record, ensure_ascii=False, default=str) for record in result.records]
+    # The results are written last. If this process is killed before, those of an earlier evaluation must not remain
+    # beside the new samples.
+    (folder / f"{name}{RESULT_SUFFIX}").unlink(missing_ok=True)
     write_text_atomically(folder / f"{name}{SAMPLES_SUFFIX}", "".join(f"{line}\n" for line in lines))
     _write_json(content, folder / f"{name}{RESULT_SUFFIX}")
 
@@ -253,8 +277,8 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
 
 
 def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:
-    """Read the spread of each metric by task from a folder of results."""
-    contents = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"*{SPREAD_SUFFIX}"))]
+    """Read the spread of each metric by task from a folder of results. Raises JinguError for a damaged file."""
+    contents = [read_json(file, _FIX) for file in sorted(folder.glob(f"*{SPREAD_SUFFIX}"))]
     return {
         content["task"]: {metric: Spread(**spread) for metric, spread in content["results"].items()}
         for content in contents
@@ -262,11 +286,42 @@ def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:
 
 
 def read_results(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return the results and samples of all tasks in a folder."""
+    """Return the results and samples of all tasks in a folder.
+
+    Raises:
+        JinguError: an evaluation was interrupted while it wrote its files, or a file is damaged.
+    """
     results = {}
     for file in sorted(folder.glob(f"*{SAMPLES_SUFFIX}")):
         name = file.name.removesuffix(SAMPLES_SUFFIX)
-        result = json.loads((folder / f"{name}{RESULT_SUFFIX}").read_text(encoding="utf-8"))
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        results[result["task"]] = (result, records)
+        result_file = folder / f"{name}{RESULT_SUFFIX}"
+        if not result_file.is_file():
+            what = "the file is missing: an evaluation was interrupted before it wrote the results."
+            raise JinguError(what, where=result_file, fix=_FIX)
+        result = read_json(result_file, _FIX)
+        results[result["task"]] = (result, read_json_lines(file, _FIX))
     return results
+
+
+def read_json_lines(file: Path, fix: str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file, one per line.
+
+    Args:
+        fix: what the user can do if the file is damaged.
+
+    Raises:
+        JinguError: the file cannot be read, or a line holds no JSON object.
+    """
+    records = []
+    # JSON may contain the other characters at which `splitlines` splits, such as U+2028.
+    for number, line in enumerate(read_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise JinguError(f"the file is damaged ({error.msg}).", where=f"{file}:{number}", fix=fix) from None
+        if not isinstance(record, dict):
+            raise JinguError("the file is damaged (not a JSON object).", where=f"{file}:{number}", fix=fix)
+        records.append(record)
+    return records

@@ -60,12 +60,14 @@ def judge(
     Raises:
         JinguError: the folders have no answers in common, or the judge cannot be asked.
     """
-    # 1. Collect the answers of both models to the same documents.
+    # 1. Collect the answers of both models to the same documents. An empty answer is an answer, too.
     pairs = []
     results = [read_results(folder) for folder in (first, second)]
     for task in sorted(results[0].keys() & results[1].keys()):
-        matches = match_records(results[0][task][1], results[1][task][1])
-        pairs += [(task, *match) for match in matches if all(record["answers"][0]["text"] for record in match)]
+        settings = [result[task][0]["settings"] for result in results]
+        # Stored settings lack those with the default value.
+        if all(own.get("output_type", "generate_until") == "generate_until" for own in settings):
+            pairs += [(task, *match) for match in match_records(results[0][task][1], results[1][task][1])]
     if not pairs:
         fix = "Give folders with results of the same tasks of type generate_until."
         raise JinguError("the two folders have no generated answers in common.", where=f"{first}, {second}", fix=fix)

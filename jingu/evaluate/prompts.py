@@ -19,6 +19,10 @@ from jingu.evaluate.task_file import TaskSettings, Template
 
 # The harness's seed for shots.
 SHOT_SEED = 1234
+# What a wrong template can raise, beside the names of missing columns.
+TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, re.error),
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class PromptRenderer:
         except UndefinedError as error:
             fix = f"The columns of its data are {join_words(sorted(self._columns), 'and')}."
             raise self.task.error(f"its {key} uses a column that the data do not have: {error}.", fix) from None
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise self.task.error(f"its {key} cannot be rendered: {error}.", "Correct it.") from None
         if key in ("doc_to_text", "doc_to_target") and text.isdigit() and self.task.doc_to_choice is not None:
             return int(text)

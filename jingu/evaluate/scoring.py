@@ -29,7 +29,6 @@ Ids = tuple[int, ...]
 Item = TypeVar("Item")
 # Number of requests that the engine receives at once: enough for full batches.
 CHUNK_SIZE = 256
-_LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_MAX_TOKENS = 256
 
 
@@ -80,20 +79,19 @@ def generation_request(task: TaskSettings) -> Request:
     Raises:
         JinguError: `generation_kwargs` has keys that jingu does not read.
     """
-    kwargs = dict(task.generation_kwargs)
-    until = kwargs.pop("until", task.fewshot_delimiter)
-    lengths = [kwargs.pop(key) for key in _LENGTH_KEYS if key in kwargs]
-    temperature = float(kwargs.pop("temperature", 0.0))
-    is_greedy = not kwargs.pop("do_sample", temperature > 0)
-    sampling = SamplingParams(0.0 if is_greedy else temperature, kwargs.pop("top_k", None), kwargs.pop("top_p", 1.0))
+    settings = task.generation_kwargs
     # One beam means no beam search. More beams are not supported: the harness stops a beam search when a beam in the
     # first rows of its batch reaches a stop text, so its answers depend on the batch and cannot be reproduced.
-    if kwargs.get("num_beams") == 1:
-        del kwargs["num_beams"]
-    if kwargs:
-        raise task.error(f"generation_kwargs has {', '.join(kwargs)}, which jingu does not read.", "Leave it out.")
-    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    return Request((), sampling, int([*lengths, _DEFAULT_MAX_TOKENS][0]), stop)
+    unread = [*(settings.model_extra or {}), *(["num_beams"] if settings.num_beams not in (None, 1) else [])]
+    if unread:
+        raise task.error(f"generation_kwargs has {', '.join(unread)}, which jingu does not read.", "Leave it out.")
+    is_greedy = not (settings.temperature > 0 if settings.do_sample is None else settings.do_sample)
+    top_p = 1.0 if settings.top_p is None else settings.top_p
+    sampling = SamplingParams(0.0 if is_greedy else settings.temperature, settings.top_k or None, top_p)
+    lengths = (settings.max_gen_toks, settings.max_new_tokens, settings.max_tokens, settings.max_completion_tokens)
+    until = settings.until if "until" in settings.model_fields_set else task.fewshot_delimiter
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until or ()) if text)
+    return Request((), sampling, next(filter(None, lengths), _DEFAULT_MAX_TOKENS), stop)
 
 
 def check_generation_fits(task: TaskSettings, spec: ModelSpec) -> None:

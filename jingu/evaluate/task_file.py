@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic_core import PydanticCustomError
 
 from jingu.errors import JinguError, join_words
-from jingu.runtime.files import read_error
+from jingu.runtime.files import read_text
 
 CATALOGUE = Path(__file__).with_name("catalogue")
 OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
@@ -30,6 +31,71 @@ _SHOT_KEYS = (
     *("process_docs", "doc_to_text", "doc_to_choice", "doc_to_target"),
     *("gen_prefix", "fewshot_delimiter", "target_delimiter"),
 )
+
+
+def _check_metric(metric: Options) -> Options:
+    if "metric" not in metric:
+        raise PydanticCustomError("metric", "it has no `metric`, the name")
+    return metric
+
+
+def _check_data(options: Options) -> Options:
+    """Check `dataset_kwargs`: `data_files` has a path, several paths, or these by split."""
+    files = options.get("data_files", [])
+    for paths in files.values() if isinstance(files, dict) else [files]:
+        if not isinstance(paths, str) and not _are_texts(paths):
+            raise PydanticCustomError("data_files", "data_files should be paths, or paths by split")
+    return options
+
+
+def _check_metadata(metadata: Options) -> Options:
+    templates = metadata.get("templates", {})
+    changes = [*templates.values()] if isinstance(templates, dict) else [None]
+    if not all(isinstance(keys, dict) and _are_texts([*keys]) for keys in changes):
+        raise PydanticCustomError("templates", "templates should be keys of the task by the name of a template")
+    for key in ("related_clusters", "sources"):
+        if not _are_texts(metadata.get(key, [])):
+            raise PydanticCustomError("metadata", "{key} should be a list of texts", {"key": key})
+    return metadata
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+class FilterSettings(BaseModel):
+    """A filter: its name, and its steps, each with a `function` and options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", arbitrary_types_allowed=True)
+
+    name: str
+    filter: list[Options]
+
+
+class GenerationSettings(BaseModel):
+    """How answers are generated, `generation_kwargs`. A null means what it means in lm-evaluation-harness.
+
+    Attributes:
+        until: texts at which an answer ends; null: none.
+        max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens: the most tokens of an answer; the first one
+            that is not null counts.
+        do_sample: null: if the temperature is above 0.
+        top_k, top_p: null: all tokens; so does 0 for `top_k`.
+    """
+
+    # Keys that jingu does not read are reported where they matter: for tasks that generate.
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    until: str | list[str] | None = None
+    max_gen_toks: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    temperature: float = Field(0.0, ge=0)
+    do_sample: bool | None = None
+    top_k: NonNegativeInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    num_beams: int | None = None
 
 
 class TaskSettings(BaseModel):
@@ -52,7 +118,7 @@ class TaskSettings(BaseModel):
     tag: str | list[str] | None = None
     dataset_path: str | None = None
     dataset_name: str | None = None
-    dataset_kwargs: Options = {}
+    dataset_kwargs: Annotated[Options, AfterValidator(_check_data)] = {}
     training_split: str | None = None
     validation_split: str | None = None
     test_split: str | None = None
@@ -67,16 +133,16 @@ class TaskSettings(BaseModel):
     fewshot_delimiter: str = "\n\n"
     fewshot_config: Options = {}
     num_fewshot: int = Field(0, ge=0)
-    metric_list: list[Options] = []
+    metric_list: list[Annotated[Options, AfterValidator(_check_metric)]] = []
     output_type: OutputType = "generate_until"
-    generation_kwargs: Options = {}
+    generation_kwargs: GenerationSettings = GenerationSettings()
     repeats: int = Field(1, ge=1)
-    filter_list: list[Options] = []
+    filter_list: list[FilterSettings] = []
     should_decontaminate: bool = False
     doc_to_decontamination_query: str | None = None
     unsafe_code: Literal[False] = False
     gen_prefix: str | None = None
-    metadata: Options = {}
+    metadata: Annotated[Options, AfterValidator(_check_metadata)] = {}
     file: Path = Path()
 
     @property
@@ -159,25 +225,41 @@ class _TaskLoader(yaml.SafeLoader):
 _TaskLoader.add_constructor("!function", _TaskLoader.construct_function)
 
 
-def _read_yaml(file: Path) -> Options:
-    """Return the settings of a file, which override those of the files that it includes. A null means the default."""
+def _read_yaml(file: Path, including: Sequence[Path] = ()) -> Options:
+    """Return the settings of a file, which override those of the files that it includes. A null means the default.
+
+    Args:
+        including: the chain of files that include this file.
+
+    Raises:
+        JinguError: a file cannot be read, is no YAML with settings, or includes itself.
+    """
+    if file.resolve() in including:
+        raise JinguError("the task file includes itself.", where=file, fix="Remove an include.")
     try:
-        loader = _TaskLoader(file.read_text(encoding="utf-8"))
+        loader = _TaskLoader(read_text(file))
         loader.folder = file.parent
         settings = loader.get_single_data()
-    except OSError as error:
-        raise read_error(file, error) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         message = " ".join(str(error).split())
         raise JinguError(f"the task file is not YAML: {message}.", where=file, fix="Correct it.") from None
     if not isinstance(settings, dict):
         raise JinguError("the task file holds no settings.", where=file, fix="Write keys such as `task: NAME`.")
-    included = settings.pop("include", [])
+    if wrong := [key for key in settings if not isinstance(key, str)]:
+        # A plain on, off, yes or no is a boolean.
+        what = f"the task file has a key that YAML reads as {wrong[0]!r}, not as text."
+        raise JinguError(what, where=file, fix="Remove it, or correct it.")
+    included = settings.pop("include", None) or []
+    names = [included] if isinstance(included, str) else included
+    if not _are_texts(names) or not all(Path(name).name for name in names):
+        fix = "Name a file, or a list of files."
+        raise JinguError(f"the task file includes {included!r}, which is no file.", where=file, fix=fix)
     merged: Options = {}
-    for name in [included] if isinstance(included, str) else included:
+    for name in names:
         beside = file.parent / name
         # Files of the catalogue can be included by their name alone.
-        merged |= _read_yaml(beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside))
+        path = beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside)
+        merged |= _read_yaml(path, (*including, file.resolve()))
     merged |= settings
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -199,6 +281,8 @@ class TaskIndex:
         self._trusted = frozenset(path.resolve() for path in trusted)
         self.tasks: dict[str, TaskSettings] = {}
         self.groups: dict[str, TaskGroup] = {}
+        # The groups that are being loaded, each a member of the one before it.
+        self._open_groups: list[str] = []
         for folder in folders:
             if not folder.is_dir():
                 raise JinguError("there is no such folder of tasks.", where=folder, fix="Check --include.")
@@ -208,7 +292,7 @@ class TaskIndex:
         """Task files by the name of their task or group."""
         files: dict[str, Path] = {}
         for file in (file for folder in self._folders for file in sorted(folder.rglob("*.yaml"))):
-            if match := _NAME.search(file.read_text(encoding="utf-8")):
+            if match := _NAME.search(read_text(file)):
                 files.setdefault(match[1], file)
         return files
 
@@ -218,7 +302,9 @@ class TaskIndex:
         tags: dict[str, list[str]] = {}
         for name, file in self.files.items():
             tag = _read_yaml(file).get("tag", [])
-            for word in [tag] if isinstance(tag, str) else tag:
+            words = [tag] if isinstance(tag, str) else tag
+            # A wrong tag is reported when its task is loaded.
+            for word in words if _are_texts(words) else ():
                 tags.setdefault(word, []).append(name)
         return tags
 
@@ -227,7 +313,9 @@ class TaskIndex:
         """Names of tasks by their task clusters."""
         clusters: dict[str, list[str]] = {}
         for name, file in self.files.items():
-            if cluster := _read_yaml(file).get("metadata", {}).get("task_cluster"):
+            metadata = _read_yaml(file).get("metadata")
+            cluster = metadata.get("task_cluster") if isinstance(metadata, dict) else None
+            if isinstance(cluster, str):
                 clusters.setdefault(cluster, []).append(name)
         return clusters
 
@@ -278,30 +366,51 @@ class TaskIndex:
 
     def _add(self, settings: Options, file: Path) -> list[str]:
         """Add a task, or a group with its tasks; return the names of the tasks."""
-        members = settings.get("task")
-        if isinstance(members, list) or "group" in settings:
-            names = [name for member in members or [] for name in self._add_member(member, file)]
-            metrics = settings.get("aggregate_metric_list", [])
-            group = str(settings.get("group", file.stem))
-            unique = tuple(dict.fromkeys(names))
-            self.groups[group] = TaskGroup(group, unique, [metrics] if isinstance(metrics, dict) else metrics)
-            return names
+        if isinstance(settings.get("task"), list) or "group" in settings:
+            return self._add_group(settings, file)
         try:
-            task = TaskSettings(**{**_load_functions(settings, self._trusted, file), "file": file})
+            task = TaskSettings.model_validate({**_load_functions(settings, self._trusted, file), "file": file})
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
             fix = "Correct the task file; jingu reads the harness's keys for text."
             raise JinguError(f"this is not a task: {'; '.join(problems)}.", where=file, fix=fix) from None
         unknown = set(task.fewshot_config) - {*_SHOT_KEYS, "sampler", "split", "samples", "fewshot_indices"}
-        if unknown or task.shots["sampler"] not in ("default", "first_n"):
+        samples = task.shots["samples"]
+        is_wrong = unknown or not (samples is None or callable(samples) or isinstance(samples, list))
+        if is_wrong or task.shots["sampler"] not in ("default", "first_n"):
             raise task.error(f"its fewshot_config is wrong: {task.fewshot_config}.", "Correct it.")
         self.tasks[task.task] = task
         return [task.task]
 
-    def _add_member(self, member: str | Options, file: Path) -> list[str]:
+    def _add_group(self, settings: Options, file: Path) -> list[str]:
+        """Add a group with its tasks; return the names of the tasks."""
+        group = str(settings.get("group", file.stem))
+        members = settings.get("task", [])
+        metrics = settings.get("aggregate_metric_list", [])
+        metrics = [metrics] if isinstance(metrics, dict) else metrics
+        where = f"{group} ({file})"
+        if not isinstance(members, list):
+            raise JinguError(f"the tasks of this group are {members!r}.", where=where, fix="Write them as a list.")
+        if not isinstance(metrics, list) or not all(isinstance(item, dict) and "metric" in item for item in metrics):
+            fix = "Such as `- metric: acc`."
+            raise JinguError("an item of its aggregate_metric_list has no `metric`.", where=where, fix=fix)
+        if group in self._open_groups:
+            raise JinguError("this group is a member of itself.", where=where, fix="Remove it from its tasks.")
+        self._open_groups.append(group)
+        try:
+            names = [name for member in members for name in self._add_member(member, file)]
+        finally:
+            self._open_groups.pop()
+        self.groups[group] = TaskGroup(group, tuple(dict.fromkeys(names)), metrics)
+        return names
+
+    def _add_member(self, member: Any, file: Path) -> list[str]:
         """Add a member of a group: a name, or settings that override those of the task that they name."""
         if isinstance(member, str):
             return self.load(member)
+        if not isinstance(member, dict):
+            fix = "Name a task, or write settings such as `- task: NAME`."
+            raise JinguError(f"a member of the group is {member!r}, which is no task.", where=file, fix=fix)
         base: Options = {}
         if isinstance(member.get("task"), str) and member["task"] in self.files:
             file = self.files[member["task"]]

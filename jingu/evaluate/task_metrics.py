@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from jingu.errors import join_words
 from jingu.evaluate import statistics, text_metrics
-from jingu.evaluate.prompts import EvaluationSample
+from jingu.evaluate.prompts import TEMPLATE_ERRORS, EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings
 from jingu.text.corpus_file import import_optional
 
@@ -135,28 +135,36 @@ def is_pass_at_k(metric: Options) -> bool:
 
 
 def _measure_code(sample: EvaluationSample, answers: Sequence[Answer], metric: Options) -> float:
-    num_right = text_metrics.count_passes(sample.row, [answer.text for answer in answers], metric)
+    # The filter `map` gives None for unknown texts, which pass no test.
+    texts = [answer.text for answer in answers if answer.text is not None]
+    num_right = text_metrics.count_passes(sample.row, texts, metric)
     return text_metrics.pass_at_k(len(answers), num_right, int(name_of(metric).removeprefix("pass@")))
 
 
-def _measure_text(gold: tuple[str, ...], text: str, metric: Options) -> Any:
-    """Return a metric of a generated text; for metrics of a whole corpus, the right texts and the generated text."""
+def _measure_text(gold: tuple[str, ...], answer: Any, metric: Options) -> Any:
+    """Return a metric of a generated text; for metrics of a whole corpus, the right texts and the generated text.
+
+    Args:
+        answer: the text. The filter `map` may give another value: its constants are measured as texts, and None, for
+            an unknown text, matches nothing.
+    """
     if callable(metric["metric"]):
         options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
-        value = metric["metric"](references=list(gold[:1]), predictions=[text], **options)
+        value = metric["metric"](references=list(gold[:1]), predictions=[answer], **options)
         return value[name_of(metric)] if isinstance(value, dict) else value
     name = metric["metric"]
+    text = "" if answer is None else str(answer)
     if name in CORPUS_METRICS:
         return gold, text
     if name in text_metrics.OVERLAPS:
-        return max(text_metrics.OVERLAPS[name](answer, text) for answer in gold)
+        return 0.0 if answer is None else max(text_metrics.OVERLAPS[name](right, text) for right in gold)
     if name in text_metrics.ROUGE:
         return text_metrics.rouge(gold, text, metric)
     if name == "multilabel_f1":
         return text_metrics.count_labels(gold, text, metric)
     if name in ("pearson", "spearman"):
         return text_metrics.parse_number(gold[0]), text_metrics.parse_number(text)
-    return float(_normalize(text, metric) in [_normalize(answer, metric) for answer in gold])
+    return float(answer is not None and _normalize(text, metric) in [_normalize(right, metric) for right in gold])
 
 
 def _measure_choices(sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -322,11 +330,28 @@ def _check_pass_at_k(task: TaskSettings, metric: Options) -> None:
         raise task.error(f"the metric {name_of(metric)} has no program.", fix)
 
 
+def _check_options(task: TaskSettings, sample: EvaluationSample) -> None:
+    """Raise JinguError if an option of a metric of generated text is wrong: measure a text with each metric."""
+    for metric in metrics_of(task):
+        try:
+            if is_pass_at_k(metric):
+                text_metrics.render_program(sample.row, "", metric)
+                float(metric.get("timeout", 0))
+            elif not callable(metric["metric"]):
+                _measure_text(("1",), "1", metric)
+            if metric["metric"] in _SACREBLEU:
+                text_metrics.corpus_scorer(metric)
+        except TEMPLATE_ERRORS as error:
+            raise task.error(f"an option of the metric {name_of(metric)} is wrong: {error}.", "Correct it.") from None
+
+
 def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> None:
     """Raise JinguError if a metric does not fit the documents."""
     # A task's own function defines its metrics.
     if task.process_results is not None:
         return
+    if task.output_type == "generate_until":
+        _check_options(task, samples[0])
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
     if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
         raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")
@@ -349,7 +374,7 @@ class MetricResult:
     """A metric of a task.
 
     Attributes:
-        stderr: standard error, by the formula of lm-evaluation-harness if it has one.
+        stderr: standard error, by the formula of lm-evaluation-harness if it has one; not a number if it is unknown.
         method: method of estimating the error.
         interval: 95% confidence interval.
         size: number of documents.
@@ -406,15 +431,21 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
 
 
 def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:
-    """Return the mean of a metric over tasks, with the pooled standard error of lm-evaluation-harness."""
+    """Return the mean of a metric over tasks, with the pooled standard error of lm-evaluation-harness.
+
+    The error is unknown if a task has a single document.
+    """
     sizes = [result.size for result in results]
     total = sum(sizes)
+    stderr = math.nan
     if weight_by_size:
         value = sum(result.value * result.size for result in results) / total
-        pooled = sum((size - 1) * result.stderr**2 * size for size, result in zip(sizes, results, strict=True))
-        stderr = math.sqrt(pooled / (total - len(results)) / total)
+        if min(sizes) > 1:
+            pooled = sum((size - 1) * result.stderr**2 * size for size, result in zip(sizes, results, strict=True))
+            stderr = math.sqrt(pooled / (total - len(results)) / total)
     else:
         value = sum(result.value for result in results) / len(results)
-        stderr = math.sqrt(sum(result.stderr**2 for result in results)) / len(results)
+        if min(sizes) > 1:
+            stderr = math.sqrt(sum(result.stderr**2 for result in results)) / len(results)
     interval = (value - statistics.Z * stderr, value + statistics.Z * stderr)
     return MetricResult(value, stderr, "pooled", interval, total, results[0].higher_is_better)

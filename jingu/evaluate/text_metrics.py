@@ -148,13 +148,18 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
 
+def render_program(row: Row, text: str, metric: Options) -> str:
+    """Return the program of an answer. Raises an exception of `TEMPLATE_ERRORS` if the template is wrong."""
+    return str(compile_template(metric["program"]).render(**row, answer=text))
+
+
 def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
     """Run the answers' programs in a sandbox, and return how many pass, that is, end without an error.
 
     Args:
         metric: `program` is a Jinja template with the document's columns and `answer`; `timeout` is in seconds.
     """
-    programs = [compile_template(metric["program"]).render(**row, answer=text) for text in texts]
+    programs = [render_program(row, text, metric) for text in texts]
     try:
         return sum(_passes(program, float(metric.get("timeout", 5))) for program in programs)
     except SandboxError as error:

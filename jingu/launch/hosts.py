@@ -83,8 +83,13 @@ class NodeSelection:
 
 
 def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]:
+    """Return the selected nodes in the order of the text. The slots of a host that occurs repeatedly are merged.
+
+    Args:
+        option: the option that has the text, for messages.
+    """
     by_host = {node.host: node for node in nodes}
-    selected = []
+    slots: dict[str, set[int]] = {}
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in by_host:
@@ -95,8 +100,8 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
         if unknown is not None:
             what = f"{host} has no slot {unknown}: it has {len(by_host[host].slots)}, counted from 0."
             raise JinguError(what, where=option)
-        selected.append(Node(host, tuple(sorted({int(word) for word in words}))))
-    return selected
+        slots.setdefault(host, set()).update(map(int, words))
+    return [Node(host, tuple(sorted(own))) for host, own in slots.items()]
 
 
 def write_failing_nodes(hosts: Sequence[str]) -> None:

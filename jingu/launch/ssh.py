@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -131,8 +132,16 @@ def launch_ssh(
         The exit code of the command.
 
     Raises:
-        JinguError: a node cannot be reached, or differs from the others.
+        JinguError: there is no ssh, its options are invalid, or a node cannot be reached or differs from the others.
     """
+    if shutil.which("ssh") is None:
+        fix = "Install an OpenSSH client, or use `jingu launch pdsh` or `jingu launch slurm`."
+        raise JinguError("there is no ssh on this machine.", fix=fix)
+    try:
+        options = shlex.split(ssh_options)
+    except ValueError as error:
+        what = f"{ssh_options!r} cannot be divided into words ({str(error).lower()})."
+        raise JinguError(what, where="--ssh-options", fix="Close each quotation.") from None
     start = prepare_start(words, environment)
     nodes = selection.nodes()
     start = replace(
@@ -147,7 +156,7 @@ def launch_ssh(
     connections: list[NodeConnection] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
         try:
-            connections += [NodeConnection(node, command, shlex.split(ssh_options)) for node in nodes]
+            connections += [NodeConnection(node, command, options) for node in nodes]
             _check_nodes(connections, start)
             first = connections[0].description
             start = replace(start, master=(first["address"], first["port"]))

@@ -423,7 +423,7 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
 
         spec = spec_from_config(path / "config.json" if path.is_dir() else path)
     elif path.suffix == ".json":
-        settings, notes = deepspeed.convert(deepspeed.read(path), ranks)
+        settings, notes = deepspeed.convert(deepspeed.read(path), ranks, path)
         config = config_from_tree(settings, overrides)
         spec, _ = resolve_spec(config)
         return PlanRequest(config, spec, True, [f"{key}: {note}" for key, note in notes.items()])

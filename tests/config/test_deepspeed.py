@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from jingu.cli import main
 from jingu.config.deepspeed import convert, from_deepspeed, parse
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
+from jingu.errors import JinguError
 from tests.mistakes import explain_mistake
 
 TRAINER = """
@@ -164,8 +168,72 @@ def test_the_verb_prints_a_run_s_file(tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"a": 1,\n"b" 2}', ":2: this is not JSON: expecting ':' delimiter."),
         ("[1]", ": the file contains no configuration (an object in braces)."),
         ('{"zero_optimization": {"stage": 5}}', ": parallel.zero_stage would be 5: input should be 0, 1, 2 or 3."),
+        ('{"zero_optimization": "on"}', ": zero_optimization is 'on', and should be a whole number. Correct it."),
+        (
+            '{"train_batch_size": "x64"}',
+            ": train_batch_size is 'x64', and should be a whole number of at least 1. Correct it.",
+        ),
+        (
+            '{"train_micro_batch_size_per_gpu": [1]}',
+            ": train_micro_batch_size_per_gpu is [1], and should be a whole number of at least 1. Correct it.",
+        ),
+        (
+            '{"train_batch_size": 8, "gradient_accumulation_steps": 0}',
+            ": gradient_accumulation_steps is 0, and should be a whole number of at least 1. Correct it.",
+        ),
+        (
+            '{"optimizer": {"params": {"lr": "fast"}}}',
+            ": optimizer.params.lr is 'fast', and should be a number. Correct it.",
+        ),
+        (
+            '{"optimizer": {"params": {"betas": [0.9]}}}',
+            ": optimizer.params.betas is [0.9], and should be a list of 2 numbers. Correct it.",
+        ),
+        (
+            '{"fp16": {"enabled": true, "initial_scale_power": 1e9}}',
+            ": fp16.initial_scale_power is 1000000000.0, and should be at most 127. Correct it.",
+        ),
+        (
+            '{"model_topo": {"process_topology": {"axis": ["data"], "dims": [0]}}}',
+            ": model_topo.process_topology.dims is 0, and should be a whole number of at least 1. Correct it.",
+        ),
+        (
+            '{"model_topo": {"process_topology": {"axis": 5, "dims": [1]}}}',
+            ": model_topo.process_topology.axis is 5, and should be a list of names. Correct it.",
+        ),
+        ('{"gradient_clipping": Infinity}', ": train.max_grad_norm would be inf: input should be a finite number."),
     ],
 )
 def test_mistakes(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "ds.json"
     assert explain_mistake(from_deepspeed, file, text) == f"{file}{words}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("seed", "gradient_clipping", "zero_optimization.mics_shard_size", "fp16.loss_scale"),
+        *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps", "scheduler.params.cos_min_ratio"),
+        *("model_topo.process_topology.dims", "model_topo.parts", "fp16.initial_scale_power"),
+    ],
+)
+def test_every_wrong_number_names_its_key(key: str, tmp_path: Path) -> None:
+    # A schedule and a rate, without which some keys are not read.
+    text = '{"optimizer": {"params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupCosineLR"}}'
+    *path, last = key.split(".")
+    for value in ("many", ["many"]):
+        source: dict[str, Any] = json.loads(text)
+        section = source
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+        # A text is the name of a method there.
+        if (key, value) == ("model_topo.parts", "many"):
+            continue
+        with pytest.raises(JinguError, match=rf"^{tmp_path}/ds\.json: {re.escape(key)} is .*many.*, and should be "):
+            convert(source, file=tmp_path / "ds.json")
+
+
+def test_a_null_is_the_default() -> None:
+    text = '{"train_batch_size": null, "gradient_clipping": null, "zero_optimization": {"stage": null}}'
+    assert converted(text)[0] == converted("{}")[0]

@@ -106,6 +106,13 @@ def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.Captu
     assert main(["evaluate", str(run), "hellaswag_100", "--limit", "2"]) == 0
     assert main(["evaluate", str(run / "checkpoints" / "step-00000001"), "hellaswag_100", "--limit", "2"]) == 0
     assert (run / "evaluations" / "hellaswag_100.json").is_file()
+    # As in the harness, a group has no standard error if a task has a single document.
+    group = run / "pair.yaml"
+    tasks = "task: [hellaswag_100, truthfulqa_100]"
+    group.write_text(f"group: pair\n{tasks}\naggregate_metric_list: [{{metric: acc}}]\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["evaluate", str(run), str(group), "--limit", "1"]) == 0
+    assert re.search(r"^pair +2 +acc +[\d.]+ +N/A +N/A$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(run), "hellaswag_10"]) == 2
     assert main(["evaluate", "compare", str(run), str(run)]) == 2
     errors = capsys.readouterr().err

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from jingu.evaluate.comparison import compare, explain
-from jingu.evaluate.evaluation import evaluate_task, prepare_task, write_result
+from jingu.errors import JinguError
+from jingu.evaluate import evaluation
+from jingu.evaluate.comparison import compare, explain, read_records
+from jingu.evaluate.evaluation import evaluate_task, prepare_task, read_results, write_result
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.statistics import holm
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
-from tests.evaluate.conftest import WriteTask, load_task
+from tests.evaluate.conftest import ROWS, WriteTask, load_task
+
+# Characters at which `str.splitlines` splits, beside the newline.
+SEPARATORS = "\u2028\u2029\u0085\x0c"
 
 RECORD: dict[str, Any] = {
     "index": 4,
@@ -93,3 +98,54 @@ def test_results_of_the_harness_are_explained(
     output = capsys.readouterr().out
     assert "harness, sums: the prompts are equal, and log-probabilities differ by up to 0.2: the token ids" in output
     assert "harness  sums  acc " in output and " McNemar " in output
+
+
+def test_texts_with_line_separators_are_read_back(
+    tiny: InferenceModel, write_task: WriteTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "question": f"one{SEPARATORS}{row['question']}"} for row in ROWS]
+    result = evaluate_task(prepare_task(load_task(write_task(rows))), Scorer(Engine(tiny), AnswerCache(None)))
+    write_result(result, tmp_path / "a", {})
+    _, records = read_results(tmp_path / "a")["sums"]
+    assert [record["pairs"][0][0] for record in records] == [row["question"] for row in rows]
+    compare(tmp_path / "a", [tmp_path / "a"])
+    assert "a        sums  acc " in capsys.readouterr().out
+    # The harness does not escape these characters either.
+    sample = {"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": SEPARATORS, "arg_1": " b"}}, "resps": [[["-1", "x"]]]}
+    line = json.dumps({**sample, "metrics": [], "filter": "none"}, ensure_ascii=False)
+    (tmp_path / "samples_sums_2026-01-02T03-04-05.678.jsonl").write_text(line, encoding="utf-8")
+    assert read_records(tmp_path)["sums"][0]["pairs"] == [[SEPARATORS, " b"]]
+
+
+def test_damaged_results_are_reported(tiny: InferenceModel, write_task: WriteTask, tmp_path: Path) -> None:
+    result = evaluate_task(prepare_task(load_task(write_task())), Scorer(Engine(tiny), AnswerCache(None)))
+    folder = tmp_path / "a"
+    samples = folder / "sums.samples.jsonl"
+    write_result(result, folder, {})
+    text = samples.read_text(encoding="utf-8")
+    for damaged in (text + "{", text + "[]\n"):
+        samples.write_text(damaged, encoding="utf-8")
+        with pytest.raises(JinguError, match=r"sums\.samples\.jsonl:8: the file is damaged .*Evaluate the task again"):
+            read_results(folder)
+    write_result(result, folder, {})
+    (folder / "sums.json").write_text("{", encoding="utf-8")
+    with pytest.raises(JinguError, match=r"sums\.json: the file is damaged .*Evaluate the task again"):
+        read_results(folder)
+
+
+def test_an_interrupted_evaluation_is_reported(
+    tiny: InferenceModel, write_task: WriteTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of an earlier evaluation must not stand beside the samples of a later one that was killed."""
+    result = evaluate_task(prepare_task(load_task(write_task())), Scorer(Engine(tiny), AnswerCache(None)))
+    folder = tmp_path / "a"
+    write_result(result, folder, {})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "_write_json", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_result(result, folder, {})
+    with pytest.raises(JinguError, match=r"sums\.json: the file is missing: an evaluation was interrupted"):
+        read_results(folder)

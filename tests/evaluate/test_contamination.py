@@ -213,3 +213,14 @@ def test_scores_on_clean_and_dirty_rows(
     (results / "sums.json").write_text(json.dumps({**content, "task": "others"}), encoding="utf-8")
     assert main(["evaluate", "clean", str(results), str(output)]) == 2
     assert "no tasks in common" in capsys.readouterr().err
+    # A match may contain a character at which `str.splitlines` splits.
+    dirty = output / "dirty.jsonl"
+    record = json.dumps({"hash": "x", "match": "a\u2028b"}, ensure_ascii=False)
+    dirty.write_text(f"{record}\n", encoding="utf-8")
+    (results / "sums.json").write_text(json.dumps(content), encoding="utf-8")
+    assert main(["evaluate", "clean", str(results), str(output)]) == 0
+    assert re.search(r"^sums +acc +clean +40 ", capsys.readouterr().out, re.MULTILINE)
+    for file in (dirty, output / "contamination.json"):
+        file.write_text("{", encoding="utf-8")
+        assert main(["evaluate", "clean", str(results), str(output)]) == 2
+        assert f"{file.name}" in (error := capsys.readouterr().err) and "the file is damaged" in error

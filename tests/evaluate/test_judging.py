@@ -84,7 +84,7 @@ def write_answers(folder: Path) -> None:
             for index, item in enumerate(ITEMS)
         ]
         (results / "qa.samples.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-        (results / "qa.json").write_text(json.dumps({"task": "qa"}), encoding="utf-8")
+        (results / "qa.json").write_text(json.dumps({"task": "qa", "settings": {}}), encoding="utf-8")
 
 
 def test_a_model_judges_by_the_more_probable_letter(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -122,4 +122,24 @@ def test_a_server_judges_the_results_of_two_models(
     assert "the judge does not answer ('choices')" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main([*command[:3], str(tmp_path / "empty"), "--by", server]) == 2
+    assert "no generated answers in common" in capsys.readouterr().err
+
+
+def test_empty_answers_are_judged(server: str, tmp_path: Path) -> None:
+    """Otherwise a model that often answers nothing would be judged by its other answers alone."""
+    write_answers(tmp_path)
+    samples = tmp_path / "one" / "qa.samples.jsonl"
+    samples.write_text(samples.read_text(encoding="utf-8").replace('"right"', '""'), encoding="utf-8")
+    command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", server, "--name", "big"]
+    assert main(command) == 0
+    judged = json.loads((tmp_path / "two" / "judged.json").read_text(encoding="utf-8"))
+    assert [record["index"] for record in judged["records"]] == [0, 1, 2, 3]
+
+
+def test_choices_are_not_judged(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(tmp_path)
+    content = json.dumps({"task": "qa", "settings": {"output_type": "multiple_choice"}})
+    (tmp_path / "two" / "qa.json").write_text(content, encoding="utf-8")
+    command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", server, "--name", "big"]
+    assert main(command) == 2
     assert "no generated answers in common" in capsys.readouterr().err

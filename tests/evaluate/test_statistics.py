@@ -12,7 +12,7 @@ import scipy.stats
 from scipy.stats import binomtest
 
 from jingu.evaluate import statistics
-from jingu.evaluate.task_metrics import AGGREGATIONS, aggregate
+from jingu.evaluate.task_metrics import AGGREGATIONS, aggregate, average_results
 
 VALUES = np.random.default_rng(3).normal(size=37)
 
@@ -132,3 +132,17 @@ def test_the_detectable_difference_is_detected_in_four_of_five_simulations() -> 
         values += statistics.detectable_difference(1 / math.sqrt(400))
         detected += statistics.paired_p(values) < 0.05
     assert 0.77 <= detected / 2_000 <= 0.83
+
+
+@pytest.mark.parametrize("weight_by_size", [True, False])
+def test_errors_of_groups_are_the_harnesss(weight_by_size: bool) -> None:
+    """A task with a single document has no standard error there ("N/A"), and then its group has none."""
+    from lm_eval.api.metrics import pooled_sample_stderr, unweighted_mean_stderr
+
+    parts = [aggregate({"metric": "acc"}, values) for values in ([0.0, 1.0, 1.0], [1.0, 0.0], [0.0])]
+    stderrs = [part.stderr for part in parts[:2]]
+    expected = pooled_sample_stderr(stderrs, [3, 2]) if weight_by_size else unweighted_mean_stderr(stderrs)
+    assert average_results(parts[:2], weight_by_size).stderr == pytest.approx(expected)
+    for group in (parts, parts[2:], [parts[2]] * 3):
+        mean = average_results(group, weight_by_size)
+        assert math.isnan(mean.stderr) and math.isfinite(mean.value)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jingu.chat.templates import ChatTemplate
 from jingu.cli import main
 from jingu.errors import JinguError
-from jingu.evaluate.evaluation import prepare_task
+from jingu.evaluate.evaluation import apply_chat_template, prepare_task
 from jingu.evaluate.scoring import check_generation_fits, generation_request
 from jingu.evaluate.task_data import read_split
-from jingu.evaluate.task_file import TaskIndex
+from jingu.evaluate.task_file import GenerationSettings, TaskIndex
 from jingu.formats.export import export_hf
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import InferenceModel
@@ -69,6 +71,62 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
         ),
         ({"rows": []}, "its split test has no documents"),
         ({"metadata": {"cluster": "passage"}}, "its metadata.cluster is passage, which the data do not have"),
+        ({"metadata": {"templates": ["short"]}}, "this is not a task: metadata: templates should be keys of the task"),
+        ({"metadata": {"sources": "glue"}}, "this is not a task: metadata: sources should be a list of texts"),
+        ({"metric_list": [{"name": "acc"}]}, "this is not a task: metric_list.0: it has no `metric`"),
+        ({"filter_list": [{"filter": []}]}, "this is not a task: filter_list.0.name: Field required"),
+        (
+            {"filter_list": [{"name": "a", "filter": ["regex"]}]},
+            r"filter_list\.0\.filter\.0: Input should be a valid dict",
+        ),
+        ({"filter_list": [{"name": "a", "filter": {"function": "regex"}}]}, "filter_list.0.filter: .* valid list"),
+        (
+            {"filter_list": [{"name": "a", "filter": [{"function": "map", "mapping_dict": 5}]}]},
+            "its filter map is wrong: 'int' object has no",
+        ),
+        (
+            {
+                "filter_list": [
+                    {"name": "a", "filter": [{"function": "multi_choice_regex", "regexes_to_ignore": ["("]}]}
+                ]
+            },
+            "its filter multi_choice_regex is wrong: missing \\)",
+        ),
+        (
+            {**GENERATION, "metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["("]}]},
+            "exact_match is wrong",
+        ),
+        ({**GENERATION, "metric_list": [{"metric": "multilabel_f1", "separator": 5}]}, "multilabel_f1 is wrong"),
+        (
+            {**GENERATION, "metric_list": [{"metric": "bleu", "tokenize": "sh"}]},
+            "an option of the metric bleu is wrong",
+        ),
+        ({**GENERATION, "metric_list": [{"metric": "pass@1", "program": "{{answer"}]}, "the metric pass@1 is wrong"),
+        (
+            {**GENERATION, "generation_kwargs": {"temperature": "warm"}},
+            "generation_kwargs.temperature: .* valid number",
+        ),
+        ({**GENERATION, "generation_kwargs": {"temperature": None}}, "generation_kwargs.temperature: .* valid number"),
+        (
+            {**GENERATION, "generation_kwargs": {"max_gen_toks": 0}},
+            "generation_kwargs.max_gen_toks: .* greater than 0",
+        ),
+        ({**GENERATION, "generation_kwargs": {"until": 5}}, "generation_kwargs.until"),
+        ({"fewshot_config": {"samples": 5}}, "its fewshot_config is wrong"),
+        ({"doc_to_text": "{{question|regex_replace('(', '')}}"}, "its doc_to_text cannot be rendered: missing \\)"),
+        ({"doc_to_text": "{{'{0}'.format()}}"}, "its doc_to_text cannot be rendered: .*index"),
+        ({"doc_to_text": "{{label // 0}}"}, "its doc_to_text cannot be rendered: .*zero"),
+        ({"dataset_kwargs": {"data_files": {"test": 5}}}, "dataset_kwargs: data_files should be paths"),
+        ({"dataset_kwargs": {"data_files": None}}, "dataset_kwargs: data_files should be paths"),
+        (
+            {"rows": [], "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}, "field": "data"}},
+            "its split test has no documents",
+        ),
+        ({"dataset_kwargs": {"data_files": {"test": "package:/a"}}}, "package , which is not installed"),
+        (
+            {"rows": [*ROWS, {**ROWS[0], "choices": ["a", "\ud83d"]}]},
+            r"rows\.jsonl: row 8 has the escape \\ud83d, which is half a character",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_task_is_said(settings: dict[str, Any], words: str, write_task: WriteTask) -> None:
@@ -112,13 +170,43 @@ def test_a_context_must_hold_the_generation(tiny: InferenceModel, write_task: Wr
         JinguError, match=r"up to 256 tokens leave no room .*context of 64\. Set generation_kwargs\.max_g"
     ):
         check_generation_fits(task, tiny.spec)
-    check_generation_fits(task.model_copy(update={"generation_kwargs": {"max_gen_toks": 63}}), tiny.spec)
+    kwargs = GenerationSettings(max_gen_toks=63)
+    check_generation_fits(task.model_copy(update={"generation_kwargs": kwargs}), tiny.spec)
 
 
 def test_one_beam_is_greedy(write_task: WriteTask) -> None:
     settings = {"max_gen_toks": 5, "num_beams": 1}
     task = load_task(write_task(**GENERATION, generation_kwargs=settings))
     assert generation_request(task).max_tokens == 5 and generation_request(task).num_beams == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, (256, ("\n\n",), 0.0, None, 1.0)),
+        ({"until": None, "max_gen_toks": None}, (256, (), 0.0, None, 1.0)),
+        ({"until": ["a", ""], "max_gen_toks": None, "max_tokens": "7"}, (7, ("a",), 0.0, None, 1.0)),
+        ({"max_tokens": 7, "max_gen_toks": 5}, (5, ("\n\n",), 0.0, None, 1.0)),
+        ({"temperature": 0.5, "do_sample": None, "top_k": None, "top_p": None}, (256, ("\n\n",), 0.5, None, 1.0)),
+        ({"temperature": 0.5, "do_sample": False}, (256, ("\n\n",), 0.0, None, 1.0)),
+        ({"temperature": "0.5", "top_k": 0, "top_p": 0.9}, (256, ("\n\n",), 0.5, None, 0.9)),
+        ({"temperature": 0.5, "top_k": 3, "num_beams": None}, (256, ("\n\n",), 0.5, 3, 1.0)),
+    ],
+)
+def test_nulls_of_generation_mean_what_they_mean_in_the_harness(
+    kwargs: dict[str, Any], expected: tuple[Any, ...], write_task: WriteTask
+) -> None:
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+    request = generation_request(load_task(write_task(**GENERATION, generation_kwargs=kwargs)))
+    sampling = request.sampling
+    values = (request.max_tokens, request.stop, sampling.temperature, sampling.top_k, sampling.top_p)
+    assert values == expected
+    theirs = normalize_gen_kwargs(kwargs)
+    assert request.max_tokens == theirs["max_gen_toks"]
+    assert theirs["do_sample"] == (sampling.temperature > 0)
+    until = handle_stop_sequences(kwargs.get("until", ["\n\n"]), eos=None)
+    assert request.stop == tuple(text for text in until if text)
 
 
 def test_code_runs_only_if_it_is_trusted(write_task: WriteTask, tmp_path: Path) -> None:
@@ -148,9 +236,34 @@ def test_unknown_tasks_are_named(write_task: WriteTask) -> None:
         TaskIndex([file.parent]).load("sum")
     with pytest.raises(JinguError, match="there is no such folder of tasks"):
         TaskIndex([file])
-    file.write_text("task: [", encoding="utf-8")
-    with pytest.raises(JinguError, match="the task file is not YAML"):
-        load_task(file)
+    for text, words in (
+        ("task: [", "the task file is not YAML"),
+        ("- task", "the task file holds no settings"),
+        ("task: sums\non: 5", "a key that YAML reads as True, not as text"),
+        ("task: sums\ninclude: 5", "includes 5, which is no file"),
+        ("task: sums\ninclude: [5]", r"includes \[5\], which is no file"),
+        ("task: sums\ninclude: ['']", r"includes \[''\], which is no file"),
+        ("task: sums\ninclude: other.yaml", "the task file includes itself"),
+        ("task: sums\ninclude: none.yaml", "none.yaml: the file cannot be read"),
+        ("task: sums\nmetadata: {templates: {short: {on: 5}}}", "templates should be keys of the task by the name"),
+        ("task: sums\ntag: 5", "this is not a task: tag"),
+        ("group: sums\ntask: sums", "the tasks of this group are 'sums'"),
+        ("group: sums\ntask: [5]", "a member of the group is 5, which is no task"),
+        (f"group: sums\ntask: ['{file}']", "this group is a member of itself"),
+        ("group: sums\ntask: []\naggregate_metric_list: [{}]", "an item of its aggregate_metric_list has no `metric`"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        (file.parent / "other.yaml").write_text("include: sums.yaml\n", encoding="utf-8")
+        index = TaskIndex()
+        with pytest.raises(JinguError, match=words):
+            index.load(f"{file}@*")
+    # A null is the default, and files that other tasks need are found beside wrong ones.
+    file.write_text("task: sums\ninclude: null\ntag: 5\nmetadata: 5\n", encoding="utf-8")
+    index = TaskIndex([file.parent])
+    assert "sums" not in index.tags and "sums" not in index.task_clusters
+    file.write_bytes(b"task: \xff")
+    with pytest.raises(JinguError, match="the file is not UTF-8 text"):
+        TaskIndex([file.parent]).load("sum")
 
 
 def test_groups_and_tags(write_task: WriteTask) -> None:
@@ -199,3 +312,36 @@ def test_shots_do_not_depend_on_the_limit_and_never_show_the_answer(write_task: 
         assert len(shots) == len(set(shots)) == 3 and not any(shot.startswith(question) for shot in shots)
     assert prepare_task(load_task(file), num_shots=3, limit=4).samples == samples[:4]
     assert len({sample.pairs[0][0] for sample in samples}) == len(ROWS)
+
+
+# As in the template of Gemma.
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<model>"
+)
+
+
+def test_a_description_is_left_out_if_the_template_refuses_it(
+    tiny: InferenceModel, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    prepared = prepare_task(load_task(write_task(description="Add numbers.\n\n")))
+    pairs = apply_chat_template(prepared, ChatTemplate(NO_SYSTEM, tiny.tokenizer, "gemma")).samples[1].pairs
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=NO_SYSTEM)
+    messages = [{"role": "system", "content": "Add numbers.\n\n"}, {"role": "user", "content": ROWS[1]["question"]}]
+    harness: Any = SimpleNamespace(tokenizer=fast, chat_template_args={})
+    assert pairs[0] == (HFLM.apply_chat_template(harness, messages), "one")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and "sums: the description is left out of the prompts" in warnings[0]
+    assert "System role not supported" in warnings[0]
+
+
+def test_a_template_that_refuses_all_prompts_is_reported(tiny: InferenceModel, write_task: WriteTask) -> None:
+    template = ChatTemplate("{{ raise_exception('No questions') }}", tiny.tokenizer, "strict")
+    for description in ("", "Add numbers."):
+        prepared = prepare_task(load_task(write_task(description=description)))
+        with pytest.raises(JinguError, match=r"sums .*its prompts cannot be messages: .*strict.*No questions"):
+            apply_chat_template(prepared, template)

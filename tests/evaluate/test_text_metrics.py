@@ -13,9 +13,12 @@ import sklearn.metrics
 
 from jingu.errors import JinguError
 from jingu.evaluate import statistics, text_metrics
+from jingu.evaluate.answer_filters import apply_filter
 from jingu.evaluate.evaluation import evaluate_task, prepare_task
+from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.scoring import AnswerCache, Scorer
-from jingu.evaluate.task_metrics import AGGREGATIONS, aggregate
+from jingu.evaluate.task_file import TaskSettings
+from jingu.evaluate.task_metrics import AGGREGATIONS, Answer, aggregate, measure
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from tests.evaluate.conftest import WriteTask, load_task
@@ -148,3 +151,29 @@ def test_code_runs_in_a_sandbox(tiny: InferenceModel, write_task: WriteTask, mon
     result = evaluate_task(prepare_task(load_task(file)), Scorer(Engine(tiny), AnswerCache(None)))
     assert {key: metric.value for key, metric in result.metrics.items()} == {"pass@1,none": 0.5, "pass@3,none": 0.5}
     assert len(set(programs)) == len(programs) > 2
+
+
+@pytest.mark.parametrize("then", ["take_first", "remove_whitespace", "lowercase", "uppercase"])
+def test_answers_that_no_mapping_knows_match_nothing(then: str) -> None:
+    """Not even an empty right answer."""
+    steps = [{"function": "map", "mapping_dict": {"one": 1}}, {"function": then}]
+    names = ["exact_match", "squad_exact_match", "cmrc_f1", "bleu", "distinct1", "multilabel_f1", "pearson"]
+    names += ["rougeL"] if importlib.util.find_spec("rouge_score") else []
+    task = TaskSettings(task="t", metric_list=[{"metric": name} for name in names])
+    values = []
+    for text in ("one", "two"):
+        answer = Answer(text=apply_filter(steps, [text], {}))
+        values.append(measure(task, EvaluationSample(0, {}, (("", ""),), gold=("", "1")), [answer]))
+    assert values[0]["exact_match"] == values[0]["squad_exact_match"] == values[0]["cmrc_f1"] == 1
+    assert values[1]["exact_match"] == values[1]["squad_exact_match"] == values[1]["cmrc_f1"] == 0
+    assert values[1]["bleu"] == (("", "1"), "") and values[1]["pearson"] == (0.0, 0.0)
+    # The harness's filter regex takes them as empty texts.
+    steps[1] = {"function": "regex"}
+    assert apply_filter(steps, ["two"], {}) == "[invalid]"
+
+
+def test_a_program_that_no_mapping_knows_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_metrics, "run_python", lambda *_: True)
+    task = TaskSettings(task="t", metric_list=[{"metric": "pass@1", "program": "{{answer}}"}])
+    answers = [Answer(text=apply_filter([{"function": "map", "mapping_dict": {}}], ["x"], {}))] * 2
+    assert measure(task, EvaluationSample(0, {}, (("", ""),)), answers) == {"pass@1": 0.0}

@@ -255,8 +255,16 @@ def test_no_weights_no_config_no_folder(exported: Path) -> None:
     ("changes", "words"),
     [
         ({"rope_parameters": {"rope_type": "linear"}}, "this does not describe a model"),
-        ({"hidden_size": "x"}, "this does not describe a model"),
-        ({"num_attention_heads": 0}, "this does not describe a model"),
+        (
+            {"hidden_size": "x"},
+            "this does not describe a model (hidden_size is 'x', and should be a whole number of at least 1). Restore",
+        ),
+        ({"num_attention_heads": 0}, "this does not describe a model (attention.num_heads is 0, and should be a"),
+        ({"num_hidden_layers": -2}, "this does not describe a model (num_layers is -2, and should be a whole"),
+        ({"num_hidden_layers": 1.5}, "this does not describe a model (num_layers is 1.5: input should be a valid int"),
+        ({"vocab_size": -2}, "this does not describe a model (vocab_size is -2: input should be greater than"),
+        ({"rope_scaling": 5}, "this does not describe a model (rope_scaling is 5, and should be an object)"),
+        ({"hidden_act": ["silu"]}, "this does not describe a model (unhashable type: 'list')"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8' instead of an object"),
     ],
 )
@@ -268,6 +276,18 @@ def test_wrong_configs_are_errors_wherever_they_are_read(
     assert refusal(exported).startswith(f"DIR/config.json: {words}")
     assert main(["plan", str(exported), "--on", "h100"]) == 2
     assert f"{path}: " in capsys.readouterr().err
+
+
+def test_errors_of_a_family_name_the_config() -> None:
+    """Not the setting of a run's file that sets the same dimension."""
+    config = FAMILIES["llama"].hf_config(made_model().spec)
+    for changes, words in (
+        ({"num_key_value_heads": 2}, r"^config\.json: 3 attention heads cannot share 2 key-value heads"),
+        ({"quantization_config": "fp8"}, r"^config\.json: .*quantization_config is 'fp8', and should be an object"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"^config\.json: .*scaling\.linear\.factor: field required"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            FAMILIES["llama"].spec_from_hf({**config, **changes})
 
 
 def test_quantized_weights_are_refused(exported: Path) -> None:

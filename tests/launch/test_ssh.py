@@ -9,6 +9,7 @@ import pytest
 
 from jingu.cli import main
 from jingu.launch import ssh
+from jingu.launch.hosts import Node, NodeSelection
 from jingu.launch.node import HELLO
 from jingu.launch.start import installed_versions
 from jingu.runtime import ranks
@@ -70,3 +71,27 @@ def test_who_is_unreachable_is_known_within_ten_seconds(ssh_words, monkeypatch):
     assert words[:-2] == [*ssh.SSH_OPTIONS, "-o", "ServerAliveInterval=15", "-p", "22"]
     assert "BatchMode=yes" in words and f"ConnectTimeout={ssh.CONNECT_SECONDS}" in words
     assert ssh.CONNECT_SECONDS + 1 < 10 > ranks.REACH_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("node1:2@node2@node1:0", None, [Node("node1", (0, 2)), Node("node2", (0,))]),
+        ("node1@node1:0", None, [Node("node1", (0, 1, 2))]),
+        (None, "node1:0@node1:1", [Node("node1", (2,)), Node("node2", (0,))]),
+        (None, "node1:0@node1:1,2", [Node("node2", (0,))]),
+    ],
+)
+def test_entries_of_one_host_are_merged(tmp_path, include, exclude, expected):
+    (tmp_path / "hosts").write_text("node1 slots=3\nnode2 slots=1\n")
+    assert NodeSelection(tmp_path / "hosts", include, exclude).nodes() == expected
+
+
+def test_wrong_options_of_ssh_and_a_missing_ssh_are_one_sentence(ssh_words, monkeypatch, capsys):
+    command = ["launch", "ssh", "--hostfile", "hosts", "--ssh-options", "-i 'key", "doctor"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "--ssh-options:" in error and "cannot be divided into words (no closing quotation)" in error
+    monkeypatch.setenv("PATH", "")
+    assert main(command) == 2
+    assert "there is no ssh on this machine." in capsys.readouterr().err

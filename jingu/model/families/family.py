@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from pydantic import ValidationError
+
 from jingu.errors import JinguError
 from jingu.model.families.name_map import TABLES, NameRule
 from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
@@ -15,6 +17,9 @@ from jingu.tables import read_table
 HFConfig = Mapping[str, Any]
 # Fields of a spec by their paths, such as `attention.num_heads`.
 SpecValues = dict[str, Any]
+# Keys of a config whose values are objects, and fields that other fields are derived from.
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+_DIMENSIONS = ("hidden_size", "num_layers", "attention.num_heads")
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,30 @@ class Family:
         return next((part for part in parts if isinstance(part, Experts)), None)
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
-        """Return the spec of a `config.json`. Raises JinguError for an option that jingu does not support."""
+        """Return the spec of a `config.json`.
+
+        Raises:
+            JinguError: a value is missing, wrong, or means an option that jingu does not support.
+        """
+        try:
+            return self._read_config(config)
+        except JinguError as error:
+            raise JinguError(error.what, where="config.json", fix=error.fix) from error
+        except ValidationError as error:
+            problems = []
+            for problem in error.errors():
+                # The input of a missing field is the object that lacks it.
+                value = "" if problem["type"] == "missing" else f" is {problem['input']!r}"
+                problems.append(f"{'.'.join(map(str, problem['loc']))}{value}: {problem['msg'].lower()}")
+            raise _wrong_config("; ".join(problems)) from error
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            raise _wrong_config(str(error)) from error
+
+    def _read_config(self, config: HFConfig) -> ModelSpec:
+        """Return the spec of a `config.json`; also raises what wrong values cause."""
+        for key in _OBJECTS:
+            if config.get(key) is not None and not isinstance(config[key], Mapping):
+                raise _wrong_config(f"{key} is {config[key]!r}, and should be an object")
         quantization = config.get("quantization_config")
         if quantization is not None and not stores_fp8(quantization):
             raise unsupported_option("quantization_config", quantization, "expected None, or matrices in FP8")
@@ -111,6 +139,9 @@ class Family:
             if num_labels != 1:
                 raise unsupported_option("num_labels", num_labels, "expected 1, of a reward model")
             values["score_head"] = True
+        for place in _DIMENSIONS:
+            if not isinstance(values[place], int | float) or not values[place] >= 1:
+                raise _wrong_config(f"{place} is {values[place]!r}, and should be a whole number of at least 1")
         return self._build_spec(values)
 
     def _build_spec(self, values: SpecValues) -> ModelSpec:
@@ -241,6 +272,12 @@ def stores_fp8(quantization: Mapping[str, Any]) -> bool:
     if quantization.get("quant_method") == "fp8":
         return quantization.get("expert_dtype", "fp8") == "fp8"
     return quantization.get("quant_method") == "compressed-tensors" and quantization.get("format") == "float-quantized"
+
+
+def _wrong_config(reason: str) -> JinguError:
+    """Return the error for a config with a wrong value."""
+    what = f"this does not describe a model ({reason})."
+    return JinguError(what, where="config.json", fix="Restore the original file.")
 
 
 def unsupported_option(key: str, value: Any, detail: str) -> JinguError:
