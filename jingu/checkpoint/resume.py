@@ -12,6 +12,7 @@ from jingu.checkpoint.manifest import MANIFEST, CheckpointError, is_intact
 from jingu.checkpoint.remote import CheckpointPath, checkpoint_path
 from jingu.checkpoint.save_folder import describe_cause, verify
 from jingu.errors import JinguError
+from jingu.text.corpus_file import is_url
 
 if TYPE_CHECKING:
     from jingu.config.schema import RunConfig
@@ -45,9 +46,12 @@ def checkpoints_path(run: Path, config: RunConfig) -> CheckpointPath:
 
 
 def copies_url(config: RunConfig) -> str | None:
-    """Return the URL of the copies of a run's checkpoints; None if it makes no copies."""
+    """Return the URL or absolute path of the copies of a run's checkpoints; None if it makes no copies."""
     url = config.checkpoint.copy_to
-    return None if url is None else _below(url, config)
+    if url is None:
+        return None
+    # The writer process has another current folder than the run, so it needs an absolute path.
+    return _below(url if is_url(url) else str(Path(url).expanduser().absolute()), config)
 
 
 def _below(url: str, config: RunConfig) -> str:

@@ -111,10 +111,17 @@ def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 
 def load_stored_config(path: Path) -> RunConfig:
-    """Load the `config.yaml` of a run. Keys of older versions are renamed."""
+    """Load the `config.yaml` of a run. Keys of older versions are renamed.
+
+    Raises:
+        JinguError: the file cannot be read, or does not hold the settings of a run.
+    """
     document = parse_yaml(_read(path), str(path))
-    if isinstance(document.value, dict):
-        document.value = migrate_config(document.value)
+    if not isinstance(document.value, dict):
+        what = "the file should hold the settings of the run, but it is empty or has none."
+        fix = "Restore it from a copy, or from the file that the run was started with."
+        raise JinguError(what, where=path, fix=fix)
+    document.value = migrate_config(document.value)
     return _validate(document)
 
 

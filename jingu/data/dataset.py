@@ -144,7 +144,8 @@ def open_dataset(
     Raises:
         JinguError: there is no data set, it has no validation split, or a file is missing or damaged.
     """
-    is_prefix = path.with_name(f"{path.name}.idx").is_file()
+    # A path such as "." has no name.
+    is_prefix = bool(path.name) and path.with_name(f"{path.name}.idx").is_file()
     if is_prefix:
         folder = path.parent
         manifest: DatasetManifest | None = _describe_prefix(path, eos_token_id)

@@ -6,6 +6,7 @@ exists is not encoded again. All units in the order of the corpus make the shard
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ class EncodedDocuments:
     ids: npt.NDArray[Any]
     lengths: Int64Array
     text_bytes: Int64Array
+    # They decide the split. Pairs of one ranking have the same hash without being copies.
     hashes: npt.NDArray[np.uint64]
     # [documents, 2] the number of its file in the corpus and the position in it; for supervised data [ids] loss
     # weights.
@@ -41,6 +43,13 @@ class EncodedDocuments:
     @property
     def is_supervised(self) -> bool:
         return self.sidecar.ndim == 1
+
+    def copy_hashes(self) -> list[int]:
+        """Return for each document a hash that only its copies share."""
+        if not self.is_supervised:
+            return self.hashes.tolist()
+        rows = np.split(self.ids, np.cumsum(self.lengths))[:-1]
+        return [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
 
     def select(self, mask: npt.NDArray[np.bool_]) -> EncodedDocuments:
         """Return the documents where `mask` is true."""
@@ -178,15 +187,15 @@ def write_splits(
         threshold = min(max(threshold, lowest_hash + 1), highest_hash)
     train = SplitWriter(folder, "train", dtype, data.shard_tokens)
     validation = SplitWriter(folder, "validation", dtype, data.shard_tokens)
-    hashes: set[int] = set()
+    copy_hashes: set[int] = set()
     drops_duplicates = data.duplicates == "drop"
     for documents in (documents for unit in units for documents in unit.documents()):
         is_kept = np.ones(len(documents.hashes), dtype=np.bool_)
         if drops_duplicates or documents.is_supervised:
             is_first = is_kept.copy()
-            for number, document_hash in enumerate(documents.hashes.tolist()):
-                is_first[number] = document_hash not in hashes
-                hashes.add(document_hash)
+            for number, copy_hash in enumerate(documents.copy_hashes()):
+                is_first[number] = copy_hash not in copy_hashes
+                copy_hashes.add(copy_hash)
             counts.copies += int((~is_first).sum())
             if drops_duplicates:
                 is_kept = is_first

@@ -12,6 +12,7 @@ matrix A of the adapter, and its own rows of B.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -62,8 +63,24 @@ Adapted = tuple[TensorMapping, Mapping[str, Tensor]]
 
 
 def base_model_path(folder: Path) -> Path:
-    """Return the path of the base model that peft's config names. Raises JinguError if nothing exists at that path."""
-    base = Path(str(_read_config(folder).get("base_model_name_or_path")))
+    """Return the path of the base model that peft's config names.
+
+    Raises:
+        JinguError: nothing exists at that path, or it leads back to the same adapters.
+    """
+    base = _named_base(folder)
+    # The base model can consist of adapters and another base model.
+    visited = {folder.resolve()}
+    further = base
+    while (further / ADAPTER_CONFIG).is_file():
+        if further.resolve() in visited:
+            raise JinguError(
+                f"the base model of these adapters, {base}, consists of the adapters themselves.",
+                where=folder / ADAPTER_CONFIG,
+                fix="Set base_model_name_or_path to the folder of the model that they were trained on.",
+            )
+        visited.add(further.resolve())
+        further = _named_base(further)
     if not base.exists():
         raise JinguError(
             f"these are adapters for {base}, which is not a local folder.",
@@ -71,6 +88,10 @@ def base_model_path(folder: Path) -> Path:
             fix="Fetch that model, and set base_model_name_or_path to its folder.",
         )
     return base
+
+
+def _named_base(folder: Path) -> Path:
+    return Path(str(_read_config(folder).get("base_model_name_or_path")))
 
 
 def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
@@ -420,7 +441,11 @@ def _read_prompt(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return peft's config. Raises JinguError if it is missing, or has settings that jingu does not support."""
+    """Return peft's config.
+
+    Raises:
+        JinguError: it is missing or damaged, or has settings that jingu does not support.
+    """
     config = read_json(
         folder / ADAPTER_CONFIG,
         f"there is no adapter of peft here (no {ADAPTER_CONFIG}).",
@@ -443,4 +468,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
             fix="Merge it with peft, and use the merged model. If the initialization is not supported, peft's "
             "save_pretrained can write a plain LoRA (path_initial_model_for_weight_conversion).",
         )
+    if kind == "LORA":
+        _check_sizes(config, folder / ADAPTER_CONFIG)
     return config
+
+
+def _check_sizes(config: Mapping[str, Any], where: Path) -> None:
+    """Raise JinguError unless every rank is a positive whole number, and every alpha a positive number."""
+    fix = "Correct the file, or save the adapter again with peft."
+    for name, pattern_name, types in (("r", "rank_pattern", (int,)), ("lora_alpha", "alpha_pattern", (int, float))):
+        patterns = config.get(pattern_name) or {}
+        if not isinstance(patterns, Mapping):
+            what = f"{pattern_name} is {patterns!r}, and should be an object with a number for each pattern."
+            raise JinguError(what, where=where, fix=fix)
+        sizes = {name: config.get(name, 8)} | {f"{pattern_name}.{key}": value for key, value in patterns.items()}
+        for key, value in sizes.items():
+            if type(value) not in types or not 0 < value < math.inf:
+                noun = "whole number" if name == "r" else "number"
+                raise JinguError(f"{key} is {value!r}, and should be a {noun} above 0.", where=where, fix=fix)

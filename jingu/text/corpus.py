@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError, join_words
 from jingu.runtime.files import read_error, read_json
-from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, strip_compression_suffix
-from jingu.text.document_reader import ReadCounts, Span, read_documents
+from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, read_errors, strip_compression_suffix
+from jingu.text.document_reader import ReadCounts, Span, corpus_file_error, read_documents
 
 # Approximate minimum size of a unit of work, which is several small files or a part of a large one, such as a .jsonl.
 UNIT_BYTES = 1 << 20
@@ -225,8 +226,8 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
 def _read_chunk(span: Span) -> str:
     """Read a part of a long text file, without cut characters at its ends and without bytes that are not UTF-8."""
     try:
-        with open(span.file.path, "rb") as stream:  # noqa: PTH123
+        with closing(span.file.open()) as stream:
             stream.seek(span.start)
             return stream.read(span.end - span.start).decode(errors="ignore")
-    except OSError as error:
-        raise read_error(span.file.path, error) from error
+    except read_errors() as error:
+        raise corpus_file_error(span.file, error) from error

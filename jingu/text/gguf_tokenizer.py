@@ -17,6 +17,8 @@ from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, SPLIT_PATTERN, bui
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3", "smaug-bpe", "dbrx")
+# Of these, llama.cpp begins prompts with BOS unless the file says otherwise.
+_WITH_BOS = ("llama-bpe", "llama-v3", "llama3", "falcon3")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
 # Types of tokens, as in sentencepiece.
 _CONTROL, _USER = 3, 4
@@ -54,7 +56,8 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
-    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
+    has_bos = kind == "llama" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _WITH_BOS)
+    if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in named:
         prepend_token(inner, named["bos_token"])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -20,8 +20,9 @@ from jingu.text.word_cache import SUPPORTED_PATTERNS, CachedWordEncoder
 
 # Longer texts are encoded in chunks of about this many characters, to bound memory.
 MAX_CHUNK_CHARS = 1 << 20
-# No token of a split pattern extends from a newline into a word.
-_SAFE_CUT = re.compile(r"\n(?=\w)")
+# No token of a split pattern extends from a word to the newline after it. (The newline itself can begin a token: "\n\n"
+# is one, and with some patterns also "\n" and the spaces before it or after it.)
+_SAFE_CUT = re.compile(r"(?<=[^\W_])(?=\r?\n)")
 # Common names of the EOS token.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -357,8 +358,8 @@ class Tokenizer:
         chunks = []
         start = 0
         while cut := _SAFE_CUT.search(text, start + MAX_CHUNK_CHARS):
-            chunks.append(text[start : cut.end()])
-            start = cut.end()
+            chunks.append(text[start : cut.start()])
+            start = cut.start()
         return [*chunks, text[start:]]
 
 
@@ -378,15 +379,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
+    templates = config.get("chat_template") or []
+    named_texts = [] if isinstance(templates, str) else templates
+    if not isinstance(named_texts, list) or not all(map(_is_named_template, named_texts)):
+        raise ValueError("chat_template in tokenizer_config.json is neither text nor a list of {name, template}")
     # Add further templates by name, such as tool_use.
     named = sorted(folder.glob("additional_chat_templates/*.jinja"))
     if named:
-        templates = config.get("chat_template") or []
         if isinstance(templates, str):
             templates = [{"name": "default", "template": templates}]
         further = [{"name": file.stem, "template": file.read_text(encoding="utf-8")} for file in named]
         config["chat_template"] = [*templates, *further]
     return config
+
+
+def _is_named_template(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
 
 
 def _load_library_tokenizer(content: str) -> Any:
@@ -439,7 +447,7 @@ def _split_pattern(spec: dict[str, Any]) -> str:
 
 
 def _can_divide_text(spec: dict[str, Any]) -> bool:
-    """Return whether dividing a text at the beginning of a line keeps its ids.
+    """Return whether dividing a text between a word and the end of its line keeps its ids.
 
     It does if a pattern splits the text, so that no token crosses that place, and no space is added before each part.
     """

@@ -149,12 +149,12 @@ def _describe_packing(lengths: list[int], config: RunConfig, row_tokenizer: RowT
 
 
 def _count_unit(encode: UnitEncoder, unit: Unit) -> tuple[ReadCounts, list[int], list[int]]:
-    """Return the counts of a unit, and the hashes and lengths of its rows with trained tokens."""
+    """Return the counts of a unit, and for its rows with trained tokens the `copy_hashes` and lengths."""
     counts = ReadCounts()
     hashes: list[int] = []
     lengths: list[int] = []
     for documents in encode(unit, counts):
-        hashes += documents.hashes.tolist()
+        hashes += documents.copy_hashes()
         lengths += documents.lengths.tolist()
     return counts, hashes, lengths
 

@@ -63,8 +63,12 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
         return row
     if row.segments:
         raise ConversationError("field weight: expected a row of messages, as only their answers have weights")
-    messages = (replace(message, weight=message.weight * weight) for message in row.messages)
-    return replace(row, messages=tuple(messages))
+    messages = tuple(replace(message, weight=message.weight * weight) for message in row.messages)
+    highest = max((message.weight for message in messages if message.role == "assistant"), default=0.0)
+    if highest > MAX_WEIGHT:
+        expected = f"at most {MAX_WEIGHT:g} when multiplied with the weight of a message"
+        raise ConversationError(f"field weight: expected {expected}, not {highest:g}")
+    return replace(row, messages=messages)
 
 
 def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
@@ -96,7 +100,8 @@ def _parse_form(value: JsonObject) -> Row:
 
 
 def _quote(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    """Return the start of a value as JSON. Halves of characters, which cannot be printed, are written as escapes."""
+    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
@@ -161,6 +166,7 @@ def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
         tools = _parse_json(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise _unexpected("tools", "a list of objects", value.get("tools"))
+    check_characters(json.dumps(tools, ensure_ascii=False), "field tools: ")
     return tuple(tools)
 
 
@@ -184,6 +190,7 @@ def _tool_call(value: Any, name: str) -> JsonObject:
         arguments = _parse_json(arguments)
     if not isinstance(arguments, dict):
         raise _unexpected(f"{name}.arguments", "an object", call.get("arguments"))
+    check_characters(json.dumps([call["name"], arguments], ensure_ascii=False), f"field {name}: ")
     return {"name": call["name"], "arguments": arguments, **identity}
 
 

@@ -43,7 +43,9 @@ class BadRow:
 
     def __str__(self) -> str:
         start = " ".join(self.start[:80].split())
-        return f"row {self.number}: {self.reason}. It begins: {start}{'…' if len(self.start) > 80 else ''}"
+        text = f"row {self.number}: {self.reason}. It begins: {start}{'…' if len(self.start) > 80 else ''}"
+        # JSON can contain halves of characters, which cannot be printed.
+        return text.encode(errors="backslashreplace").decode()
 
 
 def raise_bad_row(bad: BadRow) -> None:

@@ -137,6 +137,23 @@ def test_a_run_without_local_checkpoints_resumes_from_the_copies(tiny_run, done,
 
 
 @pytest.mark.parametrize("background", [True, False])
+def test_copies_in_a_folder_are_relative_to_the_current_one(background, tiny_run, tmp_path, monkeypatch, capsys):
+    from jingu.checkpoint.commands import list_checkpoints
+    from jingu.training.commands import train
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, folder, place in (("near", "shared", "shared"), ("home", "~/shared", "home/shared")):
+        settings = {"checkpoint.every": 2, "checkpoint.copy_to": folder, "checkpoint.async_save": background}
+        assert train(tiny_run({**settings, "train.steps": 3}, name=name)) == 0
+        copies = tmp_path / place / name / "checkpoints"
+        assert complete_steps(copies) == [2, 3]
+        capsys.readouterr()
+        list_checkpoints(tmp_path / "runs" / name)
+        assert capsys.readouterr().out.partition(f"Copies at {copies}:")[2].count("complete") == 2
+
+
+@pytest.mark.parametrize("background", [True, False])
 def test_a_run_saves_its_checkpoints_to_a_url(background, tiny_run, done, peak, tmp_path, capsys):
     from jingu.checkpoint.commands import list_checkpoints
     from jingu.formats.models import open_model

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jingu.config.introspect import AcceptedType, accepted_types, fields_by_key, parse_annotation, section_types
-from jingu.config.load import dump_yaml, load_config
+from jingu.config.load import dump_yaml, load_config, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.config.sections.train import AdamWSettings, LionSettings, WsdSettings
+from jingu.errors import JinguError
 
 
 def load_text(folder: Path, text: str, *overrides: str) -> RunConfig:
@@ -209,6 +210,14 @@ def test_any_configuration_comes_back_from_its_file(tmp_path: Path, tree: dict[s
     assert dump_yaml(again) == text
     # Another reader, of YAML 1.1, finds the same values in it.
     assert yaml.safe_load(text) == config.model_dump()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- name: run\n", "run\n", "3\n"])
+def test_a_stored_file_without_settings_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(JinguError, match=r"config\.yaml: the file should hold the settings of the run"):
+        load_stored_config(file)
 
 
 def test_the_written_file_has_every_setting_in_the_order_of_the_tree() -> None:

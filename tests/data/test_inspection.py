@@ -109,6 +109,14 @@ def test_every_document_has_an_origin(built_folder: Path, tokenizer_folder: Path
     assert {path for path, _ in result} == {str(path) for path in corpus_folder.iterdir()}
 
 
+def test_the_current_folder_can_be_a_data_set(
+    built_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(built_folder)
+    inspect(Path())
+    assert "every file matches its checksum" in capsys.readouterr().out
+
+
 def test_a_document_by_its_number(
     built_folder: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

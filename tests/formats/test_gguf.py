@@ -284,7 +284,7 @@ def test_the_tokenizer_is_imported(tmp_path: Path) -> None:
     assert result.special_tokens == tokenizer.special_tokens
     assert result.eos_token_id == 2
     theirs = transformers.AutoTokenizer.from_pretrained(opened.tokenizer())
-    assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
+    assert theirs(TEXT)["input_ids"] == [1, *tokenizer.encode(TEXT)]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
     assert theirs.apply_chat_template([{"role": "user", "content": "words"}], tokenize=False) == "words"
 
@@ -304,6 +304,22 @@ def test_pre_tokenizers_split_numbers(pre: str, pieces: list[str], tmp_path: Pat
     folder = open_model(written(tmp_path / "model.gguf", llama(), **facts)).tokenizer()
     spec = Tokenizer.load(folder)._inner.pre_tokenizer
     assert [piece for piece, _ in spec.pre_tokenize_str(" 12345 isn't  it")] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        *((pre, True) for pre in ("llama3", "llama-v3", "llama-bpe", "falcon3")),
+        *((pre, False) for pre in ("smaug-bpe", "gpt-2", "qwen2")),
+    ],
+)
+def test_llama_3_begins_with_bos_unless_the_file_says_otherwise(pre: str, expected: bool, tmp_path: Path) -> None:
+    """The defaults are those of llama.cpp."""
+    facts = tokenizer_facts(a_tokenizer(), pre)
+    for more, begins in ({}, expected), ({"add_bos_token": False}, False), ({"add_bos_token": True}, True):
+        facts |= {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+        tokenizer = Tokenizer.load(open_model(written(tmp_path / "model.gguf", llama(), **facts)).tokenizer())
+        assert tokenizer.prompt_prefix_ids == [1] * begins
 
 
 @pytest.mark.parametrize(("kind", "model"), [("llama", "bpe"), ("t5", "unigram")])

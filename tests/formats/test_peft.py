@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "random": ({"init_lora_weights": "pissa_niter_4"}, "sets init_lora_weights to 'pissa_niter_4'"),
     "tied": ({"ensure_weight_tying": True}, "sets ensure_weight_tying to True"),
     "parameters": ({"target_parameters": ["mlp.experts"]}, r"sets target_parameters to \['mlp.experts'\]"),
+    "no rank": ({"r": None}, r"adapter_config\.json: r is None, and should be a whole number above 0"),
+    "half a rank": ({"r": 0.5}, "r is 0.5, and should be a whole number above 0"),
+    "no alpha": ({"lora_alpha": 0}, "lora_alpha is 0, and should be a number above 0"),
+    "list": ({"rank_pattern": ["a"]}, r"rank_pattern is \['a'\], and should be an object with a number for each"),
+    "word": ({"alpha_pattern": {"q_proj": "4"}}, "alpha_pattern.q_proj is '4', and should be a number above 0"),
     "tomorrow": ({"new_method": {"depth": 3}}, "sets new_method to {'depth': 3}, which is not supported"),
 }
 
@@ -164,6 +170,24 @@ def test_unsupported_adapters_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=words):
         read(tmp_path)
     assert main(["tune", "merge", str(tmp_path / "adapter"), "--base", str(tmp_path / "base"), "--to", "x"]) == 2
+
+
+def test_adapters_whose_base_model_is_themselves_are_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, target_modules=["q_proj"])
+    shutil.copytree(tmp_path / "adapter", tmp_path / "other")
+    for adapter, other in (("adapter", "other"), ("other", "adapter")):
+        file = tmp_path / adapter / ADAPTER_CONFIG
+        base = tmp_path / "base" / ".." / other
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    for adapter, other in (("adapter", "other"), ("other", "adapter")):
+        with pytest.raises(JinguError, match=f"{adapter}/{ADAPTER_CONFIG}: the base model of .*{other}, consists of"):
+            open_model(tmp_path / adapter)
+    file = tmp_path / "adapter" / ADAPTER_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "adapter")}))
+    with pytest.raises(JinguError, match="consists of the adapters themselves"):
+        open_model(tmp_path / "adapter")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}))
+    assert open_model(tmp_path / "other").spec.num_layers == 2
 
 
 def test_unknown_tensors_are_refused(tmp_path: Path) -> None:

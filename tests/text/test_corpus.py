@@ -227,3 +227,9 @@ def test_a_sample_of_one_long_file_is_pieces_of_it(tmp_path: Path, monkeypatch: 
     assert min(gaps) >= 57 and max(gaps) <= 86  # pieces of about 14 numbers, one in five of them
     whole = "".join(text for text, _ in sample_texts(files, settings, 10**9))
     assert whole.replace("春", "") == path.read_text().replace("春", "")
+    # The same file at a URL.
+    remote = find_files(corpus_settings(f"file://{path}"))
+    assert [text for text, _ in sample_texts(remote, settings, 700)] == texts
+    path.unlink()
+    with pytest.raises(JinguError, match=r"a\.txt: the file cannot be read \(No such file or directory\)"):
+        list(sample_texts(remote, settings, 700))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -21,6 +21,7 @@ import jingu.text.tokenizer as tokenizer_module
 import jingu.text.tokenizer_training as tokenizer_training
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_formats import BYTE_TO_LETTER, DIGIT_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.text.conftest import TRAINING_TEXTS
 
@@ -82,7 +83,57 @@ def test_a_long_text_is_cut_where_it_changes_nothing(seed_tokenizer: Tokenizer, 
 
 def test_a_long_text_is_really_cut(seed_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "MAX_CHUNK_CHARS", 4)
-    assert seed_tokenizer._divide_text("abcd\nefgh\n  ij\nkl") == ["abcd\n", "efgh\n  ij\n", "kl"]
+    assert seed_tokenizer._divide_text("abcd\nefgh\n  ij\nkl") == ["abcd", "\nefgh", "\n  ij", "\nkl"]
+
+
+def _with_pattern(pattern: str) -> Tokenizer:
+    """Return a tokenizer that splits by a pattern and merges any two and any four bytes of whitespace."""
+    spaces = [BYTE_TO_LETTER[byte] for byte in b" \t\r\n"]
+    pairs = [(first, second) for first in spaces for second in spaces]
+    twos = [first + second for first, second in pairs]
+    merges = pairs + [(first, second) for first in twos for second in twos]
+    entries = [*BYTE_TO_LETTER.values(), *map("".join, merges), "<end>"]
+    inner = build_byte_level_bpe({entry: id_ for id_, entry in enumerate(entries)}, merges, pattern)
+    inner.add_special_tokens(["<end>"])
+    return Tokenizer(inner.to_str(), {})
+
+
+PATTERNS = {
+    name: _with_pattern(pattern)
+    for name, pattern in {"gpt2": "", "digits": DIGIT_SPLIT_PATTERN, "default": SPLIT_PATTERN}.items()
+}
+LINE_PIECES = [
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\r",
+    " ",
+    "  \n",
+    "\t",
+    "x",
+    "Ab",
+    "春",
+    "é",
+    "e\u0301",
+    "_",
+    "7",
+    "1234",
+    "½",
+    "٣",
+]
+LINE_PIECES += ["'s", "'LL", "'", ").", "--", "\u3000", "\x85", "🙂", "𝒳"]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(LINE_PIECES), max_size=30).map("".join) | MIXED)
+def test_a_cut_changes_nothing_with_any_pattern(name: str, text: str) -> None:
+    """The text is cut at every place where a long text can be cut."""
+    tokenizer = PATTERNS[name]
+    whole = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "MAX_CHUNK_CHARS", 1)
+        assert tokenizer.encode(text) == whole
 
 
 def test_code_and_chinese_split_sensibly(seed_tokenizer: Tokenizer) -> None:
@@ -172,6 +223,12 @@ def test_mistakes_are_explained(seed_tokenizer: Tokenizer, tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(JinguError, match=r"tokenizer_config\.json is not a JSON object"):
         Tokenizer.load(tmp_path)
+    for template in ({"default": "x"}, [{"name": "default"}], [{"name": 3, "template": "x"}], ["x"], 3):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(JinguError, match=r"chat_template in tokenizer_config\.json is neither text nor a list"):
+            Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "x"}]}')
+    assert Tokenizer.load(tmp_path).chat_template == "x"
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(JinguError) as caught:
         Tokenizer.load(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from jingu.align.preference_rows import PREFERENCES
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import SupervisedSettings
 from jingu.data.batch import IGNORE_INDEX
@@ -27,6 +28,7 @@ from jingu.training.commands import train
 from jingu.training.pretraining import Pretraining
 from jingu.training.run import open_run
 from jingu.tune.prepare import plan_row_units, prepare, row_tokenizers
+from jingu.tune.preview import preview
 from tests.conftest import Done, MakeRun
 
 ROWS = [
@@ -112,6 +114,30 @@ def test_bad_rows_stop_or_are_skipped(tuning: Callable[..., RunConfig]) -> None:
     manifest = DatasetManifest.load(Path(config.data.path))
     assert manifest is not None and (manifest.skipped, manifest.duplicates) == (1, 1)
     assert manifest.train.documents + manifest.validation.documents == 10
+
+
+def test_pairs_of_a_ranking_are_no_copies(tuning: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are in one split, though they are not equal; only a copy of the whole ranking is dropped."""
+    rows = [{"prompt": f"Q{n % 9} ", "ranking": ["best", "good", "bad"]} for n in range(10)]
+    config = tuning(
+        rows,
+        data__objective={"type": "preference", "template": "plain"},
+        data__duplicates="drop",
+        data__validation_fraction=0.4,
+        batch__sequence_length=128,
+    )
+    preview(config, kind=PREFERENCES)
+    assert "3 duplicates" in capsys.readouterr().out
+    prepare(config, PREFERENCES)
+    manifest = DatasetManifest.load(Path(config.data.path))
+    assert manifest is not None and manifest.duplicates == 3
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    numbers = []
+    for split in ("train", "validation"):
+        pairs = IndexedReader(Path(config.data.path) / f"{split}-00000")
+        numbers.append(Counter(tokenizer.decode(pairs[index].tolist())[:2] for index in range(len(pairs))))
+    assert not numbers[0].keys() & numbers[1].keys()
+    assert numbers[0] + numbers[1] == {f"Q{n}": 3 for n in range(9)}
 
 
 def test_rows_whose_answers_cannot_be_located_are_skipped(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:

@@ -180,6 +180,14 @@ BAD = [
     ({"question": "a"}, "field answer: expected text, but it is missing"),
     ({"type": "algebra"}, "field type: expected pretrain, "),
     ({"text": "a\ud800"}, "field text: U+D800 is not a character"),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"description": "\ud83d"}]},
+        "field tools: U+D83D is not a character",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\ud83d"}}]}]},
+        "field messages[0].tool_calls[0]: U+D83D is not a character",
+    ),
     ({"prompt": "a"}, "field completion: expected text, but it is missing"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": "x"}, "field tools: expected a list of objects"),
 ]
@@ -219,6 +227,21 @@ def test_bad_lines_are_reported(tmp_path: Path) -> None:
     with pytest.raises(JinguError, match=r'row 5: field text: .*not "". It begins: {"text": ""}') as caught:
         list(read_rows(span, lambda item: raise_bad_row(item) if item.number == 5 else None))
     assert str(caught.value.where) == str(file)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_halves_of_characters_in_bad_rows_can_be_printed(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    rows = [{"instruction": "hi \ud83d", "output": "a"}, {"instruction": "a", "output": ["\ud83d"]}, {"\ud83d": "a"}]
+    file.write_text(json.dumps(rows) if name == "rows.json" else "\n".join(map(json.dumps, rows)))
+    bad: list[BadRow] = []
+    assert not list(read_rows(*parts_of(file, 1), bad.append))
+    for row, words in zip(bad, ("U+D83D is not a character", '"\\ud83d"', "it has \\ud83d"), strict=True):
+        assert words in str(row)
+        assert str(row).encode().count(rb"\ud83d") >= 1
+    with pytest.raises(ConversationError) as caught:
+        parse_row(rows[1])
+    assert r'not ["\ud83d"]' in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz"])
@@ -281,6 +304,8 @@ ANSWER = {"role": "assistant", "content": "a"}
         ({"messages": [QUESTION, {**ANSWER, "label": False}, QUESTION, {**ANSWER, "weight": 0.5}]}, [0.0, 0.5]),
         ({"messages": [QUESTION, ANSWER], "weight": 0.5}, [0.5]),
         ({"instruction": "q", "output": "a", "weight": 2, "train": True, "label": True}, [2.0]),
+        # Only answers are trained, so the weight of another message does not matter.
+        ({"messages": [{**QUESTION, "weight": 2}, {**ANSWER, "weight": 1.6}], "weight": 1.25}, [2.0]),
     ],
 )
 def test_weights_of_rows_and_turns(row: dict[str, Any], weights: list[float]) -> None:
@@ -312,6 +337,10 @@ def test_what_turns_say_of_themselves_reaches_the_template() -> None:
         ({"prompt": "q", "completion": "a", "label": False}, "field label: false marks an answer not to be imitated"),
         ({"messages": [QUESTION, ANSWER], "train": False}, "nothing of the row is to be trained"),
         ({"text": "a", "weight": 0.5}, "field weight: expected a row of messages"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "weight": 1.5}], "weight": 1.8},
+            "field weight: expected at most 2 when multiplied with the weight of a message, not 2.7",
+        ),
         ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "field images: only text can be trained on"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, ANSWER]},
