@@ -163,19 +163,8 @@ class StepTimer:
         return median(end - start for start, end in pairwise(starts))
 
 
-def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measurement:
-    """Measure `jingu train` in this process."""
-    import torch
-
-    from jingu.align import rollouts
-    from jingu.align.commands import prepare as prepare_rows
-    from jingu.align.commands import train
-    from jingu.align.policy_learning import PolicyLearning
-    from jingu.config.load import load_config
-    from jingu.runtime.device import peak_memory
-    from jingu.training import loop
-
-    # The configuration: first the common settings, then the settings of the task.
+def _settings(task: str, precision: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Return the configuration of a run of jingu: first the common settings, then those of the task."""
     model = folder / MODELS[task]
     settings: dict[str, Any] = {
         "runs_dir": str(folder / f"runs-{precision}"),
@@ -212,6 +201,22 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
                 "micro_batch_size": PROMPTS[task] * ANSWERS,
             },
         }
+    return settings
+
+
+def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measurement:
+    """Measure `jingu train` in this process."""
+    import torch
+
+    from jingu.align import rollouts
+    from jingu.align.commands import prepare as prepare_rows
+    from jingu.align.commands import train
+    from jingu.align.policy_learning import PolicyLearning
+    from jingu.config.load import load_config
+    from jingu.runtime.device import peak_memory
+    from jingu.training import loop
+
+    settings = _settings(task, precision, folder, steps)
     file = folder / f"{task}-{precision}.yaml"
     file.write_text(f"name: {task}\n", encoding="utf-8")
     words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]

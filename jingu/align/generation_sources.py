@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from jingu.align.json_client import JsonClient, read_json
+from jingu.align.json_client import JsonClient, parse_reply
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Worker
 from jingu.align.rollouts import Generator, Sample, merge_parts
@@ -159,7 +159,7 @@ class GenerationServer:
         }
 
         def read(content: bytes) -> Sample:
-            answer = read_json(content)["choices"][0]
+            answer = parse_reply(content)["choices"][0]
             ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
             if len(ids) != len(logprobs) or not ids:
                 raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities")

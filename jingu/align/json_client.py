@@ -92,6 +92,6 @@ def check_url(url: str, where: str) -> None:
         raise JinguError(f"{url!r} is not a valid URL.", where=where, fix=fix)
 
 
-def read_json(content: bytes) -> Any:
+def parse_reply(content: bytes) -> Any:
     """Return the value of a reply."""
     return json.loads(content)

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from jingu.align.json_client import JsonClient, check_url, read_json
+from jingu.align.json_client import JsonClient, check_url, parse_reply
 from jingu.align.prompt_set import ANSWER_NAMES, encode_text_prompt
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
 from jingu.config.sections.rewards import (
@@ -450,7 +450,7 @@ class ServerScorer:
 
     def _post(self, url: str, body: object, read: Callable[[Any], T]) -> T:
         """Send a JSON request and return the reply as parsed by `read`."""
-        return self._client.post(url, body, lambda content: read(read_json(content)), "scores")
+        return self._client.post(url, body, lambda content: read(parse_reply(content)), "scores")
 
 
 class JudgeScorer(ServerScorer):

@@ -7,7 +7,6 @@ therefore does not depend on the number of workers, on interruptions or on the n
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings
 from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_files, print_summary
 from jingu.data.indexed_dataset import best_dtype
-from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, write_splits
+from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, hash_document, write_splits
 from jingu.data.task_pool import Executor, map_tasks
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import create_folder_atomically, write_error, write_text_atomically
@@ -362,9 +361,3 @@ def _pack_documents(batch: list[tuple[CorpusDocument, npt.NDArray[Any]]]) -> Enc
         hashes=np.array([document.hash or hash_document(document.text.encode()) for document, _ in batch], np.uint64),
         sidecar=np.array([(document.file.number, document.position) for document, _ in batch]),
     )
-
-
-def hash_document(content: bytes) -> int:
-    """Return 64 bits that decide the split: they depend on the content alone, so that copies are in one split."""
-    # This key must never change: it determines which documents are for validation.
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=b"jingu held out").digest(), "little")

@@ -27,6 +27,12 @@ from jingu.runtime.files import fsync_path
 from jingu.text.document_reader import ReadCounts
 
 
+def hash_document(content: bytes) -> int:
+    """Return 64 bits that decide the split: they depend on the content alone, so that copies are in one split."""
+    # This key must never change: it determines which documents are for validation.
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=b"jingu held out").digest(), "little")
+
+
 @dataclass(frozen=True)
 class EncodedDocuments:
     """The concatenated ids of documents, and for each document its length, bytes of text, hash and sidecar."""
@@ -49,7 +55,7 @@ class EncodedDocuments:
         if not self.is_supervised:
             return self.hashes.tolist()
         rows = np.split(self.ids, np.cumsum(self.lengths))[:-1]
-        return [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
+        return [hash_document(row.tobytes()) for row in rows]
 
     def select(self, mask: npt.NDArray[np.bool_]) -> EncodedDocuments:
         """Return the documents where `mask` is true."""

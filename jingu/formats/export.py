@@ -17,7 +17,7 @@ from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
 from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_bytes
 from jingu.errors import JinguError
-from jingu.formats.huggingface import INDEX, WEIGHTS, read_json, write_json
+from jingu.formats.huggingface import INDEX, WEIGHTS, read_model_json, write_json
 from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.safetensors import CHUNK_ELEMENTS
@@ -187,7 +187,7 @@ def _write_tokenizer(folder: Path, source: Path) -> None:
         Tokenizer.load(source).save(folder)
     # `auto_map` names a class whose code is not copied. tokenizer.json contains the whole tokenizer, so a standard
     # class loads it.
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    config = read_model_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     if config.pop("auto_map", None):
         write_json(folder / "tokenizer_config.json", {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 

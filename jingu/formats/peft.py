@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.huggingface import read_json
+from jingu.formats.huggingface import read_model_json
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
@@ -446,7 +446,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     Raises:
         JinguError: it is missing or damaged, or has settings that jingu does not support.
     """
-    config = read_json(
+    config = read_model_json(
         folder / ADAPTER_CONFIG,
         f"there is no adapter of peft here (no {ADAPTER_CONFIG}).",
         "Give a folder that has one.",

@@ -18,7 +18,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
-from jingu.data.shard_writer import EncodedDocuments, UnitEncoder
+from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, hash_document
 from jingu.data.supervised import content_settings, open_supervised
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.task_mixture import render_mixture
@@ -340,7 +340,7 @@ def _encode_unit(
             # Convert each row immediately: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
             sidecars.append(row.sidecar)
-            hashes.append(build.hash_document(np.array(row.split_ids, dtype).tobytes()))
+            hashes.append(hash_document(np.array(row.split_ids, dtype).tobytes()))
     counts.documents = len(ids)
     if ids:
         yield EncodedDocuments(

@@ -265,7 +265,10 @@ def test_no_weights_no_config_no_folder(exported: Path) -> None:
         ({"vocab_size": -2}, "this does not describe a model (vocab_size is -2: input should be greater than"),
         ({"rope_scaling": 5}, "this does not describe a model (rope_scaling is 5, and should be an object)"),
         ({"hidden_act": ["silu"]}, "this does not describe a model (unhashable type: 'list')"),
-        ({"quantization_config": "fp8"}, "quantization_config is 'fp8' instead of an object"),
+        (
+            {"quantization_config": "fp8"},
+            "this does not describe a model (quantization_config is 'fp8', and should be an object)",
+        ),
     ],
 )
 def test_wrong_configs_are_errors_wherever_they_are_read(
