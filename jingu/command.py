@@ -7,7 +7,7 @@ import gc
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -192,6 +192,7 @@ def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
     """
     description = entry.help[0].upper() + entry.help[1:] + "."
     parser = _Parser(prog=f"jingu {name}", description=description, allow_abbrev=False, add_help=False)
+    parser.words = words
     if entry.run_file:
         parser.add_argument("file", metavar="RUN.yaml", type=expand_path, help="configuration of the run")
         help_text = "settings to override, such as optimizer.lr=3e-4"
@@ -214,7 +215,13 @@ def parse(name: str, entry: Command, words: list[str]) -> dict[str, Any] | None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises JinguError, with messages in jingu's style."""
+    """An argument parser that raises JinguError, with messages in jingu's style.
+
+    Attributes:
+        words: the arguments to parse, for messages.
+    """
+
+    words: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message, in jingu's words, as a JinguError."""
@@ -222,6 +229,11 @@ class _Parser(argparse.ArgumentParser):
         required = "the following arguments are required: "
         if text.startswith(required):
             missing = text.removeprefix(required).split(", ")
+            # Some commands take another command, to which all options after it belong.
+            late = [option for option in missing if any(word.partition("=")[0] == option for word in self.words)]
+            if late:
+                what = f"{late[0]} follows the command, as if it were an option of that command."
+                raise JinguError(what, fix=f"Write {late[0]} before the command.")
             text = join_words(missing, "and") + (" is missing" if len(missing) == 1 else " are missing")
         argument, _, reason = text.partition(": ")
         if reason.startswith("expected "):

@@ -319,6 +319,11 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("generate", "MODEL and PROMPT are missing. See `jingu generate --help`."),
         ("generate model one two", "there is one argument too many: two. See `jingu generate --help`."),
         ("export model", "--to is missing. See `jingu export --help`."),
+        (
+            "launch ssh train run.yaml --hostfile hosts",
+            "--hostfile follows the command, as if it were an option of that command. "
+            "Write --hostfile before the command.",
+        ),
         ("verify run.yaml --against", "--against needs a value. See `jingu verify --help`."),
         ("export model --to", "--to needs a value. See `jingu export --help`."),
         (
