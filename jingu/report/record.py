@@ -57,8 +57,8 @@ class RunRecord:
 
     @property
     def resumes(self) -> list[int]:
-        """Steps from which the run was resumed."""
-        return [start["step"] for start in self.starts[1:]]
+        """Steps from which the run was resumed, each once."""
+        return list(dict.fromkeys(start["step"] for start in self.starts[1:]))
 
     @property
     def stages(self) -> list[int]:

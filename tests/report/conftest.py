@@ -63,7 +63,7 @@ def _loss(step: int) -> float:
 
 
 def realistic_rows(steps: int = 1200, log_every: int = 10, evaluate_every: int = 100) -> list[dict[str, Any]]:
-    """The lines of a small Llama's run on Python sources, resumed once on the way."""
+    """The lines of a small Llama's run on Python sources, resumed on the way, twice from the same step."""
     chance = random.Random(7)
     start = {"type": "start", "step": 0, "time": "2026-01-01T12:00:00+00:00", "ranks": 1, "device": "cpu"}
     start |= {"precision": "fp32", "parameters": 4_213_760, "peak_flops": 1.4e11, "tokens_per_step": 8192}
@@ -90,7 +90,7 @@ def realistic_rows(steps: int = 1200, log_every: int = 10, evaluate_every: int =
             for prompt, text in zip(("def ", "class Test"), stage, strict=True):
                 rows.append({"type": "sample", "step": step, "prompt": prompt, "text": text})
         if step == 600:
-            rows.append(start | {"step": 600, "time": "2026-01-01T12:09:41+00:00", "resumed_from": 600})
+            rows += 2 * [start | {"step": 600, "time": "2026-01-01T12:09:41+00:00", "resumed_from": 600}]
     return rows
 
 
