@@ -16,7 +16,7 @@ from typing import Any
 
 from jingu.chat.messages import JsonObject, Message
 
-# The description of tools for chat templates that do not support tools, in the words of Hermes and Qwen.
+# The description of tools for chat templates that do not support tools, with the tags of Hermes and Qwen.
 _TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")

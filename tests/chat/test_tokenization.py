@@ -21,13 +21,11 @@ TEXTS = [
 SPECIAL = ["</s>", "<s>", "<|im_start|>", "<|im_end|>"]
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"name": "weather", "description": "天气"}
-SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 TOOLS = (
-    "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to assist with "
-    "the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-    '{"name": "weather", "description": "天气"}\n</tools>\n\nFor each function call, return a json object with '
-    "function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>system\n# Tools\n\nYou can call these functions. Each line of JSON between the tags describes one of "
+    'them:\n<tools>\n{"name": "weather", "description": "天气"}\n</tools>\n\nTo call a function, write its name and its '
+    'arguments as JSON between these tags:\n<tool_call>\n{"name": "the function", "arguments": {"the argument": "its '
+    'value"}}\n</tool_call><|im_end|>\n'
 )
 
 
@@ -84,7 +82,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen",
         {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "好"}]},
-        SYSTEM + user("你好") + said("好"),
+        user("你好") + said("好"),
     ),
     (
         "qwen",
