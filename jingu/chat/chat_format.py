@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jingu.chat.messages import ConversationError, JsonObject, Message, check_characters
+from jingu.chat.messages import JsonObject, Message, check_characters
 from jingu.chat.templates import ChatTemplate, load_template
 from jingu.chat.tokenization import encode_rendered
 from jingu.config.load import load_stored_config
 from jingu.config.sections.data import RowSettings
-from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
 

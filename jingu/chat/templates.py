@@ -448,8 +448,8 @@ class ChatTemplate:
             header_length = self._header_length(prompt.tail, text[slice(*turn)])
         if header_length is None:
             raise ConversationError(
-                f"in the chat template {self.where} an answer does not continue the generation prompt (line "
-                f"{traced.lines[index]})"
+                f"in the chat template {self.where} an answer does not continue the generation prompt, or its header "
+                f"is not known (line {traced.lines[index]})"
             )
         start = turn[0] + header_length
         # 2. The end token.
@@ -470,9 +470,11 @@ class ChatTemplate:
         Args:
             tail: the generation prompt. Without one, the header is what answers have in common before their content.
         """
-        header = self._headers[1]
+        common, header = self._headers or ("", None)
         if tail.strip():
-            return find_header(tail, written, self._headers[0])
+            return find_header(tail, written, common)
+        if header is None:
+            return None
         return len(header) if header.strip() and written.startswith(header) else 0
 
     def _find_prompt(self, conversation: _Conversation, index: int) -> _Prompt:
@@ -494,27 +496,27 @@ class ChatTemplate:
         try:
             traced = self._trace(messages, tools, options)
         except ConversationError:
-            return _Prompt(None, self._headers[0])
+            return _Prompt(None, self._headers[0] if self._headers else "")
         tail = traced.text[traced.body_end :] if self._has_prompt else ""
         return _Prompt(traced.text[: traced.body_end + len(tail)], tail)
 
     @cached_property
-    def _headers(self) -> tuple[str, str]:
+    def _headers(self) -> tuple[str, str] | None:
         """What answers to a question have in common before their content, as first and last messages; and what the last
-        one has. Empty if the template refuses the conversations."""
+        one has. None if the template refuses the conversations."""
+        word = "jxqzw"
         question = {"role": "user", "content": self._probe_content("question")}
-        answer = {"role": "assistant", "content": self._probe_content("jxqzw")}
+        answer = {"role": "assistant", "content": self._probe_content(word)}
         headers = []
         for messages in ([question, answer], [question, answer, question, answer]):
             try:
                 traced = self._trace(messages, None, {})
+                turns = [find_turn(traced, index, answer, self.where) for index in range(1, len(messages), 2)]
             except ConversationError:
                 continue
-            for index in range(1, len(messages), 2):
-                written = "".join(traced.text[slice(*piece)] for piece in traced.pieces[index])
-                headers.append(written.partition("jxqzw")[0])
+            headers += [traced.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
         if not headers:
-            return "", ""
+            return None
         common = headers[0]
         for header in headers:
             common = common[: common_length(common, header)]
@@ -536,7 +538,7 @@ class ChatTemplate:
             except ConversationError:
                 turn = None
             if turn is not None:
-                start = turn[0] + common_length(self._headers[0], traced.text[slice(*turn)])
+                start = turn[0] + common_length(self._headers[0] if self._headers else "", traced.text[slice(*turn)])
                 end = find_end(traced.text, (start, turn[1]), answer, self._special)
                 self._next_tokens[role] = traced.text[turn[1] : end] if end is not None and end > turn[1] else ""
         return self._next_tokens[role]
