@@ -22,6 +22,8 @@ _EMPTY_REASONING = re.compile(
     r"(?:<\|START_THINKING\|>\s*)?<\|END_THINKING\|>"
     r")"
 )
+# A template without any of these writes no such block.
+EMPTY_WORDS = ("think", "THINK", "thought")
 # What a prompt may have that an answer without reasoning lacks: the begin of a block of reasoning, or an empty one.
 _PROMPTED_REASONING = re.compile(
     r"\s*(?:</?think>|</?thinking>|</?seed:think>|\[/?THINK\]|◁/?think▷|<\|channel>thought|<channel\|>|"
@@ -70,6 +72,8 @@ def find_turn(traced: TracedText, index: int, message: JsonObject, where: str) -
     Raises:
         ConversationError: it wrote several pieces, or its pieces cannot be told from those of others.
     """
+    if len(traced.pieces[index]) == 1:
+        return traced.pieces[index][0]
     # Earlier loops over the messages may write white space.
     pieces = [piece for piece in traced.pieces[index] if traced.text[slice(*piece)].strip()]
     pieces = pieces or traced.pieces[index][-1:]
@@ -195,6 +199,8 @@ def find_missing(message: JsonObject, text: str, needs_reasoning: bool) -> str:
 def split_reasoning(message: JsonObject) -> tuple[str, str]:
     """Return the reasoning of a message and its content, which may begin with the reasoning."""
     content = _plain(message).strip()
+    if len(message) == 2 and "</think>" not in content:
+        return "", content
     reasoning = str(message.get(REASONING_KEYS[0], "")).strip()
     if message["role"] == "assistant" and "</think>" in content:
         before, _, content = content.rpartition("</think>")

@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.environment import Template
@@ -31,6 +31,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jingu.chat.answers import (
+    EMPTY_WORDS,
     REASONING_KEYS,
     SpecialTokens,
     check_mark,
@@ -48,6 +49,7 @@ from jingu.chat.tracing import (
     TRACE,
     Span,
     Trace,
+    TracedMessage,
     TracedMessages,
     TracedText,
     add_filters,
@@ -106,8 +108,7 @@ class RenderedChat:
     messages: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Conversation:
+class _Conversation(NamedTuple):
     """A conversation as a template takes it, and as it wrote it.
 
     Attributes:
@@ -116,15 +117,14 @@ class _Conversation:
         options: further variables.
     """
 
-    messages: list[JsonObject]
+    messages: list[TracedMessage]
     tools: list[Any] | None
     options: dict[str, Any]
     traced: TracedText
     prompts: dict[int, _Prompt]
 
 
-@dataclass(frozen=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """The prompt of an answer.
 
     Attributes:
@@ -136,8 +136,7 @@ class _Prompt:
     tail: str
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """An answer in a rendered text.
 
     Attributes:
@@ -183,7 +182,6 @@ class ChatTemplate:
         self.source = source
         self.tools_source = tools_source
         self.where = where
-        self._train_empty_reasoning = train_empty_reasoning
         self._for_tools = self
         if tools_source is not None:
             self._for_tools = ChatTemplate(
@@ -198,8 +196,10 @@ class ChatTemplate:
         except TemplateError as error:
             raise JinguError(f"the chat template is not valid Jinja ({error}).", where=where) from error
         self._has_prompt = "add_generation_prompt" in source
+        self._skips_empty_reasoning = not train_empty_reasoning and any(word in source for word in EMPTY_WORDS)
         self._has_reasoning = any(word in source for word in _REASONING_WORDS)
         self._variables = {**self._template.globals, "documents": None, **tokenizer.special_names}
+        self._variables["add_generation_prompt"] = False
         self._special = SpecialTokens(tokenizer.special_tokens, tokenizer.special_names["bos_token"])
         self._escaped_tokens = [] if parse_special_tokens else self._special.longest_first
         # The text that the template writes after the messages for a new answer, by the further variables.
@@ -259,17 +259,23 @@ class ChatTemplate:
         whole = self._start(messages, tools, variables)
         last = len(messages) - 1
         # Each answer with the conversation up to it.
-        ends = {}
-        if turns == "each" or (turns == "auto" and whole.traced.looks_ahead):
-            ends = {index: whole if index == last else self._cut(whole, index + 1) for index in answers}
-        if turns == "each" or not all(self._renders_alike(whole, ends[index], index) for index in ends):
-            rendered = []
-            for index, end in ends.items():
-                self._check_written(end, [index])
-                rendered.append(self._finish_one(end, index))
-            return rendered
-        self._check_written(whole, answers)
-        return [self._finish(whole, answers)]
+        ends: dict[int, _Conversation] = {}
+
+        def end_at(index: int) -> _Conversation:
+            if index not in ends:
+                ends[index] = whole if index == last else self._cut(whole, index + 1)
+            return ends[index]
+
+        unsettled = [index for index in answers if index >= whole.traced.num_settled]
+        is_whole = turns == "whole" or all(self._renders_alike(whole, end_at(index), index) for index in unsettled)
+        if is_whole and turns != "each":
+            self._check_written(whole, answers)
+            return [self._finish(whole, answers)]
+        rendered = []
+        for index in answers:
+            self._check_written(end_at(index), [index])
+            rendered.append(self._finish_one(end_at(index), index))
+        return rendered
 
     def render_prompt(
         self,
@@ -336,10 +342,8 @@ class ChatTemplate:
         """Render a conversation. Raise ConversationError if the template refuses it or ignores its tools."""
         options = {**self._escape_mentions(dict(variables or {})), **options}
         tool_entries = self._escape_mentions(list(tools)) or None
-        entries: list[JsonObject] = [self._escape_mentions(_message_variables(message)) for message in messages]
-        if self._takes_parts:
-            entries = [{**entry, "content": _content_parts(entry["content"])} for entry in entries]
-        calls = [call["function"] for entry in entries for call in entry.get("tool_calls", [])]
+        entries = [self._message_variables(message) for message in messages]
+        calls = [call["function"] for entry in entries for call in dict.get(entry, "tool_calls", ())]
         traced: TracedText | None = None
         error: ConversationError | None = None
         try:
@@ -356,13 +360,48 @@ class ChatTemplate:
         if traced is None:
             assert error is not None
             raise error
-        # A template that renders the same without tools would silently drop them.
-        if tool_entries:
-            names = [tool.get("function", tool).get("name") for tool in tool_entries if isinstance(tool, dict)]
-            is_complete = all(name in traced.text for name in names if isinstance(name, str))
-            if not is_complete or traced.text == self._try_render(entries, None, options):
-                raise ConversationError(f"the chat template {self.where} does not support tools")
-        return _Conversation(entries, tool_entries, options, traced, {})
+        conversation = _Conversation(entries, tool_entries, options, traced, {})
+        if tool_entries and not self._writes_tools(conversation):
+            raise ConversationError(f"the chat template {self.where} does not support tools")
+        return conversation
+
+    def _writes_tools(self, conversation: _Conversation) -> bool:
+        """Return whether the text has all tools."""
+        traced = conversation.traced
+        names = [tool.get("function", tool).get("name") for tool in conversation.tools or [] if isinstance(tool, dict)]
+        names = [name for name in names if isinstance(name, str) and name]
+        if not all(name in traced.text for name in names):
+            return False
+        # What precedes the first message that a loop wrote has only words of the template, tools, and other messages.
+        start = min((pieces[0][0] for pieces in traced.pieces if pieces), default=0)
+        others = "".join(
+            _plain_content(message)
+            for message, pieces in zip(conversation.messages, traced.pieces, strict=True)
+            if not pieces
+        )
+        before = traced.text[:start]
+        if any(name in before and name not in self.source and name not in others for name in names):
+            return True
+        return traced.text != self._try_render(conversation.messages, None, conversation.options)
+
+    def _message_variables(self, message: Message) -> TracedMessage:
+        """Return a message as the dictionary that templates expect, which is that of transformers."""
+        escape = self._escape_mentions
+        content = escape(message.content)
+        variables = TracedMessage(role=message.role, content=_content_parts(content) if self._takes_parts else content)
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+                calls.append({"id": call["id"], **entry} if "id" in call else entry)
+            variables["tool_calls"] = escape(calls)
+        if message.reasoning_content:
+            variables.update(dict.fromkeys(REASONING_KEYS, escape(message.reasoning_content)))
+        if message.name:
+            variables["name"] = escape(message.name)
+        if message.tool_call_id:
+            variables["tool_call_id"] = escape(message.tool_call_id)
+        return variables
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -404,7 +443,7 @@ class ChatTemplate:
             answer = self._locate(conversation, index)
             text = answer.text
             start, end = answer.span
-            if not self._train_empty_reasoning:
+            if self._skips_empty_reasoning:
                 start = skip_empty_reasoning(text, start, end, conversation.messages[index])
             spans.append((start, end))
         return self._restore_mentions(text, spans, answers)
@@ -416,10 +455,11 @@ class ChatTemplate:
         if answer.continues_prompt or prompt is None:
             return self._finish(conversation, [index])
         start, end = answer.span
+        assert prompt.text is not None
         before = prompt.text[: len(prompt.text) - len(prompt.tail) + answer.header_length]
         text = before + answer.text[start:]
         shift = len(before) - start
-        if not self._train_empty_reasoning:
+        if self._skips_empty_reasoning:
             start = skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
         return self._restore_mentions(text, [(start + shift, end + shift)], [index])
 
@@ -479,22 +519,23 @@ class ChatTemplate:
 
     def _find_prompt(self, conversation: _Conversation, index: int) -> _Prompt:
         """Return the prompt of an answer."""
-        options = conversation.options | {"add_generation_prompt": True}
-        if self._has_constant_prompt and not conversation.traced.looks_ahead and index:
-            key = _to_json([options, bool(conversation.tools)])
+        # The text before a settled message is the begin of its prompt.
+        if self._has_constant_prompt and 0 < index <= conversation.traced.num_settled:
+            key = _to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
+            key += "tools" if conversation.tools else ""
             if key not in self._constant_prompts:
-                self._constant_prompts[key] = self._trace_prompt(conversation.messages[:1], conversation.tools, options)
-            # Its begin is known to be that of the text.
-            return replace(self._constant_prompts[key], text=None)
+                prompt = self._trace_prompt(conversation, 1)
+                self._constant_prompts[key] = _Prompt(None, prompt.tail)
+            return self._constant_prompts[key]
         if index not in conversation.prompts:
-            prompt = self._trace_prompt(conversation.messages[:index], conversation.tools, options)
-            conversation.prompts[index] = prompt
+            conversation.prompts[index] = self._trace_prompt(conversation, index)
         return conversation.prompts[index]
 
-    def _trace_prompt(self, messages: list[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> _Prompt:
-        """Return the prompt after some messages. If the template refuses them, the usual header stands for it."""
+    def _trace_prompt(self, conversation: _Conversation, count: int) -> _Prompt:
+        """Return the prompt after the first messages. If the template refuses them, the usual header stands for it."""
         try:
-            traced = self._trace(messages, tools, options)
+            options = conversation.options | {"add_generation_prompt": True}
+            traced = self._trace(conversation.messages[:count], conversation.tools, options)
         except ConversationError:
             return _Prompt(None, self._headers[0] if self._headers else "")
         tail = traced.text[traced.body_end :] if self._has_prompt else ""
@@ -559,6 +600,11 @@ class ChatTemplate:
         """
         traced = conversation.traced
         for index, message in enumerate(conversation.messages):
+            # Most messages have nothing but a content, which the template writes as it is.
+            pieces = traced.pieces[index]
+            content = message["content"]
+            if len(message) == 2 and pieces and type(content) is str and content in traced.text[slice(*pieces[-1])]:
+                continue
             is_complete = index in answers or not self._has_reasoning
             own = "\n".join(traced.text[slice(*piece)] for piece in traced.pieces[index])
             missing = find_missing(message, own, is_complete)
@@ -620,7 +666,7 @@ class ChatTemplate:
         return head.removesuffix(content[len(content.rstrip()) :]) if is_trimmed else head
 
     def _try_render(
-        self, messages: list[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]
+        self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]
     ) -> str | None:
         """Return the text of messages; None if the template refuses them."""
         try:
@@ -628,7 +674,7 @@ class ChatTemplate:
         except ConversationError:
             return None
 
-    def _trace(self, messages: list[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
+    def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
         """Render messages, and trace which of them wrote each piece of the text."""
         trace = Trace(messages)
         traced = trace.divide(self._run(trace, tools, options))
@@ -644,8 +690,7 @@ class ChatTemplate:
 
     def _run(self, trace: Trace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         """Return what the template writes, with the marks of a trace."""
-        variables = self._variables | {"add_generation_prompt": False} | options
-        variables |= {"messages": trace.messages, "tools": tools, TRACE: trace}
+        variables = {**self._variables, **options, "messages": trace.messages, "tools": tools, TRACE: trace}
         try:
             # Does the same as `Template.render`, but does not copy the constant variables.
             context = Context(self._template.environment, variables, self._template.name, self._template.blocks)
@@ -757,22 +802,6 @@ def load_template(
         parse_special_tokens=parse_special_tokens,
         train_empty_reasoning=train_empty_reasoning,
     )
-
-
-def _message_variables(message: Message) -> JsonObject:
-    """Return a message as the dictionary that templates expect, which is that of transformers."""
-    variables: JsonObject = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        variables["tool_calls"] = []
-        for call in message.tool_calls:
-            entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-            variables["tool_calls"].append({"id": call["id"], **entry} if "id" in call else entry)
-    if message.reasoning_content:
-        variables |= dict.fromkeys(REASONING_KEYS, message.reasoning_content)
-    for key in ("name", "tool_call_id"):
-        if value := getattr(message, key):
-            variables[key] = value
-    return variables
 
 
 def _content_parts(text: str) -> list[JsonObject]:

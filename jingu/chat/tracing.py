@@ -5,16 +5,15 @@ written belongs to that message, whatever way it came there: through aliases, sl
 In a loop over indices, and in an expression outside of loops, the message is the one whose content was read. Marks in
 the text say where the writer changes; `Trace.divide` takes them out again.
 
-The trace also notes whether the template looked ahead: whether anything that a message wrote can depend on later
-messages. If not, each prefix of the conversation renders as a prefix of the text, and need not be rendered to know it.
+The trace also notes when the template looks ahead, so that what is written can depend on later messages. Up to there,
+each prefix of the conversation renders as a prefix of the text, and need not be rendered to know it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, nodes
 
@@ -37,7 +36,6 @@ _AHEAD = frozenset({"last", "nextitem", "length", "revindex", "revindex0"})
 TRACE = "jingu_trace"
 
 
-@dataclass(eq=False)
 class _Writer:
     """What the template stands on while it writes: a message, or a place that is not yet assigned to one.
 
@@ -46,41 +44,42 @@ class _Writer:
         line: line of the template; 0: the template as a whole, which stands on none.
         outer: the writer around this one.
         key: the number that a loop over indices stands on.
+        reads: messages whose content was read.
         by_key: messages by the index under which the template looked them up.
     """
 
-    message: int | None
-    line: int
-    outer: _Writer | None = None
-    key: Any = None
-    reads: set[int] = field(default_factory=set)
-    by_key: dict[Any, int] = field(default_factory=dict)
+    __slots__ = ("by_key", "key", "line", "message", "outer", "reads")
+
+    def __init__(self, message: int | None, line: int, outer: _Writer | None = None, key: Any = None) -> None:
+        self.message = message
+        self.line = line
+        self.outer = outer
+        self.key = key
+        self.reads: set[int] | None = None
+        self.by_key: dict[Any, int] | None = None
 
     def resolve(self) -> int | None:
         """Return the index of the message that writes; None if there is none, or if it is not clear which."""
         if self.message is not None or not self.line:
             return self.message
-        if self.reads and self.key in self.by_key:
+        if not self.reads:
+            return self.outer.resolve() if self.outer else None
+        if self.by_key and self.key in self.by_key:
             return self.by_key[self.key]
-        if len(self.reads) == 1:
-            return next(iter(self.reads))
-        return self.outer.resolve() if self.outer and not self.reads else None
+        return next(iter(self.reads)) if len(self.reads) == 1 else None
 
 
 class TracedMessage(dict[str, Any]):
-    """A message that notes when its content is read."""
+    """A message of a conversation, which notes when its content is read."""
 
     __slots__ = ("_index", "_trace")
-
-    def __init__(self, value: JsonObject, trace: Trace, index: int) -> None:
-        super().__init__(value)
-        self._trace = trace
-        self._index = index
+    _index: int
+    _trace: Trace
 
     def __getitem__(self, key: str) -> Any:
         writer = self._trace.writer
         if writer.message is None and key in _CONTENT_KEYS:
-            writer.reads.add(self._index)
+            writer.reads = {self._index, *(writer.reads or ())}
         return dict.__getitem__(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -96,27 +95,28 @@ class TracedMessages(Sequence[TracedMessage]):
         self._first = first
 
     def __len__(self) -> int:
-        self._trace.looks_ahead = True
+        self._trace.look_ahead()
         return len(self._items)
 
     def __bool__(self) -> bool:
-        self._trace.looks_ahead |= self._first > 0
+        self._trace.look_ahead(self._first > 0)
         return bool(self._items)
 
     def __iter__(self) -> Iterator[TracedMessage]:
-        self._trace.looks_ahead = True
+        self._trace.look_ahead()
         return iter(self._items)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             if isinstance(key.start, int) and key.start >= 0 and key.stop is None and key.step in (None, 1):
                 return TracedMessages(self._items[key.start :], self._trace, self._first + key.start)
-            self._trace.looks_ahead = True
+            self._trace.look_ahead()
             return self._items[key]
         message = self._items[key]
         index = message._index
-        self._trace.looks_ahead |= key < 0 or index > max(self._trace.latest, 0)
-        self._trace.writer.by_key.setdefault(key, index)
+        self._trace.look_ahead(key < 0 or index > max(self._trace.latest, 0))
+        writer = self._trace.writer
+        writer.by_key = {key: index, **(writer.by_key or {})}
         return message
 
     def __add__(self, other: Any) -> list[Any]:
@@ -127,19 +127,19 @@ class TracedMessages(Sequence[TracedMessage]):
 
     def iterate(self) -> Iterator[TracedMessage]:
         """Return the messages for a loop, which looks ahead only if an earlier loop has been over all of them."""
-        self._trace.looks_ahead |= self._trace.latest >= 0
+        self._trace.look_ahead(self._trace.latest >= 0)
         return iter(self._items)
 
 
-@dataclass(frozen=True)
-class TracedText:
+class TracedText(NamedTuple):
     """A rendered text.
 
     Attributes:
         pieces: for each message, start and end of each piece that it wrote; adjacent pieces are one.
         lines: for each message, the line of the template that stood on it; 0 if none did.
         marks: start and end of each answer that the template marks.
-        looks_ahead: whether a prefix of the conversation may render otherwise than as a prefix of the text.
+        num_settled: number of messages whose text, and all before it, depends on no later message. What prefixes of
+            the conversation render is known up to them.
         body_end: end of what the statements up to the last loop wrote; a generation prompt follows.
         unclear: line of a loop that read several messages, so that its text belongs to none; 0 if there is none.
     """
@@ -148,7 +148,7 @@ class TracedText:
     pieces: list[list[Span]]
     lines: list[int]
     marks: list[Span]
-    looks_ahead: bool
+    num_settled: int
     body_end: int
     unclear: int
 
@@ -156,21 +156,23 @@ class TracedText:
 class Trace:
     """What happens while a template is rendered once."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], is_silent: bool = False) -> None:
+    def __init__(self, entries: Sequence[JsonObject], is_silent: bool = False) -> None:
         self._is_silent = is_silent
-        self.looks_ahead = False
+        self._num_messages = self._num_settled = len(entries)
         # Whether marks were written into a captured text, which the template may have processed.
         self.is_captured = False
         self.latest = -1
         self.writer = _Writer(None, 0)
         self._writers = [self.writer]
-        self._body_mark = ""
+        self._body_mark = "none"
         # For each loop, the writers around its runs that have not ended, and whether it is over messages.
         self._outer: dict[int, list[_Writer]] = {}
         self._over_messages: set[int] = set()
-        items = [TracedMessage(dict(message), self, index) for index, message in enumerate(messages)]
-        self._indices = {id(item): index for index, item in enumerate(items)}
-        self.messages = TracedMessages(items, self)
+        messages = [entry if type(entry) is TracedMessage else TracedMessage(entry) for entry in entries]
+        for index, message in enumerate(messages):
+            message._index = index
+            message._trace = self
+        self.messages = TracedMessages(messages, self)
 
     def begin_loop(self, items: Any, loop: int) -> Any:
         """Return the items of a loop that begins."""
@@ -182,14 +184,14 @@ class Trace:
 
     def enter(self, item: Any, loop: int, line: int, is_captured: bool) -> str:
         """Return the mark at the begin of a loop's body; empty if the item has nothing to do with messages."""
-        index = self._indices.get(id(item))
+        index = item._index if type(item) is TracedMessage else None
         if index is None and isinstance(item, list | tuple):
-            members = [self._indices[id(member)] for member in item if id(member) in self._indices]
+            members = [member._index for member in item if type(member) is TracedMessage]
             index = members[0] if len(members) == 1 else None
         if index is None and type(item) is not int:
             return ""
-        if index is not None:
-            self.latest = max(self.latest, index)
+        if index is not None and index > self.latest:
+            self.latest = index
         self.is_captured |= is_captured
         return self._mark(_Writer(index, line, self._outer[loop][-1], key=item if index is None else None))
 
@@ -207,15 +209,21 @@ class Trace:
         outer = self.writer.outer
         return self._mark(outer) if self.writer.message is None and outer else ""
 
-    def look_ahead(self, value: Any, loop: int) -> Any:
+    def look_ahead(self, is_ahead: bool = True) -> None:
+        """Note that what is written from now on can depend on messages after the current one."""
+        if is_ahead:
+            self._num_settled = min(self._num_settled, max(self.latest, 0))
+
+    def read_loop(self, value: Any, loop: int) -> Any:
         """Return what `loop` says about later items."""
-        self.looks_ahead |= loop in self._over_messages
+        self.look_ahead(loop in self._over_messages)
         return value
 
     def end_body(self) -> str:
         """Return the mark after the last loop."""
-        self._body_mark = self._mark(self._writers[0])
-        return self._body_mark
+        mark = self._mark(self._writers[0])
+        self._body_mark = mark or self._body_mark
+        return mark
 
     def _mark(self, writer: _Writer) -> str:
         self.writer = writer
@@ -226,44 +234,45 @@ class Trace:
 
     def divide(self, marked_text: str) -> TracedText:
         """Return the text without marks, and what each message wrote."""
-        count = len(self._indices)
-        pieces: list[list[Span]] = [[] for _ in range(count)]
-        lines = [0] * count
+        pieces: list[list[Span]] = [[] for _ in range(self._num_messages)]
+        lines = [0] * self._num_messages
         marks: list[Span] = []
-        texts: list[str] = []
         length = 0
         start = 0
         unclear = 0
         body_end = 0
         writer = self._writers[0]
-        for part in _MARKS.split(marked_text):
-            kind = part[:1]
-            if kind == _WRITER_MARK:
-                writer = self._writers[ord(part[1]) - _FIRST_WRITER]
-                body_end = length if part == self._body_mark else body_end
-            elif kind == ANSWER_START:
-                start = length
-            elif kind == ANSWER_END:
-                marks.append((start, length))
-            elif part:
-                texts.append(part)
-                message = writer.resolve()
+        message = writer.resolve()
+        parts = _MARKS.split(marked_text)
+        texts = parts[::2]
+        for text, mark in zip(texts, [*parts[1::2], ""], strict=True):
+            if text:
+                end = length + len(text)
                 if message is not None:
                     own = pieces[message]
                     if own and own[-1][1] == length:
-                        own[-1] = (own[-1][0], length + len(part))
+                        own[-1] = (own[-1][0], end)
                     else:
-                        own.append((length, length + len(part)))
+                        own.append((length, end))
                     lines[message] = writer.line
-                elif writer.reads and not part.isspace():
+                elif writer.reads and writer.line and not text.isspace():
                     unclear = writer.line
-                length += len(part)
-        return TracedText("".join(texts), pieces, lines, marks, self.looks_ahead, body_end, unclear)
+                length = end
+            if mark == self._body_mark:
+                body_end = length
+            if mark == ANSWER_START:
+                start = length
+            elif mark == ANSWER_END:
+                marks.append((start, length))
+            elif mark:
+                writer = self._writers[ord(mark[1]) - _FIRST_WRITER]
+                message = writer.resolve()
+        return TracedText("".join(texts), pieces, lines, marks, self._num_settled, body_end, unclear)
 
 
 def add_filters(environment: Environment) -> None:
     """Give an environment the filters that `instrument` uses."""
-    for name in ("begin_loop", "enter", "end_loop", "begin_output", "end_output", "look_ahead", "end_body"):
+    for name in ("begin_loop", "enter", "end_loop", "begin_output", "end_output", "read_loop", "end_body"):
         environment.filters[f"{TRACE}_{name}"] = getattr(Trace, name)
 
 
@@ -317,12 +326,11 @@ class _Instrumentation:
         if isinstance(node, nodes.For):
             return self._visit_loop(node, loops, is_captured)
         line = node.lineno
-        is_ahead = isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop"
-        if is_ahead and loops:
+        if loops and isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
             # Only some attributes of `loop` say anything about later items.
-            return [self._call("look_ahead", line, node, loops[-1])] if node.attr in _AHEAD else [node]
+            return [self._call("read_loop", line, node, loops[-1])] if node.attr in _AHEAD else [node]
         if isinstance(node, nodes.Name) and node.name == "loop" and loops and node.ctx == "load":
-            return [self._call("look_ahead", line, node, loops[-1])]
+            return [self._call("read_loop", line, node, loops[-1])]
         captures = isinstance(node, nodes.Macro | nodes.CallBlock | nodes.FilterBlock | nodes.AssignBlock)
         self.visit_body(node, () if isinstance(node, nodes.Macro) else loops, is_captured or captures)
         if isinstance(node, nodes.Output) and not loops and not is_captured:

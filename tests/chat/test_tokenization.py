@@ -25,8 +25,8 @@ TOOL = {"name": "weather", "description": "天气"}
 TOOLS = (
     "<|im_start|>system\n# Tools\n\nYou can call these functions. Each line of JSON between the tags describes one of "
     'them:\n<tools>\n{"name": "weather", "description": "天气"}\n</tools>\n\nTo call a function, write its name and '
-    'its arguments as JSON between these tags:\n<tool_call>\n{"name": "the function", "arguments": {"the argument": "its '
-    'value"}}\n</tool_call><|im_end|>\n'
+    'its arguments as JSON between these tags:\n<tool_call>\n{"name": "the function", "arguments": {"the argument": '
+    '"its value"}}\n</tool_call><|im_end|>\n'
 )
 
 
