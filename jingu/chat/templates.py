@@ -69,6 +69,7 @@ _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
 _FIRST_MENTION = 0xF0000
 # A template that contains one of these has a place for reasoning.
 _REASONING_WORDS = ("reasoning", "thinking", "</think>")
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 _TEMPLATES = files("jingu.chat").joinpath("jinja")
 NAMED_TEMPLATES = {
@@ -732,12 +733,19 @@ class ChatTemplate:
         )
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, dict) and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 @cache
 def _compile(source: str) -> tuple[Template, bool]:
     """Return an instrumented template, and whether its generation prompt does not depend on the conversation."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
