@@ -48,7 +48,7 @@ from jingu.chat.tracing import (
     ANSWER_START,
     TRACE,
     Span,
-    Trace,
+    WriterTrace,
     TracedMessage,
     TracedMessages,
     TracedText,
@@ -677,11 +677,11 @@ class ChatTemplate:
 
     def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
         """Render messages, and trace which of them wrote each piece of the text."""
-        trace = Trace(messages)
+        trace = WriterTrace(messages)
         traced = trace.divide(self._run(trace, tools, options))
         if trace.is_captured:
             # The template may have processed a text with marks in it.
-            silent = Trace(messages, is_silent=True)
+            silent = WriterTrace(messages, is_silent=True)
             if silent.divide(self._run(silent, tools, options)).text != traced.text:
                 raise ConversationError(
                     f"the chat template {self.where} processes the text of a loop over messages (line "
@@ -689,7 +689,7 @@ class ChatTemplate:
                 )
         return traced
 
-    def _run(self, trace: Trace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
+    def _run(self, trace: WriterTrace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         """Return what the template writes, with the marks of a trace."""
         variables = {**self._variables, **options, "messages": trace.messages, "tools": tools, TRACE: trace}
         try:

@@ -3,7 +3,7 @@
 The syntax tree of the template is instrumented. While a loop stands on one of the conversation's messages, what is
 written belongs to that message, whatever way it came there: through aliases, slices, namespaces, filters or macros.
 In a loop over indices, and in an expression outside of loops, the message is the one whose content was read. Marks in
-the text say where the writer changes; `Trace.divide` takes them out again.
+the text say where the writer changes; `WriterTrace.divide` takes them out again.
 
 The trace also notes when the template looks ahead, so that what is written can depend on later messages. Up to there,
 each prefix of the conversation renders as a prefix of the text, and need not be rendered to know it.
@@ -74,7 +74,7 @@ class TracedMessage(dict[str, Any]):
 
     __slots__ = ("_index", "_trace")
     _index: int
-    _trace: Trace
+    _trace: WriterTrace
 
     def __getitem__(self, key: str) -> Any:
         writer = self._trace.writer
@@ -89,7 +89,7 @@ class TracedMessage(dict[str, Any]):
 class TracedMessages(Sequence[TracedMessage]):
     """The messages of a conversation from a first one on; it notes when the template looks ahead."""
 
-    def __init__(self, messages: list[TracedMessage], trace: Trace, first: int = 0) -> None:
+    def __init__(self, messages: list[TracedMessage], trace: WriterTrace, first: int = 0) -> None:
         self._items = messages
         self._trace = trace
         self._first = first
@@ -153,7 +153,7 @@ class TracedText(NamedTuple):
     unclear: int
 
 
-class Trace:
+class WriterTrace:
     """What happens while a template is rendered once."""
 
     def __init__(self, entries: Sequence[JsonObject], is_silent: bool = False) -> None:
@@ -273,7 +273,7 @@ class Trace:
 def add_filters(environment: Environment) -> None:
     """Give an environment the filters that `instrument` uses."""
     for name in ("begin_loop", "enter", "end_loop", "begin_output", "end_output", "read_loop", "end_body"):
-        environment.filters[f"{TRACE}_{name}"] = getattr(Trace, name)
+        environment.filters[f"{TRACE}_{name}"] = getattr(WriterTrace, name)
 
 
 def instrument(tree: nodes.Template, environment: Environment) -> None:

@@ -176,7 +176,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         try:
             return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
         except ConversationError as error:
-            if not tools:
+            if not tools and not any(message.tool_calls for message in messages):
                 raise
             texts = write_tools_as_text(messages, tools)
             try:
