@@ -3,8 +3,8 @@
 Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox. They come from the tokenizer, from
 this package or from a file. The positions of answers decide which tokens are trained, so they are computed, never
 guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
-`jingu.chat.answers` finds in the piece of an answer what a model generates there. What cannot be located is refused,
-and so is a conversation of which the template leaves out a part.
+`jingu.chat.answer_spans` finds in the piece of an answer what a model generates there. What cannot be located is
+refused, and so is a conversation of which the template leaves out a part.
 
 A *mention* is a special token that a message contains as text, such as a question about `<|im_end|>`. It must not act
 as a special token. Before rendering, each mention is replaced by a private code point between two `_MENTION_MARK`s;
@@ -30,7 +30,7 @@ from jinja2.nodes import Output, Scope, TemplateData
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jingu.chat.answers import (
+from jingu.chat.answer_spans import (
     EMPTY_WORDS,
     REASONING_KEYS,
     SpecialTokens,
@@ -48,10 +48,10 @@ from jingu.chat.tracing import (
     ANSWER_START,
     TRACE,
     Span,
-    WriterTrace,
     TracedMessage,
     TracedMessages,
     TracedText,
+    WriterTrace,
     add_filters,
     has_constant_prompt,
     instrument,
