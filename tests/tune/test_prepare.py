@@ -147,18 +147,19 @@ def test_a_template_that_rewrites_history(
     """As Qwen3's own template: an answer renders differently once another turn follows."""
     template = tmp_path / "changing.jinja"
     template.write_text(
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}(thinks) {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}! {% endif %}"
         "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
     messages = [{"role": role, "content": "fox"} for role in ("user", "assistant")]
     rows = [*({"messages": [*messages[:1], {"role": "assistant", "content": f"fox {n}"}]} for n in range(9))]
     rows.append({"messages": [*messages, *messages]})
-    config = tuning(rows, data__objective__template=str(template), data__objective__turns=turns)
+    settings = {"data__objective__template": str(template), "batch__sequence_length": 64}
+    config = tuning(rows, data__objective__turns=turns, **settings)
     prepare(config)
     manifest = DatasetManifest.load(Path(config.data.path))
     assert manifest is not None and manifest.train.documents + manifest.validation.documents == expected
     # The setting is a part of what identifies the data.
-    other = tuning(rows, data__objective__template=str(template), data__objective__train_empty_reasoning=True)
+    other = tuning(rows, data__objective__train_empty_reasoning=True, **settings)
     with pytest.raises(JinguError, match="train_empty_reasoning"):
         prepare(other)
 
@@ -169,8 +170,9 @@ def test_rows_of_which_a_template_leaves_out_a_part_are_skipped(
     template = tmp_path / "silent.jinja"
     template.write_text("{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}\n{% endif %}{% endfor %}")
     pair = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "quick"}]
-    rows = [{"messages": pair}, {"messages": [{"role": "system", "content": "fox"}, *pair]}]
-    with pytest.raises(JinguError, match="row 2: .*does not write this system message .message 1.: fox"):
+    other = [pair[0], {"role": "assistant", "content": "brown"}]
+    rows = [{"messages": pair}, {"messages": [{"role": "system", "content": "fox"}, *pair]}, {"messages": other}]
+    with pytest.raises(JinguError, match=r"row 2: .*does not write this system message .message 1.: fox"):
         prepare(tuning(rows, data__objective__template=str(template)))
     config = tuning(rows, data__objective__template=str(template), data__on_error="skip")
     prepare(config)
