@@ -19,6 +19,10 @@ class ConversationError(ValueError):
     """A row or conversation cannot be used. The message names the field at fault and what was expected there."""
 
 
+class UnsupportedToolsError(ConversationError):
+    """A chat template leaves out tools or calls."""
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn of a conversation.

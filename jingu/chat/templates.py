@@ -42,7 +42,7 @@ from jingu.chat.answer_spans import (
     find_turn,
     skip_empty_reasoning,
 )
-from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
 from jingu.chat.tracing import (
     ANSWER_END,
     ANSWER_START,
@@ -363,7 +363,7 @@ class ChatTemplate:
             raise error
         conversation = _Conversation(entries, tool_entries, options, traced, {})
         if tool_entries and not self._writes_tools(conversation):
-            raise ConversationError(f"the chat template {self.where} does not support tools")
+            raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
         return conversation
 
     def _writes_tools(self, conversation: _Conversation) -> bool:
@@ -617,7 +617,7 @@ class ChatTemplate:
             if missing:
                 role = "tool result" if message["role"] == "tool" else f"{message['role']} message"
                 if missing == "tools":
-                    raise ConversationError(
+                    raise UnsupportedToolsError(
                         f"the chat template {self.where} does not support tools: it leaves out a call"
                     )
                 if missing == "reasoning":
