@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jingu.chat.messages import ConversationError, JsonObject, Message, check_characters
+from jingu.chat.messages import JsonObject, Message, check_characters
 from jingu.chat.templates import ChatTemplate, load_template
 from jingu.chat.tokenization import encode_rendered
 from jingu.config.load import load_stored_config
 from jingu.config.sections.data import RowSettings
-from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template, and the token or text that it writes after an answer. At least one of the two is empty.
+    """A chat template, and what ends an answer that was rendered with it.
 
     Attributes:
-        eos_token_ids: the special token that ends an answer; empty if no special token does.
+        eos_token_ids: the special tokens that end an answer, that of a plain answer first: some templates end an answer
+            that calls a tool with another one. Empty if no special token ends an answer.
         stop: the text that ends an answer; empty if a special token does, or if the end of an answer is unknown.
     """
 
@@ -80,11 +80,14 @@ def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None
     if name == "auto" and tokenizer.chat_template is None:
         return None
     template = load_template(name, tokenizer, where=where)
-    end = _end_of_answer(template)
-    end_ids = tokenizer.encode(end, parse_special_tokens=True)
-    if end_ids and end_ids[0] in tokenizer.special_tokens.values():
-        return ChatFormat(template, tokenizer, (end_ids[0],), ())
-    return ChatFormat(template, tokenizer, (), (end,) if end else ())
+    eos_token_ids = []
+    stop = []
+    for end in template.find_ends():
+        if end in tokenizer.special_tokens:
+            eos_token_ids.append(tokenizer.special_tokens[end])
+        else:
+            stop.append(end)
+    return ChatFormat(template, tokenizer, tuple(eos_token_ids), tuple(stop))
 
 
 def _template_of_run(path: Path) -> str | None:
@@ -95,13 +98,3 @@ def _template_of_run(path: Path) -> str | None:
             objective = load_stored_config(run / "config.yaml").data.objective
             return objective.template if isinstance(objective, RowSettings) else None
     return None
-
-
-def _end_of_answer(template: ChatTemplate) -> str:
-    """Return the text that a template writes after an answer; empty if there is none, or if it cannot be located."""
-    try:
-        rendered = template.render((Message("user", "question"), Message("assistant", "answer")))
-    except (ConversationError, JinguError):
-        return ""
-    start, end = rendered.answers[-1]
-    return rendered.text[start:end].rpartition("answer")[2].strip()

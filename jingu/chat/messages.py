@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, Any]
 
 # Characters that no message may contain: halves of surrogate pairs, which UTF-8 cannot encode, and the noncharacters
-# that `jingu.chat.templates` uses as marks in rendered text.
-_RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd3]")
+# that `jingu.chat.templates` and `jingu.chat.tracing` use as marks in rendered text.
+_RESERVED_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdd4]")
 
 
 class ConversationError(ValueError):
     """A row or conversation cannot be used. The message names the field at fault and what was expected there."""
+
+
+class UnsupportedToolsError(ConversationError):
+    """A chat template leaves out tools or calls."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,14 @@ class Row:
         kind: format of the row in its source file, for statistics.
         tools: definitions of the tools that the assistant may call.
         segments: consecutive texts, each with a flag: whether it counts in the loss. No template is applied.
+        variables: further variables of the chat template.
     """
 
     kind: str
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()
     segments: tuple[tuple[str, bool], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_characters(text: str, label: str = "") -> None:

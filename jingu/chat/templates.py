@@ -2,8 +2,9 @@
 
 Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox. They come from the tokenizer, from
 this package or from a file. The positions of answers decide which tokens are trained, so they are computed, never
-guessed: either the template marks answers with `{% generation %}`, or the conversation up to an answer and the
-conversation including it must both render as prefixes of the whole text. Any other template is refused.
+guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
+`jingu.chat.answer_spans` finds in the piece of an answer what a model generates there. What cannot be located is
+refused, and so is a conversation of which the template leaves out a part.
 
 A *mention* is a special token that a message contains as text, such as a question about `<|im_end|>`. It must not act
 as a special token. Before rendering, each mention is replaced by a private code point between two `_MENTION_MARK`s;
@@ -14,45 +15,67 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from hashlib import sha256
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.environment import Template
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Output, Scope, TemplateData
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.answer_spans import (
+    EMPTY_WORDS,
+    REASONING_KEYS,
+    SpecialTokens,
+    check_mark,
+    common_length,
+    find_end,
+    find_header,
+    find_missing,
+    find_turn,
+    skip_empty_reasoning,
+)
+from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
+from jingu.chat.tracing import (
+    ANSWER_END,
+    ANSWER_START,
+    TRACE,
+    Span,
+    TracedMessage,
+    TracedMessages,
+    TracedText,
+    WriterTrace,
+    add_filters,
+    has_constant_prompt,
+    instrument,
+)
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 
-Span = tuple[int, int]
+Turns = Literal["auto", "whole", "each"]
 
-# Noncharacters that delimit answers and mentions in rendered text, or mark the end of a message's content.
-# `check_characters` keeps them out of messages.
-_ANSWER_START = "\ufdd0"
-_ANSWER_END = "\ufdd1"
+# Noncharacters that delimit mentions in rendered text, or mark the end of a message's content.
 _MENTION_MARK = "\ufdd2"
 _MESSAGE_END = "\ufdd3"
-_ANSWER_MARKS = re.compile(f"([{_ANSWER_START}{_ANSWER_END}])")
 _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
-# Keys under which templates expect reasoning; gpt-oss and LFM use the second.
-_REASONING_KEYS = ("reasoning_content", "thinking")
 # The mention of special token k is written as this code point plus k.
 _FIRST_MENTION = 0xF0000
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template that contains one of these has a place for reasoning.
+_REASONING_WORDS = ("reasoning", "thinking", "</think>")
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 _TEMPLATES = files("jingu.chat").joinpath("jinja")
 NAMED_TEMPLATES = {
     file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
     for file in sorted(_TEMPLATES.iterdir(), key=lambda file: file.name)
-    if file.is_file()
+    if file.name.endswith(".jinja")
 }
 # BLOOMZ was trained on the bare texts.
 NAMED_TEMPLATES["bloomz-plain"] = NAMED_TEMPLATES["plain"]
@@ -66,7 +89,7 @@ class _GenerationTag(Extension):
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (Output([TemplateData(mark)]) for mark in (_ANSWER_START, _ANSWER_END))
+        start, end = (Output([TemplateData(mark)]) for mark in (ANSWER_START, ANSWER_END))
         return Scope([start, *body, end]).set_lineno(line)
 
 
@@ -75,13 +98,60 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        answers: start and end of each answer in `text`, in characters.
+        answers: start and end of each located answer in `text`, in characters.
         mentions: start and end of each special token that is to be tokenized as text.
+        messages: for each located answer, the index of its message.
     """
 
     text: str
     answers: tuple[Span, ...]
     mentions: tuple[Span, ...] = ()
+    messages: tuple[int, ...] = ()
+
+
+class _Conversation(NamedTuple):
+    """A conversation as a template takes it, and as it wrote it.
+
+    Attributes:
+        messages: the messages as variables of the template, with mentions escaped.
+        tools: the tools as a variable.
+        options: further variables.
+    """
+
+    messages: list[TracedMessage]
+    tools: list[Any] | None
+    options: dict[str, Any]
+    traced: TracedText
+    prompts: dict[int, _Prompt]
+
+
+class _Prompt(NamedTuple):
+    """The prompt of an answer.
+
+    Attributes:
+        text: the whole prompt; None if it is not needed or not known.
+        tail: what the template writes after the messages.
+    """
+
+    text: str | None
+    tail: str
+
+
+class _Answer(NamedTuple):
+    """An answer in a rendered text.
+
+    Attributes:
+        text: longer than the rendered text if the conversation ends with the answer and only the next message would
+            write the token that ends it.
+        span: start and end of what a model generates.
+        header_length: length of the header before it.
+        continues_prompt: whether the text before the answer is that of its prompt.
+    """
+
+    text: str
+    span: Span
+    header_length: int
+    continues_prompt: bool
 
 
 class ChatTemplate:
@@ -93,6 +163,8 @@ class ChatTemplate:
         tools_source: the Jinja source for conversations with tools; None: `source`.
         parse_special_tokens: whether special tokens inside messages act as special tokens. Use it for trusted data
             only: a message can then end its own turn.
+        train_empty_reasoning: whether the empty block of reasoning that a template writes for an answer without
+            reasoning is a part of the answer.
 
     Raises:
         JinguError: the source is not valid Jinja.
@@ -106,69 +178,105 @@ class ChatTemplate:
         *,
         tools_source: str | None = None,
         parse_special_tokens: bool = False,
+        train_empty_reasoning: bool = False,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source = source
+        self.tools_source = tools_source
         self.where = where
         self._for_tools = self
         if tools_source is not None:
-            self._for_tools = ChatTemplate(tools_source, tokenizer, where, parse_special_tokens=parse_special_tokens)
+            self._for_tools = ChatTemplate(
+                tools_source,
+                tokenizer,
+                where,
+                parse_special_tokens=parse_special_tokens,
+                train_empty_reasoning=train_empty_reasoning,
+            )
         try:
-            self._template = environment.from_string(source)
+            self._template, self._has_constant_prompt = _compile(source)
         except TemplateError as error:
             raise JinguError(f"the chat template is not valid Jinja ({error}).", where=where) from error
-        self._has_generation_tag = _GENERATION_TAG.search(source) is not None
+        self._has_prompt = "add_generation_prompt" in source
+        self._skips_empty_reasoning = not train_empty_reasoning and any(word in source for word in EMPTY_WORDS)
+        self._has_reasoning = any(word in source for word in _REASONING_WORDS)
         self._variables = {**self._template.globals, "documents": None, **tokenizer.special_names}
-        self._special_tokens = tuple(tokenizer.special_tokens)
-        # Longest first, so that a token that is a prefix of another does not match in its place.
-        longest_first = sorted(self._special_tokens, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._escaped_tokens = [] if parse_special_tokens else longest_first
+        self._variables["add_generation_prompt"] = False
+        self._special = SpecialTokens(tokenizer.special_tokens, tokenizer.special_names["bos_token"])
+        self._escaped_tokens = [] if parse_special_tokens else self._special.longest_first
+        # The text that the template writes after the messages for a new answer, by the further variables.
+        self._constant_prompts: dict[str, _Prompt] = {}
 
     def render(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = (), *, locate_answers: bool = True
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[JsonObject, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        locate_answers: bool = True,
     ) -> RenderedChat:
-        """Return the conversation as text, with the positions of its answers.
+        """Return the whole conversation as text, with the positions of its answers.
 
         Args:
-            locate_answers: False: do not search for answers that the template does not mark, which fails for some
-                templates.
+            variables: further variables of the template.
+            locate_answers: False: do not search for answers, which fails for some templates.
 
         Raises:
-            ConversationError: the template refuses the conversation, ignores its tools, calls or reasoning, or the
-                answers cannot be located reliably.
+            ConversationError: the template refuses the conversation, leaves out a part of it, or the answers cannot be
+                located reliably.
+        """
+        answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        if locate_answers:
+            return self.render_answers(messages, answers, tools, variables, turns="whole")[0]
+        if tools and self._for_tools is not self:
+            return self._for_tools.render(messages, tools, variables, locate_answers=False)
+        conversation = self._start(messages, tools, variables)
+        self._check_written(conversation, answers)
+        return self._restore_mentions(conversation.traced.text, [], [])
+
+    def render_answers(
+        self,
+        messages: tuple[Message, ...],
+        answers: Sequence[int],
+        tools: tuple[JsonObject, ...] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        turns: Turns = "auto",
+    ) -> list[RenderedChat]:
+        """Return the texts in which answers of a conversation are trained, with their positions.
+
+        Some templates rewrite history: they drop the reasoning of an answer as soon as another turn follows. The text
+        of the whole conversation then is none that a model sees or generates at that answer.
+
+        Args:
+            answers: indices of the messages to locate.
+            turns: `whole`: one text, of the whole conversation; `each`: a text for each answer, which ends with it;
+                `auto`: the former if each answer and what precedes it render alike in both.
+
+        Raises:
+            ConversationError: as for `render`.
         """
         if tools and self._for_tools is not self:
-            return self._for_tools.render(messages, tools, locate_answers=locate_answers)
-        variables, tool_variables, text = self._render_messages(messages, tools)
-        # A template that renders the same without calls or reasoning would silently drop them.
-        for what, keys in (("tools", ("tool_calls",)), ("reasoning", _REASONING_KEYS)):
-            if any(keys[0] in message for message in variables):
-                without = [{key: value for key, value in entry.items() if key not in keys} for entry in variables]
-                self._refuse_if_equal(what, text, without, tool_variables)
-        answers: list[Span] = []
-        indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        if self._has_generation_tag:
-            # The template marks the answers. Check each, if the marks can be assigned to messages.
-            text, spans = _strip_answer_marks(text)
-            answers = [(start, self._trim_after_special_token(text, end)) for start, end in spans]
-            if len(answers) == len(indices):
-                for index, (start, end) in zip(indices, answers, strict=True):
-                    self._find_answer(variables[index], text[start:end])
-        elif locate_answers:
-            # An answer lies between the ends of two prefixes: the messages before it and its header; the same and it.
-            for index in indices:
-                start = self._prefix_length(text, variables[:index], tool_variables, add_generation_prompt=True)
-                end = len(text)
-                if index + 1 < len(messages):
-                    end = self._prefix_length(text, variables[: index + 1], tool_variables)
-                answers.append((start, self._trim_after_special_token(text, end)))
-                self._check_span(text, answers, variables[: index + 1], tool_variables)
-        return self._restore_mentions(text, answers)
+            return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
+        whole = self._start(messages, tools, variables)
+        last = len(messages) - 1
+        # Each answer with the conversation up to it.
+        ends: dict[int, _Conversation] = {}
+
+        def end_at(index: int) -> _Conversation:
+            if index not in ends:
+                ends[index] = whole if index == last else self._cut(whole, index + 1)
+            return ends[index]
+
+        unsettled = [index for index in answers if index >= whole.traced.num_settled]
+        is_whole = turns == "whole" or all(self._renders_alike(whole, end_at(index), index) for index in unsettled)
+        if is_whole and turns != "each":
+            self._check_written(whole, answers)
+            return [self._finish(whole, answers)]
+        rendered = []
+        for index in answers:
+            self._check_written(end_at(index), [index])
+            rendered.append(self._finish_one(end_at(index), index))
+        return rendered
 
     def render_prompt(
         self,
@@ -186,28 +294,370 @@ class ChatTemplate:
                 content.
 
         Raises:
-            ConversationError: the template refuses the conversation, ignores its tools, or does not write the message
-                to continue.
+            ConversationError: the template refuses the conversation, leaves out a part of it, or does not write the
+                message to continue.
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_prompt(messages, tools, variables, continue_final=continue_final)
-        options = {**(variables or {}), "add_generation_prompt": not continue_final}
-        entries, tool_variables, text = self._render_messages(messages, tools, **options)
+        conversation = self._start(messages, tools, variables, add_generation_prompt=not continue_final)
+        text = conversation.traced.text
         if continue_final:
-            text = self._cut_after_content(text, entries, tool_variables, **options)
-        text, _ = _strip_answer_marks(text)
-        return self._restore_mentions(text, [])
+            text = self._cut_after_content(conversation)
+        self._check_written(conversation, [])
+        return self._restore_mentions(text, [], [])
 
-    def _cut_after_content(
-        self, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any
-    ) -> str:
+    def find_ends(self) -> list[str]:
+        """Return what ends an answer: the last special token of an answer, and of one that calls a tool; or the text
+        after its content. Nothing if the template has no such end, or refuses the conversation.
+        """
+        call = {"name": "search", "arguments": {"text": "query"}, "id": "call00000"}
+        question, answer = Message("user", "question"), Message("assistant", "answer")
+        calling = Message("assistant", "", ({**call},))
+        tool = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": {}}}
+        # The answer that ends the conversation tells how a model ends it.
+        probes: list[tuple[tuple[Message, ...], tuple[JsonObject, ...]]] = [
+            ((question, answer), ()),
+            ((question, calling), (tool,)),
+        ]
+        ends = []
+        for messages, tools in probes:
+            try:
+                (rendered,) = self.render_answers(messages, [1], tools, turns="each")
+            except ConversationError:
+                continue
+            text = rendered.text[slice(*rendered.answers[0])]
+            end = self._special.last(text)
+            # What follows a call is known only if it is a token; it may be the call's own syntax.
+            if not end and messages[1] is answer:
+                end = text.rpartition("answer")[2].strip()
+            ends.append(end)
+        return [end for end in dict.fromkeys(ends) if end]
+
+    def _start(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[JsonObject, ...],
+        variables: Mapping[str, Any] | None,
+        **options: Any,
+    ) -> _Conversation:
+        """Render a conversation. Raise ConversationError if the template refuses it or ignores its tools."""
+        options = {**self._escape_mentions(dict(variables or {})), **options}
+        tool_entries = self._escape_mentions(list(tools)) or None
+        entries = [self._message_variables(message) for message in messages]
+        calls = [call["function"] for entry in entries for call in dict.get(entry, "tool_calls", ())]
+        traced: TracedText | None = None
+        error: ConversationError | None = None
+        try:
+            traced = self._trace(entries, tool_entries, options)
+        except ConversationError as failure:
+            error = failure
+        # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
+        if calls and (
+            traced is None or any(call["arguments"] and str(call["arguments"]) in traced.text for call in calls)
+        ):
+            for call in calls:
+                call["arguments"] = _to_json(call["arguments"])
+            traced = self._trace(entries, tool_entries, options)
+        if traced is None:
+            assert error is not None
+            raise error
+        conversation = _Conversation(entries, tool_entries, options, traced, {})
+        if tool_entries and not self._writes_tools(conversation):
+            raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
+        return conversation
+
+    def _writes_tools(self, conversation: _Conversation) -> bool:
+        """Return whether the text has all tools."""
+        traced = conversation.traced
+        names = [tool.get("function", tool).get("name") for tool in conversation.tools or [] if isinstance(tool, dict)]
+        names = [name for name in names if isinstance(name, str) and name]
+        if not all(name in traced.text for name in names):
+            return False
+        # What precedes the first message that a loop wrote has only words of the template, tools, and other messages.
+        start = min((pieces[0][0] for pieces in traced.pieces if pieces), default=0)
+        others = "".join(
+            _plain_content(message)
+            for message, pieces in zip(conversation.messages, traced.pieces, strict=True)
+            if not pieces
+        )
+        before = traced.text[:start]
+        if any(name in before and name not in self.source and name not in others for name in names):
+            return True
+        return traced.text != self._try_render(conversation.messages, None, conversation.options)
+
+    def _message_variables(self, message: Message) -> TracedMessage:
+        """Return a message as the dictionary that templates expect, which is that of transformers."""
+        escape = self._escape_mentions
+        content = escape(message.content)
+        variables = TracedMessage(role=message.role, content=_content_parts(content) if self._takes_parts else content)
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+                calls.append({"id": call["id"], **entry} if "id" in call else entry)
+            variables["tool_calls"] = escape(calls)
+        if message.reasoning_content:
+            variables.update(dict.fromkeys(REASONING_KEYS, escape(message.reasoning_content)))
+        if message.name:
+            variables["name"] = escape(message.name)
+        if message.tool_call_id:
+            variables["tool_call_id"] = escape(message.tool_call_id)
+        return variables
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template expects contents as lists of parts, as those of models that also read images do."""
+        word = "jxqzw"
+        parts = [{"role": "user", "content": _content_parts(word)}]
+        for content, expected in ((word, False), (parts[0]["content"], True)):
+            text = self._try_render([{"role": "user", "content": content}], None, {}) or ""
+            if word in text and "'type'" not in text and '"type"' not in text:
+                return expected
+        return False
+
+    def _cut(self, conversation: _Conversation, count: int) -> _Conversation:
+        """Return the first messages of a conversation."""
+        messages = conversation.messages[:count]
+        traced = self._trace(messages, conversation.tools, conversation.options)
+        return _Conversation(messages, conversation.tools, conversation.options, traced, conversation.prompts)
+
+    def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
+        """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
+        if end is whole:
+            return self._locate(whole, index).continues_prompt
+        expected = self._locate(end, index)
+        try:
+            answer = self._locate(whole, index)
+        except ConversationError:
+            return False
+        return (
+            answer.continues_prompt
+            and answer.span == expected.span
+            and answer.text[: answer.span[1]] == expected.text[: answer.span[1]]
+        )
+
+    def _finish(self, conversation: _Conversation, answers: Sequence[int]) -> RenderedChat:
+        """Return a rendered conversation with the positions of answers."""
+        text = conversation.traced.text
+        spans = []
+        for index in answers:
+            answer = self._locate(conversation, index)
+            text = answer.text
+            start, end = answer.span
+            if self._skips_empty_reasoning:
+                start = skip_empty_reasoning(text, start, end, conversation.messages[index])
+            spans.append((start, end))
+        return self._restore_mentions(text, spans, answers)
+
+    def _finish_one(self, conversation: _Conversation, index: int) -> RenderedChat:
+        """Return a conversation that ends with an answer, as a model sees and continues it at that moment."""
+        answer = self._locate(conversation, index)
+        prompt = conversation.prompts.get(index)
+        if answer.continues_prompt or prompt is None:
+            return self._finish(conversation, [index])
+        start, end = answer.span
+        assert prompt.text is not None
+        before = prompt.text[: len(prompt.text) - len(prompt.tail) + answer.header_length]
+        text = before + answer.text[start:]
+        shift = len(before) - start
+        if self._skips_empty_reasoning:
+            start = skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
+        return self._restore_mentions(text, [(start + shift, end + shift)], [index])
+
+    def _locate(self, conversation: _Conversation, index: int) -> _Answer:
+        """Return what a model generates as an answer.
+
+        Raises:
+            ConversationError: it cannot be located, or the template marks something else as the answer.
+        """
+        traced = conversation.traced
+        message = conversation.messages[index]
+        text = traced.text
+        turn = find_turn(traced, index, message, self.where)
+        if turn is None:
+            return _Answer(text, (0, 0), 0, True)
+        # 1. The header.
+        prompt = self._find_prompt(conversation, index)
+        header_length: int | None = None
+        continues_prompt = prompt.text is None or prompt.text.startswith(text[: turn[0]])
+        if continues_prompt:
+            tail = prompt.tail if prompt.text is None else prompt.text[turn[0] :]
+            header_length = self._header_length(tail, text[slice(*turn)])
+        if header_length is None and prompt.text is not None:
+            # The template writes earlier messages otherwise while they are the last ones.
+            continues_prompt = False
+            header_length = self._header_length(prompt.tail, text[slice(*turn)])
+        if header_length is None:
+            raise ConversationError(
+                f"in the chat template {self.where} an answer does not continue the generation prompt, or its header "
+                f"is not known (line {traced.lines[index]})"
+            )
+        start = turn[0] + header_length
+        # 2. The end token.
+        end = find_end(text, (start, turn[1]), message, self._special)
+        if end is None and not text[turn[1] :].strip():
+            # The next message would write it; which one depends on who speaks next.
+            token = self._next_token("tool" if message.get("tool_calls") else "user")
+            text = text[: turn[1]] + token if token else text
+            end = len(text) if token else None
+        span = (start, turn[1] if end is None else end)
+        if traced.marks:
+            check_mark(traced, turn, span, message, self.where)
+        return _Answer(text, span, header_length, continues_prompt)
+
+    def _header_length(self, tail: str, written: str) -> int | None:
+        """Return the length of the header in what an answer's message wrote; None if it does not continue the prompt.
+
+        Args:
+            tail: the generation prompt. Without one, the header is what answers have in common before their content.
+        """
+        common, header = self._headers or ("", None)
+        if tail.strip():
+            return find_header(tail, written, common)
+        if header is None:
+            return None
+        return len(header) if header.strip() and written.startswith(header) else 0
+
+    def _find_prompt(self, conversation: _Conversation, index: int) -> _Prompt:
+        """Return the prompt of an answer."""
+        # The text before a settled message is the begin of its prompt.
+        if self._has_constant_prompt and 0 < index <= conversation.traced.num_settled:
+            key = _to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
+            key += "tools" if conversation.tools else ""
+            if key not in self._constant_prompts:
+                prompt = self._trace_prompt(conversation, 1)
+                self._constant_prompts[key] = _Prompt(None, prompt.tail)
+            return self._constant_prompts[key]
+        if index not in conversation.prompts:
+            conversation.prompts[index] = self._trace_prompt(conversation, index)
+        return conversation.prompts[index]
+
+    def _trace_prompt(self, conversation: _Conversation, count: int) -> _Prompt:
+        """Return the prompt after the first messages. If the template refuses them, the usual header stands for it."""
+        try:
+            options = conversation.options | {"add_generation_prompt": True}
+            traced = self._trace(conversation.messages[:count], conversation.tools, options)
+        except ConversationError:
+            return _Prompt(None, self._headers[0] if self._headers else "")
+        tail = traced.text[traced.body_end :] if self._has_prompt else ""
+        return _Prompt(traced.text[: traced.body_end + len(tail)], tail)
+
+    @cached_property
+    def _headers(self) -> tuple[str, str] | None:
+        """What answers to a question have in common before their content, as first and last messages; and what the last
+        one has. None if the template refuses the conversations."""
+        word = "jxqzw"
+        question = {"role": "user", "content": self._probe_content("question")}
+        answer = {"role": "assistant", "content": self._probe_content(word)}
+        headers = []
+        for messages in ([question, answer], [question, answer, question, answer]):
+            try:
+                traced = self._trace(messages, None, {})
+                turns = [find_turn(traced, index, answer, self.where) for index in range(1, len(messages), 2)]
+            except ConversationError:
+                continue
+            headers += [traced.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
+        if not headers:
+            return None
+        common = headers[0]
+        for header in headers:
+            common = common[: common_length(common, header)]
+        return common, headers[0]
+
+    def _next_token(self, role: str) -> str:
+        """Return the special token with which the next message ends an answer; empty if it writes none."""
+        question = {"role": "user", "content": self._probe_content("question")}
+        answer: JsonObject = {"role": "assistant", "content": self._probe_content("answer")}
+        if role == "tool":
+            call = {"id": "call00000", "type": "function", "function": {"name": "search", "arguments": {"a": "b"}}}
+            answer = {**answer, "content": self._probe_content(""), "tool_calls": [call]}
+        messages = [question, answer, {"role": role, "content": self._probe_content("next"), "name": "search"}]
+        if role not in self._next_tokens:
+            self._next_tokens[role] = ""
+            try:
+                traced = self._trace(messages, None, {})
+                turn = find_turn(traced, 1, answer, self.where)
+            except ConversationError:
+                turn = None
+            if turn is not None:
+                start = turn[0] + common_length(self._headers[0] if self._headers else "", traced.text[slice(*turn)])
+                end = find_end(traced.text, (start, turn[1]), answer, self._special)
+                self._next_tokens[role] = traced.text[turn[1] : end] if end is not None and end > turn[1] else ""
+        return self._next_tokens[role]
+
+    @cached_property
+    def _next_tokens(self) -> dict[str, str]:
+        return {}
+
+    def _probe_content(self, text: str) -> Any:
+        return _content_parts(text) if self._takes_parts else text
+
+    def _check_written(self, conversation: _Conversation, answers: Sequence[int]) -> None:
+        """Raise ConversationError if the template leaves out a part of the conversation.
+
+        Args:
+            answers: indices of the answers whose reasoning must be written, too. A template may drop that of others,
+                if it has a place for reasoning at all.
+        """
+        traced = conversation.traced
+        for index, message in enumerate(conversation.messages):
+            # Most messages have nothing but a content, which the template writes as it is.
+            pieces = traced.pieces[index]
+            content = message["content"]
+            if len(message) == 2 and pieces and type(content) is str and content in traced.text[slice(*pieces[-1])]:
+                continue
+            is_complete = index in answers or not self._has_reasoning
+            own = "\n".join(traced.text[slice(*piece)] for piece in traced.pieces[index])
+            missing = find_missing(message, own, is_complete)
+            if missing and not own.strip():
+                # Another message, or a line outside of loops, may have written it.
+                missing = find_missing(message, traced.text, is_complete)
+                if not missing and not self._is_surely_written(conversation, index):
+                    missing = "content"
+            if missing:
+                role = "tool result" if message["role"] == "tool" else f"{message['role']} message"
+                if missing == "tools":
+                    raise UnsupportedToolsError(
+                        f"the chat template {self.where} does not support tools: it leaves out a call"
+                    )
+                if missing == "reasoning":
+                    raise ConversationError(
+                        f"the chat template {self.where} does not support reasoning here: it leaves that of message "
+                        f"{index + 1} out"
+                    )
+                raise ConversationError(
+                    f"the chat template {self.where} does not write this {role} (message {index + 1}): "
+                    f"{_plain_content(message).strip()[:40]}"
+                )
+
+    def _is_surely_written(self, conversation: _Conversation, index: int) -> bool:
+        """Return whether the content of a message is in the text because the template wrote it, not by coincidence."""
+        content = _plain_content(conversation.messages[index])
+        if not content.strip():
+            return True
+        text = conversation.traced.text
+        others = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
+        part = content.strip()
+        if part not in self.source and part not in _to_json(others) and len(part) > 12:
+            return True
+        # Change the content; the text must change with it.
+        changed = {**conversation.messages[index]}
+        changed["content"] = _content_parts(part + _MESSAGE_END) if self._takes_parts else part + _MESSAGE_END
+        messages = [*conversation.messages[:index], changed, *conversation.messages[index + 1 :]]
+        other_text = self._try_render(messages, conversation.tools, conversation.options)
+        return other_text is not None and other_text != text
+
+    def _cut_after_content(self, conversation: _Conversation) -> str:
         """Return the text without what the template writes after the content of the last message.
 
         The content itself can occur in what follows it, so its end is marked.
         """
-        *earlier, last = messages
-        content = last["content"]
-        marked_text = self._render([*earlier, {**last, "content": content + _MESSAGE_END}], tools, **options)
+        text = conversation.traced.text
+        *earlier, last = conversation.messages
+        content = _plain_content(last)
+        marked = content + _MESSAGE_END
+        marked_message = {**last, "content": _content_parts(marked) if self._takes_parts else marked}
+        marked_text = self._trace([*earlier, marked_message], conversation.tools, conversation.options).text
         if _MESSAGE_END not in marked_text:
             raise ConversationError(f"the chat template {self.where} does not write the message to continue")
         # A template may write the content several times; the last one is the message.
@@ -216,130 +666,38 @@ class ChatTemplate:
         is_trimmed = head + tail != text
         return head.removesuffix(content[len(content.rstrip()) :]) if is_trimmed else head
 
-    def _refuse_if_equal(
-        self, what: str, text: str, messages: list[JsonObject], tools: list[Any] | None, /, **options: Any
-    ) -> None:
-        """Raise ConversationError if the template ignores a part of the conversation.
-
-        Args:
-            what: the part, for the error message.
-            text: the rendered text of the whole conversation.
-            messages: the messages without that part; if they render as `text`, the template ignores it.
-            tools: the tools without that part.
-        """
+    def _try_render(
+        self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]
+    ) -> str | None:
+        """Return the text of messages; None if the template refuses them."""
         try:
-            is_equal = text == self._render(messages, tools, **options)
+            return self._trace(messages, tools, options).text
         except ConversationError:
-            return  # the template needs the part, so it does not ignore it
-        if is_equal:
-            raise ConversationError(f"the chat template {self.where} does not support {what}")
+            return None
 
-    def _render_messages(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...], /, **options: Any
-    ) -> tuple[list[JsonObject], list[Any] | None, str]:
-        """Return the messages and the tools as the template's variables, with mentions escaped; and the text."""
-        tool_variables = self._escape_mentions(list(tools)) or None
-        variables: list[JsonObject] = [self._escape_mentions(_message_variables(message)) for message in messages]
-        calls = [call["function"] for message in variables for call in message.get("tool_calls", [])]
-        text = ""
-        error: ConversationError | None = None
-        try:
-            text = self._render(variables, tool_variables, **options)
-        except ConversationError as failure:
-            error = failure
-        # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
-        if calls and (error or any(call["arguments"] and str(call["arguments"]) in text for call in calls)):
-            for call in calls:
-                call["arguments"] = _to_json(call["arguments"])
-            text = self._render(variables, tool_variables, **options)
-        elif error:
-            raise error
-        # A template that renders the same without tools would silently drop them.
-        if tools:
-            self._refuse_if_equal("tools", text, variables, None, **options)
-        return variables, tool_variables, text
+    def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
+        """Render messages, and trace which of them wrote each piece of the text."""
+        trace = WriterTrace(messages)
+        traced = trace.divide(self._run(trace, tools, options))
+        if trace.is_captured:
+            # The template may have processed a text with marks in it.
+            silent = WriterTrace(messages, is_silent=True)
+            if silent.divide(self._run(silent, tools, options)).text != traced.text:
+                raise ConversationError(
+                    f"the chat template {self.where} processes the text of a loop over messages (line "
+                    f"{max(traced.lines, default=0)}), so its answers cannot be located"
+                )
+        return traced
 
-    def _find_answer(self, message: JsonObject, text: str) -> Span:
-        """Return start and end of an answer (content and calls) in a text. Raise ConversationError if any is missing.
-
-        The text may be longer than the answer. An answer without content and calls gives (0, 0).
-        """
-        content = message["content"].strip()
-        if content not in text:
-            # The content may begin with reasoning, which some templates rewrite: search for the rest only.
-            content = content.rpartition("</think>")[2].strip()
-        parts = [content, *(call["function"]["name"] for call in message.get("tool_calls", []))]
-        parts = [part for part in parts if part]
-        missing = next((part for part in parts if part not in text), None)
-        if missing is not None:
-            raise ConversationError(f"the chat template {self.where} does not write this answer: {missing[:40]}")
-        if not parts:
-            return 0, 0
-        return text.index(parts[0]), max(text.rindex(part) + len(part) for part in parts)
-
-    def _check_span(self, text: str, answers: list[Span], messages: list[JsonObject], tools: list[Any] | None) -> None:
-        """Raise ConversationError if the last span contains more than the last message's answer and its end token.
-
-        That both ends of a span are prefixes of the text does not exclude this: the span could include the header of
-        this or of the next turn, and the model would be trained to write it.
-        """
-        *earlier, (start, end) = answers
-        answer_start, answer_end = self._find_answer(messages[-1], text[start:end])
-        before = text[start : start + answer_start]
-        after = text[start + answer_end : end]
-        # 1. The header of this turn. It is in the span if the template writes no generation prompt. Signs of it are
-        # text before the content, or a special token before it that also occurs outside of answers.
-        is_plain = messages[-1]["content"].strip() and "reasoning_content" not in messages[-1]
-        has_header = bool(is_plain and before.strip())
-        for token in self._special_pattern.findall(before):
-            in_answers = sum(text.count(token, *span) for span in earlier)
-            has_header = has_header or text.count(token, 0, start) > in_answers
-        if has_header:
-            with_prompt = self._render(messages[:-1], tools, add_generation_prompt=True)
-            if with_prompt == self._render(messages[:-1], tools):
-                raise self._wrong_span("the header of an answer", before)
-        # 2. The header of the next turn, after the content. The header of this answer serves as an example of it: the
-        # text before this answer, from a special token on.
-        for token in self._special_pattern.findall(after):
-            header = text[max(text.rfind(token, 0, start), 0) : start].strip()
-            if header and header in after and header != after.strip():
-                raise self._wrong_span("the header of the next turn", header)
-
-    def _wrong_span(self, what: str, text: str) -> ConversationError:
-        return ConversationError(
-            f"in the chat template {self.where} {what} would be trained ({text.strip()[:40]!r}); mark the answers with "
-            "{% generation %}…{% endgeneration %}, or choose another data.objective.template"
-        )
-
-    def _render(self, messages: list[Any], tools: list[Any] | None, /, **options: Any) -> str:
-        variables = (
-            self._variables | {"add_generation_prompt": False} | options | {"messages": messages, "tools": tools}
-        )
+    def _run(self, trace: WriterTrace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
+        """Return what the template writes, with the marks of a trace."""
+        variables = {**self._variables, **options, "messages": trace.messages, "tools": tools, TRACE: trace}
         try:
             # Does the same as `Template.render`, but does not copy the constant variables.
             context = Context(self._template.environment, variables, self._template.name, self._template.blocks)
             return "".join(self._template.root_render_func(context))
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise ConversationError(f"the chat template {self.where} refuses it ({error})") from error
-
-    def _prefix_length(
-        self, text: str, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool = False
-    ) -> int:
-        """Return the length of the first messages as text. Raise ConversationError unless `text` begins with it."""
-        prefix = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
-        if not text.startswith(prefix):
-            raise ConversationError(
-                f"in the chat template {self.where} its answers cannot be located: the conversation up to an answer "
-                "does not render as a prefix of the whole conversation; mark the answers with {% generation %}…"
-                "{% endgeneration %}, choose another data.objective.template, or train on all tokens "
-                "(data.objective.loss_on=all)"
-            )
-        return len(prefix)
-
-    def _trim_after_special_token(self, text: str, end: int) -> int:
-        """Return the end of an answer, without white space after its end token, which a model never generates."""
-        stripped = len(text[:end].rstrip())
-        return stripped if text.endswith(self._special_tokens, 0, stripped) else end
 
     def _escape_mentions(self, value: Any) -> Any:
         """Return a JSON value with the special tokens in its strings escaped."""
@@ -351,15 +709,15 @@ class ChatTemplate:
             return [self._escape_mentions(item) for item in value]
         if not isinstance(value, str):
             return value
-        return self._special_pattern.sub(self._escape, value)
+        return self._special.pattern.sub(self._escape, value)
 
     def _escape(self, match: re.Match[str]) -> str:
         return f"{_MENTION_MARK}{chr(_FIRST_MENTION + self._escaped_tokens.index(match[0]))}{_MENTION_MARK}"
 
-    def _restore_mentions(self, text: str, answers: list[Span]) -> RenderedChat:
+    def _restore_mentions(self, text: str, spans: Sequence[Span], messages: Sequence[int]) -> RenderedChat:
         """Restore the escaped special tokens in a text, and shift the positions of the answers accordingly."""
         if _MENTION_MARK not in text:
-            return RenderedChat(text, tuple(answers))
+            return RenderedChat(text, tuple(spans), (), tuple(messages))
 
         def restore(part: str) -> str:
             return _MENTION.sub(lambda match: self._escaped_tokens[ord(match[1]) - _FIRST_MENTION], part)
@@ -369,9 +727,34 @@ class ChatTemplate:
 
         return RenderedChat(
             restore(text),
-            tuple(shift(start, end) for start, end in answers),
+            tuple(shift(start, end) for start, end in spans),
             tuple(shift(*match.span()) for match in _MENTION.finditer(text)),
+            tuple(messages),
         )
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if isinstance(obj, dict) and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+@cache
+def _compile(source: str) -> tuple[Template, bool]:
+    """Return an instrumented template, and whether its generation prompt does not depend on the conversation."""
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    add_filters(environment)
+    tree = environment.parse(source)
+    is_constant = has_constant_prompt(tree)
+    instrument(tree, environment)
+    code = environment.compile(tree)
+    return Template.from_code(environment, code, environment.make_globals(None)), is_constant
 
 
 def load_template(
@@ -379,8 +762,8 @@ def load_template(
     tokenizer: Tokenizer,
     *,
     parse_special_tokens: bool = False,
+    train_empty_reasoning: bool = False,
     where: str = "data.objective.template",
-    for_training: bool = False,
 ) -> ChatTemplate:
     """Load a chat template.
 
@@ -388,8 +771,8 @@ def load_template(
         name: `auto` for the tokenizer's default template; the name of another template of the tokenizer; a name in
             `NAMED_TEMPLATES`; or a file.
         parse_special_tokens: as for `ChatTemplate`.
+        train_empty_reasoning: as for `ChatTemplate`.
         where: the setting that contains the name, for error messages.
-        for_training: whether `auto` replaces the templates of known models by versions that mark the answers.
 
     Raises:
         JinguError: there is no such template, or it is not valid Jinja.
@@ -403,7 +786,7 @@ def load_template(
                 where=where,
                 fix=f"Name one: {', '.join(NAMED_TEMPLATES)}, or a file.",
             )
-        source = find_marked_template(tokenizer.chat_template) if for_training else tokenizer.chat_template
+        source = tokenizer.chat_template
         tools_source = tokenizer.chat_templates.get("tool_use")
         label = "of the tokenizer"
     elif name in tokenizer.chat_templates:
@@ -419,54 +802,33 @@ def load_template(
                 where=where,
                 fix=f"Use auto (the tokenizer's own), {', '.join(NAMED_TEMPLATES)}, or a file.",
             ) from error
-    return ChatTemplate(source, tokenizer, label, tools_source=tools_source, parse_special_tokens=parse_special_tokens)
+    return ChatTemplate(
+        source,
+        tokenizer,
+        label,
+        tools_source=tools_source,
+        parse_special_tokens=parse_special_tokens,
+        train_empty_reasoning=train_empty_reasoning,
+    )
 
 
-def find_marked_template(source: str) -> str:
-    """Return the version of a known model's template that marks the answers. Return other templates unchanged.
-
-    Some models need it: their own template renders an answer differently once another turn follows, so that answers
-    cannot be located, or it refuses tool arguments that are objects.
-    """
-    folder = _TEMPLATES.joinpath("training")
-    names = json.loads(folder.joinpath("hashes.json").read_text(encoding="utf-8"))
-    name = names.get(sha256(source.strip().encode()).hexdigest())
-    return source if name is None else folder.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
+def _content_parts(text: str) -> list[JsonObject]:
+    return [{"type": "text", "text": text}]
 
 
-def _message_variables(message: Message) -> JsonObject:
-    """Return a message as the dictionary that templates expect, which is that of transformers."""
-    variables: JsonObject = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        variables["tool_calls"] = []
-        for call in message.tool_calls:
-            entry = {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-            variables["tool_calls"].append({"id": call["id"], **entry} if "id" in call else entry)
-    if message.reasoning_content:
-        variables |= dict.fromkeys(_REASONING_KEYS, message.reasoning_content)
-    for key in ("name", "tool_call_id"):
-        if value := getattr(message, key):
-            variables[key] = value
-    return variables
-
-
-def _strip_answer_marks(text: str) -> tuple[str, list[Span]]:
-    """Return the text without the marks around answers, and the spans that they delimited."""
-    plain = ""
-    start = 0
-    spans = []
-    for piece in _ANSWER_MARKS.split(text):
-        if piece == _ANSWER_START:
-            start = len(plain)
-        elif piece == _ANSWER_END:
-            spans.append((start, len(plain)))
-        else:
-            plain += piece
-    return plain, spans
+def _plain_content(message: JsonObject) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else str(content[0]["text"])
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Templates may write their messages, which are no list while they are traced.
+    options.setdefault("default", lambda item: list(item) if isinstance(item, TracedMessages) else _raise_type(item))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_type(item: Any) -> NoReturn:
+    raise TypeError(f"{type(item).__name__} cannot be written as JSON")
 
 
 def _raise_exception(message: str) -> NoReturn:

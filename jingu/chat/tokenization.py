@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jingu.chat.messages import ConversationError, Row
-from jingu.chat.templates import ChatTemplate, RenderedChat, Span
+from jingu.chat.messages import Row
+from jingu.chat.templates import ChatTemplate, RenderedChat, Turns
+from jingu.chat.tracing import Span
 from jingu.data.supervised import WEIGHT_SCALE
-from jingu.errors import pluralize
 from jingu.text.tokenizer import Tokenizer
 
 LossOn = Literal["assistant", "last_assistant", "all"]
@@ -45,36 +45,48 @@ class TokenizedRow:
 
 
 def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
-    """Return the token ids of a row and their loss weights.
+    """Return the token ids of a row and their loss weights, in one text.
 
     Args:
         loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens.
 
     Raises:
-        ConversationError: the template refuses the row, the answers cannot be located in the rendered text, or their
-            number differs from that of the row's weights.
+        ConversationError: the template refuses the row or leaves out a part of it, or an answer cannot be located.
+    """
+    turns: Turns = "auto" if loss_on == "last_assistant" else "whole"
+    return tokenize_turns(row, template, tokenizer, loss_on, turns)[0]
+
+
+def tokenize_turns(
+    row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn, turns: Turns
+) -> list[TokenizedRow]:
+    """Return the token ids of a row and their loss weights, in the texts in which its answers are trained.
+
+    Args:
+        loss_on: as for `tokenize_row`. With `all`, the whole conversation is one text.
+        turns: as for `ChatTemplate.render_answers`.
+
+    Raises:
+        ConversationError: as for `tokenize_row`.
     """
     if row.segments:
-        return _tokenize_segments(row, tokenizer, loss_on)
-    rendered = template.render(row.messages, row.tools, locate_answers=loss_on != "all")
-    ids, answers = encode_rendered(rendered, tokenizer)
-    if loss_on == "all":
-        return TokenizedRow(row.kind, ids, np.full(len(ids), WEIGHT_SCALE, np.uint8))
-    factors = [message.weight for message in row.messages if message.role == "assistant"]
-    if len(answers) != len(factors):
-        # Some templates drop earlier answers, or mark several as one. This is harmless if all weights are 1.
-        if loss_on == "last_assistant" or set(factors) != {1.0}:
-            raise ConversationError(
-                f"the template marks {len(answers)} of {pluralize(len(factors), 'answer')}, so their weights cannot "
-                "be assigned"
-            )
-        factors = [1.0] * len(answers)
+        return [_tokenize_segments(row, tokenizer, loss_on)]
+    answers = [index for index, message in enumerate(row.messages) if message.role == "assistant"]
     if loss_on == "last_assistant":
-        factors = [0.0] * (len(factors) - 1) + factors[-1:]
-    weights = np.zeros(len(ids), np.uint8)
-    for (start, end), factor in zip(answers, factors, strict=True):
-        weights[start:end] = round(factor * WEIGHT_SCALE)
-    return TokenizedRow(row.kind, ids, weights)
+        answers = answers[-1:]
+    trained = [index for index in answers if row.messages[index].weight]
+    if loss_on == "all" or not trained:
+        rendered_chats = [template.render(row.messages, row.tools, row.variables, locate_answers=False)]
+    else:
+        rendered_chats = template.render_answers(row.messages, trained, row.tools, row.variables, turns=turns)
+    rows = []
+    for rendered in rendered_chats:
+        ids, spans = encode_rendered(rendered, tokenizer)
+        weights = np.full(len(ids), WEIGHT_SCALE if loss_on == "all" else 0, np.uint8)
+        for (start, end), index in zip(spans, rendered.messages, strict=True):
+            weights[start:end] = round(row.messages[index].weight * WEIGHT_SCALE)
+        rows.append(TokenizedRow(row.kind, ids, weights))
+    return rows
 
 
 def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jingu.chat.messages import JsonObject, Message
 
-# The description of tools for chat templates that do not support tools, in the words of Hermes and Qwen.
+# The description of tools for chat templates that do not support tools, with the tags of Hermes and Qwen.
 _TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
@@ -155,7 +155,7 @@ def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]
 
     Args:
         messages: at least one.
-        tools: definitions of the tools, written as JSON, one per line.
+        tools: definitions of the tools, written as JSON, one per line; none: nothing describes them.
     """
     texts: list[Message] = []
     for message in messages:
@@ -171,6 +171,8 @@ def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]
             if texts[-1:] and texts[-1].role == "user":
                 text = replace(text, content=f"{texts.pop().content}\n{text.content}")
         texts.append(text)
+    if not tools:
+        return tuple(texts)
     description = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first, *rest = texts
     parts = [first.content, description] if first.role == "system" else [description, first.content]

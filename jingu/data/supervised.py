@@ -194,9 +194,10 @@ def decode_parts(parts: Int64Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[
 def content_settings(objective: RowSettings) -> dict[str, Any]:
     """Return the settings of the objective that change the content of a data set."""
     settings = objective.model_dump(mode="json", exclude=BATCHING_SETTINGS)
-    # Data sets of older versions have no such key.
-    if not objective.columns:
-        del settings["columns"]
+    # Data sets of older versions do not have these keys.
+    for key in ("columns", "turns", "train_empty_reasoning"):
+        if key in settings and settings[key] == type(objective).model_fields[key].default:
+            del settings[key]
     return settings
 
 

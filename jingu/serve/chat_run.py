@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from pydantic_core import from_json
 
-from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
 from jingu.chat.tool_calls import ToolCall, ToolCallParser, write_tools_as_text
 from jingu.errors import JinguError
@@ -176,7 +176,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         try:
             return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
         except ConversationError as error:
-            if not tools:
+            if not tools and not isinstance(error, UnsupportedToolsError):
                 raise
             texts = write_tools_as_text(messages, tools)
             try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jingu.chat.messages import ConversationError, Row
 from jingu.chat.templates import ChatTemplate, load_template
-from jingu.chat.tokenization import TokenizedRow, tokenize_row
+from jingu.chat.tokenization import TokenizedRow, tokenize_turns
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
@@ -115,28 +115,30 @@ class RowTokenizer:
         """Tokenize a row so that it fits `max_length`.
 
         Returns:
-            One row; several if the row is split; none if it is dropped.
+            One row; several if the row is split, or if its answers are trained in texts of their own; none if it is
+            dropped.
 
         Raises:
             ConversationError: the row cannot be used.
         """
         assert isinstance(self.objective, SupervisedSettings)
-        tokenized = self._tokenize(row)
-        if len(tokenized.ids) <= self.max_length:
-            return [tokenized]
+        parts = self._tokenize(row)
+        if all(len(part.ids) <= self.max_length for part in parts):
+            return parts
         if self.objective.overflow == "drop":
-            counts.count(f"{DROPPED_PREFIX}too long")
-            return []
-        parts = [tokenized]
+            fitting = [part for part in parts if len(part.ids) <= self.max_length]
+            counts.count(f"{DROPPED_PREFIX}too long", len(parts) - len(fitting))
+            return fitting
         if self.objective.overflow == "split" and row.messages:
-            parts = [self._tokenize(part) for part in self._split(row)]
-            counts.count(SPLIT, len(parts) > 1)
+            conversations = list(self._split(row))
+            parts = [part for conversation in conversations for part in self._tokenize(conversation)]
+            counts.count(SPLIT, len(conversations) > 1)
         counts.count(TRUNCATED, sum(len(part.ids) > self.max_length for part in parts))
         return [TokenizedRow(part.kind, part.ids[: self.max_length], part.weights[: self.max_length]) for part in parts]
 
-    def _tokenize(self, row: Row) -> TokenizedRow:
+    def _tokenize(self, row: Row) -> list[TokenizedRow]:
         assert isinstance(self.objective, SupervisedSettings)
-        return tokenize_row(row, self.template, self.tokenizer, self.objective.loss_on)
+        return tokenize_turns(row, self.template, self.tokenizer, self.objective.loss_on, self.objective.turns)
 
     def _split(self, row: Row) -> Iterator[Row]:
         """Yield parts of a conversation, each with the system message and as many rounds as fit, but at least one.
@@ -151,7 +153,7 @@ class RowTokenizer:
             end, *longer_ends = [*ends, len(rest)]
             for longer_end in longer_ends:
                 candidate = replace(row, messages=system + rest[:longer_end])
-                if len(self._tokenize(candidate).ids) > self.max_length:
+                if any(len(part.ids) > self.max_length for part in self._tokenize(candidate)):
                     break
                 end = longer_end
             yield replace(row, messages=system + rest[:end])
@@ -177,8 +179,13 @@ def build_row_tokenizer(kind: RowKind, data: DataSettings, tokenizer: Tokenizer,
     """Return a row tokenizer with the chat template of the settings. Raises JinguError if it cannot be loaded."""
     objective = data.objective
     assert isinstance(objective, RowSettings)
+    # Answers that are compared with each other begin where the model begins to generate them.
+    skips_empty_reasoning = isinstance(objective, SupervisedSettings) and not objective.train_empty_reasoning
     template = load_template(
-        objective.template, tokenizer, parse_special_tokens=objective.parse_special_tokens, for_training=True
+        objective.template,
+        tokenizer,
+        parse_special_tokens=objective.parse_special_tokens,
+        train_empty_reasoning=not skips_empty_reasoning,
     )
     return kind.row_tokenizer(data, objective, tokenizer, template, max_length)
 

@@ -239,17 +239,16 @@ def test_rows_without_a_comparison_are_refused_or_skipped(
     assert words in output
 
 
-def test_a_template_that_changes_the_prompt_is_refused(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_answers_follow_the_prompt_as_the_model_sees_it(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """The template writes the question differently once an answer follows it, and for each answer."""
     template = tmp_path / "counting.jinja"
     template.write_text(
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}, in {{ messages[-1].content | length }}:\n"
         "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
     )
-    same = {"prompt": [USER], "chosen": "yes", "rejected": "not"}
     objective = {"type": "preference", "template": str(template)}
-    prepare(make(tiny_run, tmp_path, [same], **{"data.objective": objective, "data.path": str(tmp_path / "same")}))
-    with pytest.raises(JinguError, match="row 2: chosen and rejected have different prompts when the template renders"):
-        prepare(make(tiny_run, tmp_path, [same, GOOD], **{"data.objective": objective}))
+    rows = [{"prompt": [USER], "chosen": "yes", "rejected": "not"}, GOOD]
+    prepare(make(tiny_run, tmp_path, rows, **{"data.objective": objective}))
 
 
 def test_too_long_rows_are_dropped_or_truncated(

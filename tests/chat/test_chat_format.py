@@ -98,3 +98,13 @@ def test_reserved_characters_are_refused(
     assert speech is not None
     with pytest.raises(ConversationError, match=r"U\+(FDD[023]|D800) is not a character"):
         speech.encode_prompt(**write(text))
+
+
+def test_a_prompt_of_which_the_template_leaves_out_a_part_is_refused(tokenizer: Tokenizer) -> None:
+    speech = find_chat_format(Path("nowhere"), tokenizer, "chatml")
+    assert speech is not None
+    called = (Message("user", "q"), Message("assistant", "", ({"name": "f", "arguments": {}},)), Message("tool", "r"))
+    with pytest.raises(ConversationError, match="does not support tools: it leaves out a call"):
+        speech.encode_prompt(called)
+    with pytest.raises(ConversationError, match="does not support reasoning"):
+        speech.encode_prompt((*TURNS[:2], Message("assistant", "a", reasoning_content="because"), TURNS[3]))

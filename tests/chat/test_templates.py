@@ -66,7 +66,14 @@ def trained_text(tokenizer: Tokenizer, name: str, row: Row, train_on: LossOn = "
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 @given(
-    texts=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cn", "Co"]), min_size=1), min_size=4, max_size=4)
+    # To transformers, special tokens in messages are special tokens.
+    texts=st.lists(
+        st.text(st.characters(exclude_categories=["Cs", "Cn", "Co"]), min_size=1).map(
+            lambda text: text.replace("|", "")
+        ),
+        min_size=4,
+        max_size=4,
+    )
 )
 def test_ids_and_mask_equal_those_of_transformers(
     name: str, texts: list[str], tokenizer: Tokenizer, theirs: Any
@@ -231,35 +238,86 @@ def test_plain_text_rows(tokenizer: Tokenizer) -> None:
     assert tokenize_row(parse_row({"text": "春"}), None, tokenizer, "assistant").weights.all()
 
 
-def test_a_template_whose_answers_cannot_be_located_is_refused(tokenizer: Tokenizer) -> None:
-    """The template renders the number of messages, so a prefix of the messages is not a prefix of the text."""
-    counting = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    with pytest.raises(ConversationError, match="cannot be located"):
-        ChatTemplate(counting, tokenizer, "a").render(tuple(CHAT))
-
-
 TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-WRONG_SPANS = {
+# Templates in which no prefix of the conversation need render as a prefix of the text.
+LOCATED = {
+    "the number of messages": f"{{{{ messages | length }}}}{{% for m in messages %}}{TURN}{{% endfor %}}",
     # As Command-R7B: the header of an answer is always written at the end.
-    "the header of the next turn": f"{{% for m in messages %}}{TURN}{{% endfor %}}<|im_start|>assistant\n",
-    # ChatML without generation prompt.
-    "the header of an answer": f"{{% for m in messages %}}{TURN}{{% endfor %}}",
-    # Only lists of parts are rendered.
-    "does not write this answer: quick brown": (
-        "{% for m in messages %}{{ m.role }}:{% if m.content is not string %}{{ m.content }}{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
+    "a header at the end": f"{{% for m in messages %}}{TURN}{{% endfor %}}<|im_start|>assistant\n",
+    "no generation prompt": f"{{% for m in messages %}}{TURN}{{% endfor %}}",
+    "an alias of a slice": f"{{% set rest = messages[:] %}}{{% for m in rest[0:] %}}{TURN}{{% endfor %}}",
+    "a namespace": f"{{% set ns = namespace(all=messages) %}}{{% for m in ns.all %}}{TURN}{{% endfor %}}",
+    "filters": f"{{% for m in messages | selectattr('content') | list %}}{TURN}{{% endfor %}}",
+    "twice reversed": f"{{% for m in (messages | reverse | list)[::-1] %}}{TURN}{{% endfor %}}",
+    "a filtered loop": f"{{% for m in messages if m.role != 'tool' %}}{TURN}{{% endfor %}}",
+    "earlier loops": f"{{% for m in messages %}} {{% endfor %}}{{% for m in messages %}}{TURN}{{% endfor %}}",
+    "a macro": f"{{% macro turn(m) %}}{TURN}{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) }}}}{{% endfor %}}",
+    "a loop in a macro": (
+        f"{{% macro all() %}}{{% for m in messages %}}{TURN}{{% endfor %}}{{% endmacro %}}{{{{ all() }}}}"
+    ),
+    "a captured loop": f"{{% set text %}}{{% for m in messages %}}{TURN}{{% endfor %}}{{% endset %}}{{{{ text }}}}",
+    "an index": f"{{% for i in range(messages | length) %}}{TURN.replace('m.', 'messages[i].')}{{% endfor %}}",
+    "an index of the loop": f"{{% for _ in messages %}}{TURN.replace('m.', 'messages[loop.index0].')}{{% endfor %}}",
+    "an index and a look back": (
+        "{% for i in range(messages | length) %}{% set m = messages[i] %}{% set before = messages[i - 1].content %}"
+        f"{TURN}{{% endfor %}}"
+    ),
+    "groups": f"{{% for group in messages | batch(2) %}}{{% for m in group %}}{TURN}{{% endfor %}}{{% endfor %}}",
+    "a message outside of loops": (
+        f"{TURN.replace('m.', 'messages[0].')}{{% for m in messages[1:] %}}{TURN}{{% endfor %}}"
+    ),
+    "an end after the loop": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}{% if not loop.last %}<|im_end|>\n"
+        "{% endif %}{% endfor %}<|im_end|>"
+    ),
+    "a loop over the rest inside": (
+        f"{{% for m in messages %}}{{% for later in messages[loop.index:] %}}{{% if later.role == 'x' %}}!{{% endif %}}"
+        f"{{% endfor %}}{TURN}{{% endfor %}}"
     ),
 }
 
 
-@pytest.mark.parametrize("reason", WRONG_SPANS)
-def test_spans_that_are_not_the_answer_are_refused(reason: str, tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(WRONG_SPANS[reason], tokenizer, "a")
+@pytest.mark.parametrize("name", LOCATED)
+def test_answers_are_traced(name: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(LOCATED[name], tokenizer, "a")
+    rendered = template.render(tuple(CHAT))
+    texts = [rendered.text[slice(*span)] for span in rendered.answers]
+    assert texts == ["不觉晓。<|im_end|>", "quick brown<|im_end|>"]
+    assert rendered.text[: rendered.answers[1][0]].endswith("<|im_start|>assistant\n")
+
+
+UNTRACED = {
+    # Only lists of parts are rendered.
+    "does not write this user message": (
+        "{% for m in messages %}{{ m.role }}:{% if m.content is not string %}{{ m.content }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+    "writes several messages at once in line 2": (
+        "{% for pair in messages | batch(2) %}\n{% for i in range(1) %}{{ pair[0].content + pair[1].content }}"
+        "{% endfor %}\n{% endfor %}"
+    ),
+    "writes an answer in 2 places .the last one in line 3.": (
+        "{% for m in messages %}{{ m.content }}{% endfor %}\n---\n{% for m in messages %}{{ m.content }}{% endfor %}"
+    ),
+    "its header is not known .line 1.": (
+        "{{ 'u:' + messages[0].content + ' a:' }}{{ 'x' + messages[1].content + '</s>' }}"
+        "{{ messages[-3].content if messages | length > 2 }}{{ messages[9].content if messages[1].content == 'jxqzw' }}"
+    ),
+    "processes the text of a loop over messages .line 2.": (
+        "{% set text %}\n{% for m in messages %}{{ m.content }}{% endfor %}\n{% endset %}{{ text | upper | length }}"
+        "{{ text }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNTRACED)
+def test_answers_that_cannot_be_traced_are_refused(reason: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(UNTRACED[reason], tokenizer, "a")
     with pytest.raises(ConversationError, match=reason):
         template.render((Message("user", "The fox"), Message("assistant", "quick brown")))
 
 
-def test_an_answer_after_a_tool_result_without_generation_prompt_is_refused(tokenizer: Tokenizer) -> None:
+def test_an_answer_after_a_tool_result_without_generation_prompt_begins_after_the_header(tokenizer: Tokenizer) -> None:
     """As in Gemma 4: the header after a tool's result comes with the answer."""
     source = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
     source += "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
@@ -268,9 +326,8 @@ def test_an_answer_after_a_tool_result_without_generation_prompt_is_refused(toke
     )
     call = Message("assistant", "", ({"name": "weather", "arguments": {}},))
     messages = (Message("user", "a"), call, Message("tool", "3"), Message("assistant", "three"))
-    assert template.render(messages[:2]).answers
-    with pytest.raises(ConversationError, match="the header of an answer would be trained"):
-        template.render(messages)
+    rendered = template.render(messages)
+    assert rendered.text[slice(*rendered.answers[1])] == "three<|im_end|>"
 
 
 LLAMA_31 = """{{- bos_token }}{%- set date = strftime_now("%d %b %Y") %}{{- date }}
@@ -335,7 +392,7 @@ def test_reasoning_is_rendered_or_refused(key: str, tokenizer: Tokenizer) -> Non
         }
     )
     source = NAMED_TEMPLATES["chatml"].replace(
-        "generation %}{{", f"generation %}}{{{{ '<think>' + message.{key} + '</think>' +"
+        "generation %}{{", f"generation %}}{{{{ '<think>' + message.{key} + '</think>' +", 1
     )
     rendered = ChatTemplate(source, tokenizer, "a").render(row.messages)
     assert rendered.text[slice(*rendered.answers[0])] == "<think>brown</think>quick<|im_end|>"
@@ -347,7 +404,7 @@ def test_named_templates_of_a_tokenizer(tokenizer: Tokenizer, tmp_path: Path) ->
     named = {
         "default": NAMED_TEMPLATES["chatml"],
         "tool_use": NAMED_TEMPLATES["qwen"],
-        "rag": "{{ messages | length }}",
+        "rag": "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
     }
     templates = [{"name": name, "template": source} for name, source in named.items()]
     of_config = Tokenizer(tokenizer.content, {**tokenizer._config, "chat_template": templates})
@@ -361,7 +418,7 @@ def test_named_templates_of_a_tokenizer(tokenizer: Tokenizer, tmp_path: Path) ->
         own = load_template("auto", of)
         assert own.render(tuple(CHAT)) == load_template("chatml", of).render(tuple(CHAT))
         assert "<tools>" in own.render(tuple(CHAT), ({"name": "weather"},)).text
-        assert load_template("rag", of).render_prompt(tuple(CHAT)).text == "5"
+        assert load_template("rag", of).render_prompt(tuple(CHAT)).text.startswith("5Be brief.")
 
 
 def test_errors(tokenizer: Tokenizer, tmp_path: Path) -> None:

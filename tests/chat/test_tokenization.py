@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jingu.chat.messages import ConversationError
-from jingu.chat.templates import ChatTemplate, load_template
-from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row
+from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate, load_template
+from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row, tokenize_turns
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from jingu.tune.row_formats import parse_row
@@ -21,13 +22,11 @@ TEXTS = [
 SPECIAL = ["</s>", "<s>", "<|im_start|>", "<|im_end|>"]
 CALL = {"name": "weather", "arguments": {"city": "北京"}}
 TOOL = {"name": "weather", "description": "天气"}
-SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 TOOLS = (
-    "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to assist with "
-    "the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-    '{"name": "weather", "description": "天气"}\n</tools>\n\nFor each function call, return a json object with '
-    "function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>system\n# Tools\n\nYou can call these functions. Each line of JSON between the tags describes one of "
+    'them:\n<tools>\n{"name": "weather", "description": "天气"}\n</tools>\n\nTo call a function, write its name and '
+    'its arguments as JSON between these tags:\n<tool_call>\n{"name": "the function", "arguments": {"the argument": '
+    '"its value"}}\n</tool_call><|im_end|>\n'
 )
 
 
@@ -84,7 +83,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen",
         {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "好"}]},
-        SYSTEM + user("你好") + said("好"),
+        user("你好") + said("好"),
     ),
     (
         "qwen",
@@ -146,14 +145,21 @@ def test_loss_on(train_on: LossOn, expected: str, tokenizer: Tokenizer) -> None:
         assert set(built.weights.tolist()) == {0, 50}
 
 
-def test_weights_require_answers_that_can_be_located(tokenizer: Tokenizer) -> None:
-    """A template that renders only the last answer; with loss on all tokens nothing has to be located."""
+def test_weights_are_those_of_the_answers(tokenizer: Tokenizer) -> None:
     row = parse_row({"type": "conversation", "rounds": [["ask", "a"], ["ans", "b", 0.5], ["ask", "c"], ["ans", "d"]]})
-    source = "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
-    with pytest.raises(ConversationError, match="the template marks 1 of 2 answers"):
-        tokenize_row(row, ChatTemplate(source, tokenizer, "last"), tokenizer, "assistant")
-    unmarked = ChatTemplate("{{ messages | length }}{{ messages[-1].content }}", tokenizer, "counts")
-    assert shown(tokenize_row(row, unmarked, tokenizer, "all"), tokenizer) == "⟦4d⟧"
+    # The number of messages changes with each: an answer is trained after its prompt, which has one message less.
+    source = f"{{{{ messages | length }}}}{NAMED_TEMPLATES['chatml']}"
+    rows = tokenize_turns(row, ChatTemplate(source, tokenizer, "counts"), tokenizer, "assistant", "auto")
+    assert [shown(item, tokenizer) for item in rows] == [
+        "1" + user("a") + said("b"),
+        "3" + user("a") + "<|im_start|>assistant\nb<|im_end|>\n" + user("c") + said("d"),
+    ]
+    assert [set(item.weights.tolist()) for item in rows] == [{0, 50}, {0, 100}]
+    unweighted = replace(row, messages=tuple(replace(message, weight=0.0) for message in row.messages[:2]))
+    (context,) = tokenize_turns(unweighted, ChatTemplate(source, tokenizer, "counts"), tokenizer, "assistant", "auto")
+    assert not context.weights.any()
+    with pytest.raises(ConversationError, match="does not write this user message"):
+        tokenize_row(row, ChatTemplate("{{ messages[-1].content }}", tokenizer, "last"), tokenizer, "all")
 
 
 def test_turns_keep_their_order(tokenizer: Tokenizer) -> None:

@@ -140,26 +140,43 @@ def test_pairs_of_a_ranking_are_no_copies(tuning: Callable[..., RunConfig], caps
     assert numbers[0] + numbers[1] == {f"Q{n}": 3 for n in range(9)}
 
 
-def test_rows_whose_answers_cannot_be_located_are_skipped(tuning: Callable[..., RunConfig], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turns", "expected"), [("auto", 11), ("whole", 10), ("each", 11)])
+def test_a_template_that_rewrites_history(
+    turns: str, expected: int, tuning: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     """As Qwen3's own template: an answer renders differently once another turn follows."""
     template = tmp_path / "changing.jinja"
     template.write_text(
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}(thinks) {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}! {% endif %}"
         "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    turns = [{"role": role, "content": "fox"} for role in ("user", "assistant")]
-    rows = [*({"messages": [*turns[:1], {"role": "assistant", "content": f"fox {n}"}]} for n in range(9))]
-    rows.append({"messages": [*turns, *turns]})
-    settings = {"data__objective__template": str(template)}
-    with pytest.raises(
-        JinguError, match=r"row 10: in the chat template .*changing.jinja its answers cannot be located"
-    ):
-        prepare(tuning(rows, **settings))
-    config = tuning(rows, data__on_error="skip", **settings)
+    messages = [{"role": role, "content": "fox"} for role in ("user", "assistant")]
+    rows = [*({"messages": [*messages[:1], {"role": "assistant", "content": f"fox {n}"}]} for n in range(9))]
+    rows.append({"messages": [*messages, *messages]})
+    settings = {"data__objective__template": str(template), "batch__sequence_length": 64}
+    config = tuning(rows, data__objective__turns=turns, **settings)
     prepare(config)
-    assert "row 10: in the chat template" in (Path(config.data.path) / "skipped.txt").read_text(encoding="utf-8")
     manifest = DatasetManifest.load(Path(config.data.path))
-    assert manifest is not None and manifest.train.documents + manifest.validation.documents == 9
+    assert manifest is not None and manifest.train.documents + manifest.validation.documents == expected
+    # The setting is a part of what identifies the data.
+    other = tuning(rows, data__objective__train_empty_reasoning=True, **settings)
+    with pytest.raises(JinguError, match="train_empty_reasoning"):
+        prepare(other)
+
+
+def test_rows_of_which_a_template_leaves_out_a_part_are_skipped(
+    tuning: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    template = tmp_path / "silent.jinja"
+    template.write_text("{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}\n{% endif %}{% endfor %}")
+    pair = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "quick"}]
+    other = [pair[0], {"role": "assistant", "content": "brown"}]
+    rows = [{"messages": pair}, {"messages": [{"role": "system", "content": "fox"}, *pair]}, {"messages": other}]
+    with pytest.raises(JinguError, match=r"row 2: .*does not write this system message .message 1.: fox"):
+        prepare(tuning(rows, data__objective__template=str(template)))
+    config = tuning(rows, data__objective__template=str(template), data__on_error="skip")
+    prepare(config)
+    assert "row 2: the chat template" in (Path(config.data.path) / "skipped.txt").read_text(encoding="utf-8")
 
 
 def test_rows_are_prepared_once_and_never_by_ranks(tuning: Callable[..., RunConfig]) -> None:

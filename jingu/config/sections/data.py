@@ -212,6 +212,11 @@ class SupervisedSettings(RowSettings):
     Attributes:
         loss_on: Tokens to train on: all assistant answers, only the last one, or all tokens. A row may weight the loss
             of its answers.
+        turns: Texts in which the answers of a conversation are trained: whole: one text, of the whole conversation;
+            each: a text for each trained answer, which ends with it, as the model sees it at that moment; auto: whole,
+            unless the template renders answers or what precedes them differently once other turns follow.
+        train_empty_reasoning: Whether to train on the empty block of reasoning that some templates write before an
+            answer without reasoning.
         overflow: What to do with a row that is longer than a sequence: truncate it, drop it, or split it between turns.
     """
 
@@ -219,6 +224,8 @@ class SupervisedSettings(RowSettings):
 
     type: Literal["supervised"] = "supervised"
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    turns: Literal["auto", "whole", "each"] = "auto"
+    train_empty_reasoning: bool = False
     overflow: Literal["truncate", "drop", "split"] = "truncate"
 
 
