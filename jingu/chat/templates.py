@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -130,11 +131,17 @@ class ChatTemplate:
         self._escaped_tokens = [] if parse_special_tokens else longest_first
 
     def render(
-        self, messages: tuple[Message, ...], tools: tuple[JsonObject, ...] = (), *, locate_answers: bool = True
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[JsonObject, ...] = (),
+        *,
+        variables: Mapping[str, Any] | None = None,
+        locate_answers: bool = True,
     ) -> RenderedChat:
         """Return the conversation as text, with the positions of its answers.
 
         Args:
+            variables: further variables of the template.
             locate_answers: False: do not search for answers that the template does not mark, which fails for some
                 templates.
 
@@ -143,12 +150,17 @@ class ChatTemplate:
                 answers cannot be located reliably.
         """
         if tools and self._for_tools is not self:
-            return self._for_tools.render(messages, tools, locate_answers=locate_answers)
-        variables, tool_variables, text = self._render_messages(messages, tools)
+            return self._for_tools.render(messages, tools, variables=variables, locate_answers=locate_answers)
+        if variables:
+            template = copy(self)
+            template._variables = {**self._variables, **self._escape_mentions(dict(variables))}
+            template._for_tools = template
+            return template.render(messages, tools, locate_answers=locate_answers)
+        entries, tool_variables, text = self._render_messages(messages, tools)
         # A template that renders the same without calls or reasoning would silently drop them.
         for what, keys in (("tools", ("tool_calls",)), ("reasoning", _REASONING_KEYS)):
-            if any(keys[0] in message for message in variables):
-                without = [{key: value for key, value in entry.items() if key not in keys} for entry in variables]
+            if any(keys[0] in message for message in entries):
+                without = [{key: value for key, value in entry.items() if key not in keys} for entry in entries]
                 self._refuse_if_equal(what, text, without, tool_variables)
         answers: list[Span] = []
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -158,16 +170,16 @@ class ChatTemplate:
             answers = [(start, self._trim_after_special_token(text, end)) for start, end in spans]
             if len(answers) == len(indices):
                 for index, (start, end) in zip(indices, answers, strict=True):
-                    self._find_answer(variables[index], text[start:end])
+                    self._find_answer(entries[index], text[start:end])
         elif locate_answers:
             # An answer lies between the ends of two prefixes: the messages before it and its header; the same and it.
             for index in indices:
-                start = self._prefix_length(text, variables[:index], tool_variables, add_generation_prompt=True)
+                start = self._prefix_length(text, entries[:index], tool_variables, add_generation_prompt=True)
                 end = len(text)
                 if index + 1 < len(messages):
-                    end = self._prefix_length(text, variables[: index + 1], tool_variables)
+                    end = self._prefix_length(text, entries[: index + 1], tool_variables)
                 answers.append((start, self._trim_after_special_token(text, end)))
-                self._check_span(text, answers, variables[: index + 1], tool_variables)
+                self._check_span(text, answers, entries[: index + 1], tool_variables)
         return self._restore_mentions(text, answers)
 
     def render_prompt(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from jingu.chat.messages import ConversationError, Row
+from jingu.chat.messages import ConversationError, Message, Row
 from jingu.chat.templates import ChatTemplate, RenderedChat, Span
 from jingu.data.supervised import WEIGHT_SCALE
 from jingu.errors import pluralize
@@ -27,11 +27,13 @@ class TokenizedRow:
         kind: `Row.kind`.
         weights: loss weight of each token as a label, times `WEIGHT_SCALE`, [tokens]. 0: the token is not trained;
             below 0: training decreases its probability.
+        mentions_special: whether the row contains special tokens that are tokenized as text.
     """
 
     kind: str
     ids: list[int]
     weights: npt.NDArray[Any]
+    mentions_special: bool = field(default=False, kw_only=True)
 
     @property
     def split_ids(self) -> list[int]:
@@ -44,23 +46,30 @@ class TokenizedRow:
         return self.weights
 
 
-def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
+def tokenize_row(
+    row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn, *, parse_special_tokens: bool = False
+) -> TokenizedRow:
     """Return the token ids of a row and their loss weights.
 
     Args:
-        loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens.
+        loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens. Weights of messages
+            apply to each of these.
+        parse_special_tokens: whether special tokens in texts without a template act as special tokens. For messages,
+            the template decides.
 
     Raises:
-        ConversationError: the template refuses the row, the answers cannot be located in the rendered text, or their
-            number differs from that of the row's weights.
+        ConversationError: the template refuses the row, the answers cannot be located in the rendered text, their
+            number differs from that of the row's weights, or the weights contradict `loss_on`.
     """
     if row.segments:
-        return _tokenize_segments(row, tokenizer, loss_on)
-    rendered = template.render(row.messages, row.tools, locate_answers=loss_on != "all")
+        return _tokenize_segments(row, tokenizer, loss_on, parse_special_tokens)
+    context_weight = _context_weight(row) if loss_on == "all" else 0.0
+    factors = [_answer_weight(message, loss_on) for message in row.messages if message.role == "assistant"]
+    needs_answers = set(factors) != {context_weight}
+    rendered = template.render(row.messages, row.tools, variables=row.variables, locate_answers=needs_answers)
     ids, answers = encode_rendered(rendered, tokenizer)
-    if loss_on == "all":
-        return TokenizedRow(row.kind, ids, np.full(len(ids), WEIGHT_SCALE, np.uint8))
-    factors = [message.weight for message in row.messages if message.role == "assistant"]
+    if not needs_answers:
+        factors = [context_weight] * len(answers)
     if len(answers) != len(factors):
         # Some templates drop earlier answers, or mark several as one. This is harmless if all weights are 1.
         if loss_on == "last_assistant" or set(factors) != {1.0}:
@@ -71,23 +80,73 @@ def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on
         factors = [1.0] * len(answers)
     if loss_on == "last_assistant":
         factors = [0.0] * (len(factors) - 1) + factors[-1:]
-    weights = np.zeros(len(ids), np.uint8)
+    weights = np.full(len(ids), round(context_weight * WEIGHT_SCALE), np.uint8)
     for (start, end), factor in zip(answers, factors, strict=True):
         weights[start:end] = round(factor * WEIGHT_SCALE)
-    return TokenizedRow(row.kind, ids, weights)
+    return TokenizedRow(row.kind, ids, weights, mentions_special=bool(rendered.mentions))
 
 
-def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
-    """Tokenize segments of plain text: the tokenizer's prefix (such as BOS), the texts, EOS. EOS is always trained."""
-    ids = list(tokenizer.prompt_prefix_ids)
-    is_trained = [loss_on == "all"] * len(ids)
-    for text, is_answer in row.segments:
-        segment_ids = tokenizer.encode(text)
-        ids += segment_ids
-        is_trained += [is_answer or loss_on == "all"] * len(segment_ids)
-    ids.append(tokenizer.eos_token_id)
-    is_trained.append(True)
-    return TokenizedRow(row.kind, ids, np.array(is_trained, np.uint8) * np.uint8(WEIGHT_SCALE))
+def _answer_weight(message: Message, loss_on: LossOn) -> float:
+    return 0.0 if message.is_prompt and loss_on != "all" else message.weight
+
+
+def _context_weight(row: Row) -> float:
+    """Return the weight of what is not an answer, if the loss is on all tokens: that of all other messages.
+
+    Raises:
+        ConversationError: they have different weights.
+    """
+    weights = {message.weight for message in row.messages if message.role != "assistant"}
+    if len(weights) > 1:
+        raise ConversationError(
+            "data.objective.loss_on=all trains the messages between the answers alike, but the row leaves out some of "
+            "them"
+        )
+    return weights.pop() if weights else 1.0
+
+
+def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn, parse_special_tokens: bool) -> TokenizedRow:
+    """Tokenize segments of plain text: the tokenizer's prefix (such as BOS), the texts, EOS. EOS is always trained.
+
+    The whole text is tokenized at once, so that its ids are those that a model reads and writes. A token that is part
+    of two segments belongs to the later one. A text that has a prefix or EOS of its own gets no second one.
+    """
+    text = "".join(part for part, _ in row.segments)
+    highest = max(weight for _, weight in row.segments)
+    if len(row.segments) == 1:
+        ids = tokenizer.encode(text, parse_special_tokens=parse_special_tokens)
+        spans = [(0, len(ids))]
+    else:
+        ends = np.cumsum([len(part) for part, _ in row.segments]).tolist()
+        borders = list(zip([0, *ends[:-1]], ends, strict=True))
+        ids, spans = tokenizer.encode_spans(text, borders, parse_special_tokens=parse_special_tokens)
+    weights = np.zeros(len(ids), np.uint8)
+    for (start, end), (_, weight) in zip(spans, row.segments, strict=True):
+        weights[start:end] = round((highest if loss_on == "all" else weight) * WEIGHT_SCALE)
+    scaled = round(highest * WEIGHT_SCALE)
+    prefix = tokenizer.prompt_prefix_ids
+    if not (parse_special_tokens and ids[: len(prefix)] == prefix):
+        ids = [*prefix, *ids]
+        weights = np.concatenate([np.full(len(prefix), scaled if loss_on == "all" else 0, np.uint8), weights])
+    if not (parse_special_tokens and ids[-1:] == [tokenizer.eos_token_id]):
+        ids = [*ids, tokenizer.eos_token_id]
+        weights = np.append(weights, np.uint8(scaled))
+    mentions_special = not parse_special_tokens and tokenizer.mentions_special(text)
+    return TokenizedRow(row.kind, ids, weights, mentions_special=mentions_special)
+
+
+def encode_prompt_and_answer(
+    tokenizer: Tokenizer, prompt: str, answer: str, *, parse_special_tokens: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a text prompt and of an answer: those of both as one text, divided.
+
+    A token that is part prompt, part answer belongs to the answer.
+    """
+    text = prompt + answer
+    ids, [(start, _)] = tokenizer.encode_spans(
+        text, [(len(prompt), len(text))], parse_special_tokens=parse_special_tokens
+    )
+    return ids[:start], ids[start:]
 
 
 def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:

@@ -54,8 +54,10 @@ class EncodedDocuments:
         """Return for each document a hash that only its copies share."""
         if not self.is_supervised:
             return self.hashes.tolist()
-        rows = np.split(self.ids, np.cumsum(self.lengths))[:-1]
-        return [hash_document(row.tobytes()) for row in rows]
+        ends = np.cumsum(self.lengths)
+        # Rows with the same ids and other loss weights are no copies.
+        parts = (np.split(array, ends)[:-1] for array in (self.ids, self.sidecar))
+        return [hash_document(ids.tobytes() + weights.tobytes()) for ids, weights in zip(*parts, strict=True)]
 
     def select(self, mask: npt.NDArray[np.bool_]) -> EncodedDocuments:
         """Return the documents where `mask` is true."""

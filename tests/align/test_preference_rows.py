@@ -143,7 +143,10 @@ def test_labels(row: dict[str, Any], label: str) -> None:
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1]}, "field scores: expected a number for each answer"),
         ({"prompt": "Q", "ranking": ["A", "B"], "margin": 1}, "field margin: a ranking has none"),
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1, 1]}, "field scores: all are equal"),
-        ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
+        (
+            {"chosen": "A", "rejected": "B"},
+            "chosen and rejected: the texts have no common beginning; add the field prompt",
+        ),
         (
             {"prompt": [USER], "chosen": [{"role": "user", "content": "P"}, message("A")], "rejected": [message("B")]},
             "field chosen: its messages begin with another prompt than that of the field prompt",
@@ -153,7 +156,7 @@ def test_labels(row: dict[str, Any], label: str) -> None:
             "field rejected: its messages begin with another prompt",
         ),
         ({"prompt": USER, "chosen": [USER, message("A")], "rejected": "B"}, "field prompt: expected a text or a list"),
-        ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "messages[0].content: expected text"),
+        ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "field system: expected text"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
 )

@@ -153,6 +153,9 @@ def test_weights_require_answers_that_can_be_located(tokenizer: Tokenizer) -> No
     with pytest.raises(ConversationError, match="the template marks 1 of 2 answers"):
         tokenize_row(row, ChatTemplate(source, tokenizer, "last"), tokenizer, "assistant")
     unmarked = ChatTemplate("{{ messages | length }}{{ messages[-1].content }}", tokenizer, "counts")
+    with pytest.raises(ConversationError, match="its answers cannot be located"):
+        tokenize_row(row, unmarked, tokenizer, "all")
+    row = parse_row({"type": "conversation", "rounds": [["ask", "a"], ["ans", "b"], ["ask", "c"], ["ans", "d"]]})
     assert shown(tokenize_row(row, unmarked, tokenizer, "all"), tokenizer) == "⟦4d⟧"
 
 
