@@ -17,6 +17,8 @@ from jingu.errors import pluralize
 from jingu.text.tokenizer import Tokenizer
 
 LossOn = Literal["assistant", "last_assistant", "all"]
+# Texts that are hardly ever part of a token of the text after them.
+_ANCHORS = ("\n", "。", "0")
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,15 @@ def encode_prompt_and_answer(
         text, [(len(prompt), len(text))], parse_special_tokens=parse_special_tokens
     )
     return ids[:start], ids[start:]
+
+
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text that follows other ids: without the space that some tokenizers put before a text."""
+    for anchor in _ANCHORS:
+        before, after = encode_prompt_and_answer(tokenizer, anchor, text)
+        if before == tokenizer.encode(anchor):
+            return after
+    return tokenizer.encode(text)
 
 
 def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:

@@ -96,6 +96,19 @@ def parse_prompt(value: Any) -> Row:
     return row
 
 
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """Convert a list of messages of a conversation, of which every field has to be used.
+
+    Raises:
+        ConversationError: a field is not as expected, or is unknown.
+    """
+    fields = Fields({})
+    messages = _messages(fields, "messages", list(value))
+    if fields.carried:
+        raise ConversationError(f"field {next(iter(fields.carried))}: a message has no such field")
+    return tuple(messages)
+
+
 def _shapes_prompt(name: str) -> bool:
     field = find_field(name)
     return field is not None and field.shapes_prompt
