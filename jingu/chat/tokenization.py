@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -115,24 +116,29 @@ def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn, parse_sp
     """
     text = "".join(part for part, _ in row.segments)
     highest = max(weight for _, weight in row.segments)
+    # 1. Tokenize, and find the first id of each segment.
     if len(row.segments) == 1:
         ids = tokenizer.encode(text, parse_special_tokens=parse_special_tokens)
-        spans = [(0, len(ids))]
+        starts = [0]
     else:
-        ends = np.cumsum([len(part) for part, _ in row.segments]).tolist()
-        borders = list(zip([0, *ends[:-1]], ends, strict=True))
-        ids, spans = tokenizer.encode_spans(text, borders, parse_special_tokens=parse_special_tokens)
-    weights = np.zeros(len(ids), np.uint8)
-    for (start, end), (_, weight) in zip(spans, row.segments, strict=True):
-        weights[start:end] = round((highest if loss_on == "all" else weight) * WEIGHT_SCALE)
-    scaled = round(highest * WEIGHT_SCALE)
+        ends = list(accumulate(len(part) for part, _ in row.segments))
+        later = [(start, ends[-1]) for start in ends[:-1]]
+        ids, spans = tokenizer.encode_spans(text, later, parse_special_tokens=parse_special_tokens)
+        starts = [0, *(start for start, _ in spans)]
+    # 2. Add the prefix and EOS.
     prefix = tokenizer.prompt_prefix_ids
-    if not (parse_special_tokens and ids[: len(prefix)] == prefix):
-        ids = [*prefix, *ids]
-        weights = np.concatenate([np.full(len(prefix), scaled if loss_on == "all" else 0, np.uint8), weights])
+    if parse_special_tokens and ids[: len(prefix)] == prefix:
+        prefix = []
     if not (parse_special_tokens and ids[-1:] == [tokenizer.eos_token_id]):
-        ids = [*ids, tokenizer.eos_token_id]
-        weights = np.append(weights, np.uint8(scaled))
+        ids.append(tokenizer.eos_token_id)
+    ids = [*prefix, *ids]
+    # 3. A segment's weight applies up to the next segment, and the last one's to EOS too.
+    weights = np.zeros(len(ids), np.uint8)
+    for start, (_, weight) in zip(starts, row.segments, strict=True):
+        weights[len(prefix) + start :] = round(weight * WEIGHT_SCALE)
+    weights[-1] = round(highest * WEIGHT_SCALE)
+    if loss_on == "all":
+        weights[:] = weights[-1]
     mentions_special = not parse_special_tokens and tokenizer.mentions_special(text)
     return TokenizedRow(row.kind, ids, weights, mentions_special=mentions_special)
 

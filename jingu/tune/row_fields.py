@@ -181,11 +181,13 @@ MESSAGE_FIELDS = (
 )
 TABLES: Mapping[Scope, tuple[RowField, ...]] = {"row": ROW_FIELDS, "message": MESSAGE_FIELDS}
 # Names of the same field by the name of the field.
-_SPELLINGS = {(scope, field.name): field.names for scope, fields in TABLES.items() for field in fields}
+_SPELLINGS = {
+    (scope, field.name): dict.fromkeys(field.names).keys() for scope, fields in TABLES.items() for field in fields
+}
 # Names that jingu gives to the fields of rows.
 KNOWN_NAMES = frozenset(name for field in ROW_FIELDS for name in field.names)
-# Names of fields with the loss weight of a message.
-MESSAGE_WEIGHTS = frozenset((*_SPELLINGS["message", "train"], *_SPELLINGS["message", "weight"]))
+# Names of fields with the loss weight of a row or a message.
+WEIGHT_NAMES = frozenset((*_SPELLINGS["message", "train"], *_SPELLINGS["message", "weight"]))
 # Fields of an answer. They may repeat a part of the trained answer, such as its result.
 _ANSWERS = ("output", "answer", "response", "completion")
 # A text of this many characters that occurs in a message repeats it; a shorter one may be there by chance.
@@ -233,9 +235,10 @@ class Fields(dict[str, Any]):
         Raises:
             ConversationError: two spellings have different values.
         """
-        spellings = [spelling for spelling in _SPELLINGS[self.scope, name] if spelling in self]
-        if not spellings:
+        names = _SPELLINGS[self.scope, name]
+        if names.isdisjoint(self):
             return None
+        spellings = [spelling for spelling in names if spelling in self]
         values = [self.pop(spelling) for spelling in spellings]
         values = [value for value in values if not is_empty(value)] or values[:1]
         if any(value != values[0] for value in values):

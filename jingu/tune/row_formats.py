@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
-from jingu.tune.row_fields import MESSAGE_WEIGHTS, Fields, find_field, is_empty, is_missing, rename_columns
+from jingu.tune.row_fields import WEIGHT_NAMES, Fields, find_field, is_empty, is_missing, rename_columns
 
 # A data set stores a weight in one byte, in hundredths.
 MAX_WEIGHT = 2.0
@@ -62,15 +62,17 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
         raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
     for name in ("label", "kto_tag"):
         # A data set for classification may have other labels.
-        if parse_switch(fields.get(name)) is False or _is_negative(fields.get(name)):
+        if name in fields and (parse_switch(fields[name]) is False or _is_negative(fields[name])):
             raise ConversationError(f"field {name}: false marks an answer not to be imitated, which tuning cannot use")
     weight = _take_weight(fields, "")
     if not weight:
         raise ConversationError("fields weight and train: nothing of the row is to be trained")
     row = _parse_form(fields)
-    texts = [message.content for message in row.messages] or [text for text, _ in row.segments]
-    fields.account_for_rest(row.kind, texts, hint=_HINT)
-    return _multiply_weights(replace(row, carried=tuple(fields.carried)), weight)
+    if fields or fields.carried:
+        texts = [message.content for message in row.messages] or [text for text, _ in row.segments]
+        fields.account_for_rest(row.kind, texts, hint=_HINT)
+        row = replace(row, carried=tuple(fields.carried))
+    return _multiply_weights(row, weight)
 
 
 def parse_prompt(value: Any) -> Row:
@@ -143,9 +145,9 @@ def _parse_form(fields: Fields) -> Row:
             del fields["type"]
             return parse(fields)
     # A field without content does not decide, unless there is no other.
-    for is_candidate in (lambda field: not is_empty(fields.get(field)), fields.__contains__):
+    for may_be_empty in (False, True):
         for name, (field, parse) in _PARSERS_BY_FIELD.items():
-            if is_candidate(field):
+            if field in fields and (may_be_empty or not is_empty(fields[field])):
                 return replace(parse(fields), kind=name)
     if kind is not None:
         raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
@@ -205,6 +207,8 @@ def _take_weight(fields: Fields, prefix: str) -> float:
     Args:
         prefix: path of the message in its row, for error messages.
     """
+    if WEIGHT_NAMES.isdisjoint(fields):
+        return 1.0
     train = fields.take("train")
     weight = fields.take("weight")
     is_trained = True if train is None else parse_switch(train)
@@ -429,7 +433,7 @@ def _message(turn: Fields, name: str, role_key: str, content_key: str) -> Messag
         return Message(ROLES[role], text)
     reasoning = _optional_text(turn.take("reasoning_content"), f"{name}.reasoning_content")
     author, call_id = (_optional_text(turn.pop(key, None), f"{name}.{key}") for key in ("name", "tool_call_id"))
-    has_weight = not MESSAGE_WEIGHTS.isdisjoint(turn)
+    has_weight = not WEIGHT_NAMES.isdisjoint(turn)
     weight = _take_weight(turn, f"{name}.")
     if ROLES[role] != "assistant":
         forbidden = {"have reasoning": reasoning, "have tool calls": tool_calls, "be trained": has_weight and weight}
@@ -462,9 +466,12 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
         ConversationError: a field is not as expected, the roles are in a wrong order, or the last message is not an
             answer (of a prompt: not one that an answer can follow or continue).
     """
-    messages = _add_context(fields, messages)
-    tools = _take_tools(fields)
-    variables = _take_variables(fields)
+    tools: tuple[JsonObject, ...] = ()
+    variables: JsonObject = {}
+    if fields:
+        messages = _add_context(fields, messages)
+        tools = _take_tools(fields)
+        variables = _take_variables(fields)
     merged = _merge(messages)
     last = merged[-1]
     if not is_prompt and last.role != "assistant":
