@@ -235,8 +235,8 @@ def check_columns(corpora: Sequence[RowTokenizer]) -> None:
         return
     columns = corpora[0].objective.columns
     where = "data.objective.columns"
-    for name in columns:
-        if name not in KNOWN_NAMES:
+    for name, column in columns.items():
+        if column and name not in KNOWN_NAMES:
             similar = difflib.get_close_matches(name, KNOWN_NAMES, 1) or ["messages, instruction, output or system"]
             what = f"{name} is not a name that jingu gives to a field of rows."
             raise JinguError(what, where=where, fix=f"Use one such as {similar[0]}, followed by the name in the rows.")
@@ -255,7 +255,7 @@ def check_columns(corpora: Sequence[RowTokenizer]) -> None:
     if missing:
         raise JinguError(
             f"no row has a value in the field {join_words(sorted(missing))}; rows have the fields "
-            f"{join_words(sorted(names)[:MAX_CARRIED]) if names else 'none'}.",
+            f"{', '.join(sorted(names)[:MAX_CARRIED]) or 'none'}.",
             where=where,
             fix="Correct the name, or leave it out.",
         )

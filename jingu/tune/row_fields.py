@@ -249,7 +249,7 @@ class Fields(dict[str, Any]):
         """Add the names of the remaining fields to `carried`.
 
         Args:
-            kind: name of the row's format.
+            kind: what has the fields, for error messages.
             texts: the texts of the row, in order; the last one is its answer.
             prefix: path of the message in its row, for error messages.
             hint: what to do about a field that is refused, with {name} for its name.
@@ -259,16 +259,12 @@ class Fields(dict[str, Any]):
         """
         for name, value in self.items():
             field = find_field(name, self.scope)
-            if (
-                field is None
-                or field.is_optional
-                or is_empty(value)
-                or (value is False and field.allows_false)
-                or _repeats(field, value, texts)
-            ):
+            if is_empty(value) or (value is False and field is not None and field.allows_false):
+                continue
+            if field is None or field.is_optional or _repeats(field, value, texts):
                 self.carried["messages[]." * (self.scope == "message") + name] = None
                 continue
-            reason = field.refusal or f"a row of the format {kind} has no place for it"
+            reason = field.refusal or f"{kind} has no place for it"
             if name not in field.names and not field.refusal:
                 reason = f"it is spelled {field.name}"
             raise ConversationError(f"field {prefix}{name}: {reason}{hint.format(name=name)}")

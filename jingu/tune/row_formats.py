@@ -70,7 +70,7 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
     row = _parse_form(fields)
     if fields or fields.carried:
         texts = [message.content for message in row.messages] or [text for text, _ in row.segments]
-        fields.account_for_rest(row.kind, texts, hint=_HINT)
+        fields.account_for_rest(f"a row of the format {row.kind}", texts, hint=_HINT)
         row = replace(row, carried=tuple(fields.carried))
     return _multiply_weights(row, weight)
 
@@ -94,7 +94,7 @@ def parse_prompt(value: Any) -> Row:
         row = _conversation("prompt", fields, messages, is_prompt=True)
     shaping = Fields({name: item for name, item in fields.items() if _shapes_prompt(name)})
     texts = [message.content for message in row.messages] or [prompt]
-    shaping.account_for_rest("text" if row.segments else "messages", texts)
+    shaping.account_for_rest("a prompt that is a text" if row.segments else "a prompt", texts)
     return row
 
 
@@ -400,7 +400,7 @@ def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
         turn = Fields(turn, "message")
         message = _message(turn, name, role_key, content_key)
         if turn:
-            turn.account_for_rest("messages", [message.content], prefix=f"{name}.")
+            turn.account_for_rest("a message", [message.content], prefix=f"{name}.")
             fields.carried |= turn.carried
         messages.append(message)
     return messages
@@ -451,7 +451,7 @@ def _content_part(part: Any, name: str) -> str:
         if kind != "text":
             raise ConversationError(f"field {name}: only text can be trained on, not {_quote(kind)}")
         text = part.pop("text", None)
-        part.account_for_rest("messages", [str(text)], prefix=f"{name}.")
+        part.account_for_rest("a message", [str(text)], prefix=f"{name}.")
         part = text
     return _check_text(part, name)
 
@@ -494,7 +494,8 @@ def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
     if system and not start:
         start = [Message("system", system, is_prompt=messages[0].is_prompt)]
         messages = [*start, *messages]
-    return [*messages[: len(start)], *_history(fields, history or []), *messages[len(start) :]]
+    turns = [replace(turn, is_prompt=messages[0].is_prompt) for turn in _history(fields, history or [])]
+    return [*messages[: len(start)], *turns, *messages[len(start) :]]
 
 
 def _history(fields: Fields, history: Any) -> list[Message]:
