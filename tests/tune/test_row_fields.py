@@ -50,6 +50,7 @@ PAIRS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("scope", ["row", "message"])
 def test_the_guide_has_the_table_of_fields(scope: Any) -> None:
     assert describe_fields(scope) in (GUIDES / "tuning.md").read_text(encoding="utf-8")
+    assert describe_fields("row", of_prompts=True) in (GUIDES / "alignment.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("row", CHATS + PAIRS)
