@@ -6,6 +6,7 @@ refused if it carries a part of the conversation, its loss or its rendering; oth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import isnan
@@ -63,13 +64,13 @@ _MASK = RowField(
 _TRAIN = RowField(
     "train",
     "whether the row, or an answer, is trained: true or false, 1 or 0, or one of these as text. False is a weight of 0",
-    ("training", "trainable", "loss", "loss_mask"),
+    ("training", "trainable", "train_on_turn", "loss", "loss_mask", "compute_loss"),
 )
 _WEIGHT = RowField(
     "weight",
     "factor on the loss of the row, or of an answer, from 0 (context only) to 2; factors of row and answer are "
     "multiplied. Preference rows have none",
-    ("loss_weight", "loss_scale"),
+    ("loss_weight", "loss_scale", "sample_weight"),
 )
 _PART_MASK = RowField(
     "train_detail",
@@ -89,26 +90,27 @@ ROW_FIELDS = (
         RowField(name, _UNUSED_TEXT, may_repeat=True)
         for name in (
             *("rounds", "reference", "instruct", "instruction", "input", "output", "question", "answer", "query"),
-            *("response", "prompt", "completion", "text", "context"),
+            *("response", "prompt", "completion", "text", "context", "passage"),
         )
     ),
     RowField("type", "names a format (`pretrain`, `instruct`, `conversation`, …); otherwise carried", is_optional=True),
     RowField(
         "system",
         "the system message, which goes first; a row whose messages begin with another one is refused",
-        ("system_prompt", "system_message"),
+        ("system_prompt", "system_message", "system_msg", "system_instruction", "sys_prompt"),
         shapes_prompt=True,
         may_repeat=True,
     ),
     RowField(
         "history",
         "earlier turns, after the system message: pairs `[question, answer]`, or messages",
+        ("chat_history", "conversation_history"),
         shapes_prompt=True,
     ),
     RowField(
         "tools",
         "definitions of tools: a list of objects, or the JSON text of one",
-        ("functions", "apis", "available_tools"),
+        ("functions", "apis", "available_tools", "tool_definitions", "function_definitions"),
         shapes_prompt=True,
     ),
     RowField(
@@ -157,7 +159,7 @@ MESSAGE_FIELDS = (
     RowField("tool_call_id", "id of the call that a tool's result answers"),
     _REASONING,
     _TRAIN._replace(
-        spellings=("training", "trainable", "loss", "loss_mask", "label"),
+        spellings=(*_TRAIN.spellings, "label"),
         effect="whether the answer is trained, as above; of another message only false is accepted",
     ),
     _WEIGHT,
@@ -192,11 +194,13 @@ WEIGHT_NAMES = frozenset((*_SPELLINGS["message", "train"], *_SPELLINGS["message"
 _ANSWERS = ("output", "answer", "response", "completion")
 # A text of this many characters that occurs in a message repeats it; a shorter one may be there by chance.
 _MIN_REPEATED_CHARS = 16
-# A row with more fields is treated as a mistake in the data.
-_MAX_KNOWN_NAMES = 1 << 16
+# What stands in names of a message's fields that say whether it is trained.
+_LIKE_A_MASK = re.compile("loss|train|mask|weight|supervis")
+# Names of fields to remember, so that rows with random ones do not fill the memory.
+_MAX_NAMES = 1 << 12
 
 
-@lru_cache(maxsize=_MAX_KNOWN_NAMES)
+@lru_cache(maxsize=_MAX_NAMES)
 def find_field(name: str, scope: Scope = "row") -> RowField | None:
     """Return what jingu knows of a field. Upper case and separators make no difference; None if it is unknown."""
     return _fields_by_key(scope).get(_key(name))
@@ -228,6 +232,10 @@ class Fields(dict[str, Any]):
         )
         self.scope: Scope = scope
         self.carried: dict[str, None] = {}
+
+    def spelling(self, name: str) -> str:
+        """Return the first spelling of a field that the row has; its name if it has none."""
+        return next((spelling for spelling in _SPELLINGS[self.scope, name] if spelling in self), name)
 
     def take(self, name: str) -> Any:
         """Read a field under any of its spellings; None if it is absent.
@@ -261,6 +269,8 @@ class Fields(dict[str, Any]):
             field = find_field(name, self.scope)
             if is_empty(value) or (value is False and field is not None and field.allows_false):
                 continue
+            if field is None and self.scope == "message" and _LIKE_A_MASK.search(name.lower()):
+                raise ConversationError(f"field {prefix}{name}: it may be about the loss; write train or weight")
             if field is None or field.is_optional or _repeats(field, value, texts):
                 self.carried["messages[]." * (self.scope == "message") + name] = None
                 continue

@@ -209,12 +209,13 @@ def _take_weight(fields: Fields, prefix: str) -> float:
     """
     if WEIGHT_NAMES.isdisjoint(fields):
         return 1.0
+    train_name, weight_name = (f"{prefix}{fields.spelling(name)}" for name in ("train", "weight"))
     train = fields.take("train")
     weight = fields.take("weight")
     is_trained = True if train is None else parse_switch(train)
     if is_trained is None:
-        raise _unexpected(f"{prefix}train", "true or false", train)
-    factor = 1.0 if weight is None else _check_weight(weight, f"{prefix}weight")
+        raise _unexpected(train_name, "true or false", train)
+    factor = 1.0 if weight is None else _check_weight(weight, weight_name)
     return factor if is_trained else 0.0
 
 
@@ -226,6 +227,7 @@ def _check_weight(value: Any, name: str) -> float:
 
 def _take_tools(fields: Fields) -> tuple[JsonObject, ...]:
     """Return the tool definitions of a row, which may be a list or the JSON text of one."""
+    name = fields.spelling("tools")
     value = fields.take("tools")
     if is_empty(value) or value == "null":
         return ()
@@ -233,15 +235,15 @@ def _take_tools(fields: Fields) -> tuple[JsonObject, ...]:
     if isinstance(tools, list):
         tools = [_parse_json(tool) if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _unexpected("tools", "a list of objects", value)
-    check_characters(json.dumps(tools, ensure_ascii=False), "field tools: ")
+        raise _unexpected(name, "a list of objects", value)
+    check_characters(json.dumps(tools, ensure_ascii=False), f"field {name}: ")
     return tuple(tools)
 
 
 def _take_variables(fields: Fields) -> JsonObject:
     """Return the variables that a row gives to its chat template."""
-    name = "chat_template_kwargs"
-    value = fields.take(name)
+    name = fields.spelling("chat_template_kwargs")
+    value = fields.take("chat_template_kwargs")
     if is_empty(value) or value == "null":
         return {}
     variables = _parse_json(value) if isinstance(value, str) else value
@@ -324,7 +326,8 @@ def _instruct(fields: Fields) -> Row:
 
 def _answer(fields: Fields, name: str) -> Message:
     """Return the answer of a row that has a single one."""
-    reasoning = _optional_text(fields.take("reasoning_content"), "reasoning_content")
+    spelling = fields.spelling("reasoning_content")
+    reasoning = _optional_text(fields.take("reasoning_content"), spelling)
     return Message("assistant", _take_text(fields, name), reasoning_content=reasoning)
 
 
@@ -431,7 +434,8 @@ def _message(turn: Fields, name: str, role_key: str, content_key: str) -> Messag
     text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
     if not turn and not tool_calls:
         return Message(ROLES[role], text)
-    reasoning = _optional_text(turn.take("reasoning_content"), f"{name}.reasoning_content")
+    spelling = turn.spelling("reasoning_content")
+    reasoning = _optional_text(turn.take("reasoning_content"), f"{name}.{spelling}")
     author, call_id = (_optional_text(turn.pop(key, None), f"{name}.{key}") for key in ("name", "tool_call_id"))
     has_weight = not WEIGHT_NAMES.isdisjoint(turn)
     weight = _take_weight(turn, f"{name}.")
@@ -484,13 +488,14 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
 
 def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
     """Return messages after the system message and the history that stand beside them in the row."""
-    system = _optional_text(fields.take("system"), "system")
+    name = fields.spelling("system")
+    system = _optional_text(fields.take("system"), name)
     history = fields.take("history")
     if not system and is_empty(history):
         return messages
     start = [message for message in messages[:1] if message.role == "system"]
     if system and start and start[0].content.strip() != system.strip():
-        raise ConversationError("field system: the messages begin with another system message")
+        raise ConversationError(f"field {name}: the messages begin with another system message")
     if system and not start:
         start = [Message("system", system, is_prompt=messages[0].is_prompt)]
         messages = [*start, *messages]

@@ -55,7 +55,7 @@ def test_the_guide_has_the_table_of_fields(scope: Any) -> None:
 
 @pytest.mark.parametrize("row", CHATS + PAIRS)
 @pytest.mark.parametrize("tools", ["tools", "functions", "apis"])
-@pytest.mark.parametrize("system", ["system", "system_prompt"])
+@pytest.mark.parametrize("system", ["system", "system_prompt", "sys_prompt"])
 def test_context_is_used_in_every_format(row: dict[str, Any], tools: str, system: str) -> None:
     variables = {"enable_thinking": False, "absent": None}
     history = [["old question", "old answer"]]
@@ -147,6 +147,7 @@ def test_a_field_without_a_value_does_not_decide_the_format(row: dict[str, Any],
 
 MASKS = [
     ({"loss": False}, 0.0),
+    ({"train_on_turn": "0"}, 0.0),
     ({"train": 0}, 0.0),
     ({"trainable": "False"}, 0.0),
     ({"loss_mask": 1}, 1.0),
@@ -166,7 +167,9 @@ def test_masks_of_answers(mask: dict[str, Any], weight: float) -> None:
     ("turn", "reason"),
     [
         ({**ANSWER, "mask": 0}, r"(messages|prompt)\[.\].mask: it does not say"),
-        ({**ANSWER, "loss": 3}, "expected true or false"),
+        ({**ANSWER, "loss": 3}, r"\[.\].loss: expected true or false"),
+        ({**ANSWER, "loss_factor": 0}, "it may be about the loss; write train or weight"),
+        ({**ANSWER, "isTrained": False}, "it may be about the loss; write train or weight"),
         ({**ANSWER, "tools": TOOLS}, "stand beside the messages"),
         ({**ANSWER, "value": "B"}, r"(messages|prompt)\[.\].value: a message has no place"),
         ({**ANSWER, "videos": ["a"]}, "only text can be trained on"),
