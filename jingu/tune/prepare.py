@@ -103,7 +103,8 @@ class RowTokenizer:
                 handle(BadRow(span.file.path, rows_before() + number, str(error), start))
                 continue
             # 2. Count and yield its parts, except those without a trained token.
-            counts.count(MENTIONS_SPECIAL, any(part.mentions_special for part in parts))
+            if any(part.mentions_special for part in parts):
+                counts.count(MENTIONS_SPECIAL)
             for part in parts:
                 # The first token is never predicted, so its weight does not count.
                 trained = part.weights[1:].nonzero()[0] + 1

@@ -222,6 +222,8 @@ class Fields(dict[str, Any]):
         carried: names of fields that are not used, of the row and of its messages.
     """
 
+    __slots__ = ("carried", "scope")
+
     def __init__(self, value: Mapping[str, Any], scope: Scope = "row") -> None:
         super().__init__(
             {
