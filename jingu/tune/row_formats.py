@@ -29,6 +29,7 @@ _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant",),
 }
+_PLAIN_TURN = {"role", "content"}
 # Spellings of true and false, in lower case.
 _SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 # Variables of a template that belong to the conversation, or to the way it is rendered.
@@ -395,6 +396,12 @@ def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
     messages = []
     for index, turn in enumerate(_check_list(turns, field)):
         name = f"{field}[{index}]"
+        if isinstance(turn, dict) and turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str):
+            # Most messages have nothing else, and are read faster.
+            role = turn["role"]
+            if isinstance(role, str) and role in ROLES:
+                messages.append(Message(ROLES[role], _check_text(turn["content"], f"{name}.content")))
+                continue
         keys = ("from", "value") if isinstance(turn, dict) and "from" in turn and "role" not in turn else None
         role_key, content_key = keys or ("role", "content")
         if not isinstance(turn, dict) or role_key not in turn:
