@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.chat.chat_format import ChatFormat
-from jingu.chat.messages import ConversationError, Message
+from jingu.chat.messages import ConversationError
+from jingu.chat.tokenization import encode_prompt_and_answer
 from jingu.config.load import config_from_tree, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import DeviceType
@@ -31,6 +32,7 @@ from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score
 from jingu.infer.sampling import SamplingOptions
 from jingu.runtime.signals import EXIT_INTERRUPTED
+from jingu.tune.row_formats import parse_messages
 
 Config = RunConfig
 AnyPath = str | PathLike[str]
@@ -146,7 +148,8 @@ class Model:
         """Answer a conversation with the model's chat template.
 
         Args:
-            messages: the messages `{"role": ..., "content": ...}` in order, or one user message as a text.
+            messages: the messages `{"role": ..., "content": ...}` in order, as in rows of instruction data, or one user
+                message as a text. If the last one is the assistant's, the answer continues it.
             max_tokens: maximum number of new tokens, or fewer if the model's context is full before.
             tools: definitions of the tools that the model may call. The answer contains the calls as the model writes
                 them.
@@ -169,8 +172,10 @@ class Model:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         try:
-            turns = tuple(Message(**message) for message in messages)
-            ids = self.chat_format.encode_prompt(turns, tuple(dict(tool) for tool in tools))
+            turns = parse_messages(messages)
+            continues = turns[-1].role == "assistant"
+            definitions = tuple(dict(tool) for tool in tools)
+            ids = self.chat_format.encode_prompt(turns, definitions, continue_final=continues)
         except (ConversationError, TypeError) as error:
             raise JinguError(f"{error}.", where="messages") from error
         limit = max(1, min(max_tokens, self.engine.max_new_tokens(len(ids))))
@@ -184,7 +189,8 @@ class Model:
 
         Args:
             context: the text before the continuations; in an encoder-decoder, the encoder reads it.
-            continuations: texts, which are tokenized separately from the context, or token ids.
+            continuations: texts, which are tokenized together with the context (in an encoder-decoder separately), or
+                token ids. A token that is part of both belongs to the continuation.
             adapter: name of an adapter that was passed to `load`.
 
         Returns:
@@ -194,9 +200,24 @@ class Model:
         Raises:
             JinguError: a continuation is empty, or does not fit the model's context.
         """
-        tokenizer = self.inference_model.tokenizer
-        targets = [tokenizer.encode(target) if isinstance(target, str) else target for target in continuations]
-        return self.engine.score(self.inference_model.encode(context), targets, adapter)
+        model = self.inference_model
+        # Continuations of the same context ids share its computation.
+        groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = {}
+        for number, target in enumerate(continuations):
+            ids = model.encode(context)
+            if not isinstance(target, str):
+                after = target
+            elif model.spec.num_encoder_layers is not None:
+                after = model.tokenizer.encode(target)
+            else:
+                before, after = encode_prompt_and_answer(model.tokenizer, context, target)
+                ids = (*model.prompt_prefix_ids, *before)
+            groups.setdefault(ids, []).append((number, after))
+        requests = [(ids, [after for _, after in group]) for ids, group in groups.items()]
+        scores: dict[int, Score] = {}
+        for group, values in zip(groups.values(), self.engine.score_many(requests, adapter), strict=True):
+            scores |= {number: value for (number, _), value in zip(group, values, strict=True)}
+        return [scores[number] for number in range(len(continuations))]
 
     def embed(self, texts: Sequence[str], *, pooling: Literal["mean", "last"] = "mean") -> npt.NDArray[np.float32]:
         """Return embeddings of texts: final hidden states, pooled and normalized to length 1.

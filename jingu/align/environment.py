@@ -13,6 +13,7 @@ from typing import Any
 from jingu.align.prompt_set import Prompt, PromptSet
 from jingu.align.reward_list import START_SECONDS, Worker
 from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.tokenization import encode_continuation
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.config.sections.policies import EnvironmentSettings
 from jingu.errors import JinguError
@@ -126,13 +127,13 @@ def reply_text(reply: Reply) -> str:
 def encode_reply(turn: Message, reply: Reply, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids between the end token of a turn of the model and the start of its next turn.
 
-    Messages are rendered by the chat template; a text reply, after a text prompt, is tokenized as it is.
+    Messages are rendered by the chat template; a text reply, after a text prompt, is tokenized as a continuation.
 
     Raises:
         JinguError: the template cannot render the messages after a turn of the model.
     """
     if isinstance(reply, str):
-        return tuple(tokenizer.encode(reply))
+        return tuple(encode_continuation(tokenizer, reply))
     chat_format = prompts.chat_format
     assert chat_format is not None and chat_format.eos_token_ids
     # Render a conversation with the turn and the reply, and take what follows the turn's end token. The start of the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Row
-from jingu.chat.tokenization import TokenizedRow, tokenize_row
+from jingu.chat.tokenization import TokenizedRow
 from jingu.config.sections.data import PreferenceSettings
 from jingu.data.supervised import MARGIN_SCALE, encode_part
 from jingu.text.document_reader import ReadCounts
 from jingu.tune.prepare import DROPPED_PREFIX, TRUNCATED, RowKind, RowTokenizer
-from jingu.tune.row_formats import parse_row, rename_columns
+from jingu.tune.row_fields import Fields, is_empty
+from jingu.tune.row_formats import ROLES, parse_row, parse_switch, read_fields
 
 # Margins are stored as multiples of 1 / MARGIN_SCALE, in 30 bits with sign.
 MAX_MARGIN = 2**29 // MARGIN_SCALE
@@ -25,6 +27,13 @@ MAX_MARGIN = 2**29 // MARGIN_SCALE
 LABELS = ("label", "kto_tag")
 # Fields with a conversation, without its last message.
 CONVERSATIONS = ("messages", "conversations")
+# What may stand before an answer in a text: the name of the assistant as the start of a line, or the header of a usual
+# chat template.
+_ANSWER_HEADER = re.compile(
+    r"(?:^|\n)[#\s]{0,8}(?i:assistant|ai|bot|gpt|response|answer|model|a|助手|回答|答)[ \t]*[:：]\n*"
+    r"|\bASSISTANT:|<\|im_start\|>assistant\n|<\|assistant\|>\n?|<start_of_turn>model\n|\[/INST\]"
+    r"|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
+)
 # The field of the answer, by the field of the question.
 ANSWER_FIELDS = {"instruction": "output", "question": "answer", "query": "response"}
 
@@ -52,8 +61,13 @@ class PreferenceRow:
         return self.answers[0].messages
 
     @property
-    def segments(self) -> tuple[tuple[str, bool], ...]:
+    def segments(self) -> tuple[tuple[str, float], ...]:
         return self.answers[0].segments
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Names of fields that have no effect."""
+        return self.answers[0].carried
 
 
 def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -> PreferenceRow:
@@ -61,142 +75,180 @@ def parse_preference_row(value: Any, columns: Mapping[str, str] | None = None) -
     or without), a ranking of such answers, or an answer with a label in any form that tuning knows.
 
     Raises:
-        ConversationError: the row has no known form, or one of its fields is invalid.
+        ConversationError: the row has no known form, or one of its fields is invalid or cannot be used.
     """
-    if not isinstance(value, dict):
-        raise ConversationError("expected an object with fields")
-    value = rename_columns(value, columns or {})
-    if "ranking" in value:
-        return _parse_ranking(value)
-    answers = [name for name in ("chosen", "rejected") if name in value]
-    if len(answers) == 1:
-        raise ConversationError(f"expected the fields chosen and rejected; it has only {answers[0]}")
-    if answers:
-        return _parse_pair(value)
-    label = next((name for name in LABELS if name in value), None)
-    if label is None:
-        fields = ", ".join(map(str, value)) or "none"
+    fields = read_fields(value, columns)
+    if "ranking" in fields:
+        row = _parse_ranking(fields)
+    else:
+        answers = [name for name in ("chosen", "rejected") if name in fields]
+        if len(answers) == 1:
+            raise ConversationError(f"expected the fields chosen and rejected; it has only {answers[0]}")
+        row = _parse_pair(fields) if answers else _parse_labeled(fields)
+    for answer in row.answers:
+        weights = (
+            [answer.messages[-1].weight] if answer.messages else [weight for _, weight in answer.segments if weight]
+        )
+        if set(weights) != {1.0}:
+            raise ConversationError("fields weight and train: an answer that is compared has no loss weight")
+    return row
+
+
+def _parse_labeled(fields: Fields) -> PreferenceRow:
+    name = next((name for name in LABELS if name in fields), None)
+    if name is None:
+        names = ", ".join(map(str, fields)) or "none"
         known = f"ranking or {' or '.join(LABELS)}"
-        raise ConversationError(f"expected the fields chosen and rejected, or {known}; it has {fields}")
-    if value[label] not in (True, False):
-        raise ConversationError(f"field {label}: expected true or false")
-    row = parse_row({name: item for name, item in value.items() if name != label})
-    return PreferenceRow(f"{row.kind} with {label}", (row,), bool(value[label]))
+        raise ConversationError(f"expected the fields chosen and rejected, or {known}; it has {names}")
+    label = parse_switch(fields.take("label"))
+    if label is None:
+        raise ConversationError(f"field {name}: expected true or false")
+    row = parse_row(fields)
+    return PreferenceRow(f"{row.kind} with {name}", (row,), label)
 
 
-def _parse_pair(value: JsonObject) -> PreferenceRow:
-    margin = value.get("margin") or 0.0
+def _parse_pair(fields: Fields) -> PreferenceRow:
+    margin = fields.pop("margin", None) or 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < MAX_MARGIN:
         raise ConversationError(f"field margin: expected a number below {MAX_MARGIN:,}")
-    rest = {name: item for name, item in value.items() if name not in ("chosen", "rejected", "margin")}
-    chosen = value["chosen"]
-    rejected = value["rejected"]
-    if (
-        isinstance(chosen, str)
-        and isinstance(rejected, str)
-        and not rest.keys() & {"prompt", *CONVERSATIONS, *ANSWER_FIELDS}
-    ):
-        # Two whole texts: their common prefix is the prompt.
-        size = _common_prefix(chosen, rejected)
-        rest = {"prompt": chosen[:size]}
+    chosen = fields.pop("chosen")
+    rejected = fields.pop("rejected")
+    has_prompt = any(not is_empty(fields.get(name)) for name in ("prompt", *CONVERSATIONS, *ANSWER_FIELDS))
+    if isinstance(chosen, str) and isinstance(rejected, str) and not has_prompt:
+        # Two whole texts begin with the prompt.
+        size = _find_prompt(chosen, rejected)
+        fields["prompt"] = chosen[:size]
         chosen = chosen[size:]
         rejected = rejected[size:]
+    for name in CONVERSATIONS:
+        # Some data sets repeat an answer with its prompt as `messages`.
+        if name in fields and fields[name] in (chosen, rejected):
+            del fields[name]
     rows = []
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         try:
-            rows.append(_parse_answer(rest, answer))
+            rows.append(_parse_answer(fields, answer))
         except ConversationError as error:
             raise ConversationError(f"field {name}: {error}") from error
     return PreferenceRow(f"{rows[0].kind} pair", tuple(rows), margin=margin)
 
 
-def _parse_ranking(value: JsonObject) -> PreferenceRow:
+def _parse_ranking(fields: Fields) -> PreferenceRow:
     """Return answers from the best to the worst: in the order of the list, or of their `scores`."""
-    answers = value["ranking"]
+    answers = fields.pop("ranking")
     if not isinstance(answers, list) or len(answers) < 2:
         raise ConversationError("field ranking: expected a list of two answers or more")
-    if "margin" in value:
+    if "margin" in fields:
         raise ConversationError("field margin: a ranking has none; write its pairs as rows of chosen and rejected")
-    scores = value.get("scores", [-number for number in range(len(answers))])
+    scores = fields.pop("scores", [-number for number in range(len(answers))])
     numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
     if not numbers or len(scores) != len(answers):
         raise ConversationError("field scores: expected a number for each answer of the ranking")
     levels = sorted(set(scores), reverse=True)
     if len(levels) < 2:
         raise ConversationError("field scores: all are equal, so there is nothing to compare")
-    rest = {name: item for name, item in value.items() if name not in ("ranking", "scores")}
     rows = []
     ranks = []
     for rank, answer in sorted(zip(map(levels.index, scores), answers, strict=True), key=lambda pair: pair[0]):
         try:
-            rows.append(_parse_answer(rest, answer))
+            rows.append(_parse_answer(fields, answer))
         except ConversationError as error:
             raise ConversationError(f"field ranking: {error}") from error
         ranks.append(rank)
     return PreferenceRow(f"{rows[0].kind} ranking", tuple(rows), ranks=tuple(ranks))
 
 
-def _common_prefix(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts, without a space at its end, which belongs to the answers."""
-    size = next((index for index, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
-    return size - 1 if size and first[size - 1] == " " else size
+def _find_prompt(first: str, second: str) -> int:
+    """Return the number of characters of the prompt with which two texts begin.
+
+    It ends with the header of an assistant's turn, if one can be seen in what both begin with; else where they differ,
+    without white space at its end, which belongs to the answers.
+
+    Raises:
+        ConversationError: the texts have no common beginning, or one is the beginning of the other.
+    """
+    if first == second:
+        raise ConversationError("chosen and rejected are the same")
+    size = next((index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
+    common = first[: min(len(first), len(second)) if size is None else size]
+    headers = [match.end() for match in _ANSWER_HEADER.finditer(common)]
+    if headers and headers[-1] < min(len(first.rstrip()), len(second.rstrip())):
+        return headers[-1]
+    if size is None:
+        raise ConversationError(
+            "chosen and rejected: one text is the beginning of the other, so where the answers begin cannot be seen; "
+            "add the field prompt"
+        )
+    if not common.strip():
+        raise ConversationError("chosen and rejected: the texts have no common beginning; add the field prompt")
+    return len(common.rstrip(" "))
 
 
-def _parse_answer(rest: JsonObject, answer: Any) -> Row:
+def _parse_answer(fields: Fields, answer: Any) -> Row:
     """Return the conversation that ends with an answer, from the other fields of its row."""
-    prompt = rest.get("prompt")
+    prompt = fields.get("prompt")
     if isinstance(answer, str):
-        if isinstance(prompt, list):
-            answer = [{"role": "assistant", "content": answer}]
-        elif "conversations" in rest:
-            answer = {"from": "gpt", "value": answer}
-        elif "messages" in rest:
+        if isinstance(prompt, list) or not (is_empty(fields.get("messages")) and is_empty(fields.get("conversations"))):
             answer = {"role": "assistant", "content": answer}
         else:
-            field = next((own for question, own in ANSWER_FIELDS.items() if question in rest), "completion")
-            return parse_row({**rest, field: answer})
+            field = next((own for question, own in ANSWER_FIELDS.items() if question in fields), "completion")
+            return parse_row({**fields, field: answer})
     if isinstance(answer, dict):
         # LLaMA-Factory: the row has the conversation without its last message, and the answer is that message.
-        field = "conversations" if "conversations" in rest else "messages"
-        return parse_row({**rest, field: [*(rest.get(field) or []), answer]})
+        answer = [answer]
     if not isinstance(answer, list) or not answer:
         raise ConversationError("expected a text, a message, or a list of messages")
-    messages = _join_messages(prompt, answer)
-    system = rest.get("system")
-    # The field `system` goes first, unless the messages begin with the same text.
-    if system and not (_role(messages[0]) == "system" and messages[0].get("content") == system):
-        messages = [{"role": "system", "content": system}, *messages]
-    return parse_row({"messages": messages, "tools": rest.get("tools")})
+    rest = dict(fields)
+    names = ("prompt", *CONVERSATIONS, *ANSWER_FIELDS)
+    name = next((name for name in names if not is_empty(fields.get(name))), "messages")
+    prompt = rest.pop(name, None)
+    if "messages" in rest:
+        # It has to repeat what the prompt and the answer say.
+        rest["conversations"] = rest.pop("messages")
+    return parse_row({**rest, "messages": _join_messages(name, prompt, answer)})
 
 
-def _join_messages(prompt: Any, answer: list[Any]) -> list[Any]:
+def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
     """Return the conversation of a prompt (a text, messages or None) and an answer, whose messages may repeat it.
+
+    Args:
+        name: the field of the prompt.
 
     Raises:
         ConversationError: the prompt is neither a text nor messages, or the answer begins with another prompt.
     """
     # A list that starts with an assistant message is only the answer; otherwise it is a conversation with its prompt.
+    is_answer = _role(answer[0]) not in ("user", "system")
+    another = ConversationError(f"its messages begin with another prompt than that of the field {name}")
     if isinstance(prompt, str):
-        is_answer = _role(answer[0]) == "assistant"
-        return [{"role": "user", "content": prompt}, *answer] if is_answer else answer
+        if is_answer:
+            return [{"role": "user", "content": prompt}, *answer]
+        questions = [_content(message).strip() for message in answer if _role(message) == "user"]
+        if prompt.strip() not in questions:
+            raise another
+        return answer
     if not isinstance(prompt or [], list):
-        raise ConversationError("field prompt: expected a text or a list of messages")
-    first = _role(answer[0])
+        raise ConversationError(f"field {name}: expected a text or a list of messages")
     if not prompt:
         return answer
-    if first not in ("user", "system"):
+    if is_answer:
         return [*prompt, *answer]
     if answer[: len(prompt)] == prompt:
         return answer
     # A question may follow a system message or an answer. Anything else would merge two prompts into one.
-    if first == "user" and _role(prompt[-1]) != "user":
+    if _role(answer[0]) == "user" and _role(prompt[-1]) != "user":
         return [*prompt, *answer]
-    raise ConversationError("its messages begin with another prompt than that of the field prompt")
+    raise another
 
 
 def _role(message: Any) -> Any:
-    """Return the role of a message; None if it has none."""
-    return message.get("role") if isinstance(message, dict) else None
+    """Return the role of a message as templates name it; None if it has none."""
+    role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
+    return ROLES.get(role) if isinstance(role, str) else None
+
+
+def _content(message: JsonObject) -> str:
+    return str(message.get("content") or message.get("value") or "")
 
 
 @dataclass(frozen=True)
@@ -205,16 +257,16 @@ class TokenizedAnswers(TokenizedRow):
 
     Attributes:
         parts: code stored with each id (`encode_part`).
-        best_ids: ids of the best answer of a ranking. They decide the split, so that all pairs of a ranking are in the
-            same one.
+        prompt_ids: ids of the prompt. They decide the split, so that a prompt of the validation split is not trained
+            with other answers.
     """
 
     parts: npt.NDArray[np.int32]
-    best_ids: list[int] | None = None
+    prompt_ids: list[int]
 
     @property
     def split_ids(self) -> list[int]:
-        return self.ids if self.best_ids is None else self.best_ids
+        return self.prompt_ids
 
     @property
     def sidecar(self) -> npt.NDArray[Any]:
@@ -240,7 +292,9 @@ class PreferenceTokenizer(RowTokenizer):
         return row
 
     def tokenize(self, row: PreferenceRow, counts: ReadCounts) -> Sequence[TokenizedRow]:
-        parts = [tokenize_row(answer, self.template, self.tokenizer, "last_assistant") for answer in row.answers]
+        parts = [self.tokenize_conversation(answer, "last_assistant") for answer in row.answers]
+        if row.segments:
+            parts = _align_prompts(parts)
         if len(parts) < 2:
             return self._tokenize_answers(row, parts, counts)
         # Each answer of a ranking is compared with each that is worse (Ouyang et al., 2022).
@@ -249,14 +303,13 @@ class PreferenceTokenizer(RowTokenizer):
             for (better, rank), (worse, other) in combinations(zip(parts, row.ranks, strict=True), 2)
             if rank < other
         ]
-        answers = [part for pair in pairs for part in self._tokenize_answers(row, pair, counts)]
-        return [replace(part, best_ids=parts[0].ids) for part in answers] if len(parts) > 2 else answers
+        return [part for pair in pairs for part in self._tokenize_answers(row, pair, counts)]
 
     def _tokenize_answers(
         self, row: PreferenceRow, parts: Sequence[TokenizedRow], counts: ReadCounts
     ) -> list[TokenizedAnswers]:
-        """Return the stored form of a pair or of a single answer."""
-        _check_prompts(parts)
+        """Return the stored form of a pair or of a single answer; nothing if it is dropped."""
+        num_prompt = _check_prompts(parts)
         # Each answer of a pair may take half of a sequence. With labels, every answer is a row of its own.
         is_pair = self._settings.rows == "pairs"
         limit = (self.max_length - 1) // (2 if is_pair else 1)
@@ -265,23 +318,55 @@ class PreferenceTokenizer(RowTokenizer):
             counts.count(f"{DROPPED_PREFIX}too long")
             return []
         if longest > limit:
+            if num_prompt >= limit:
+                counts.count(f"{DROPPED_PREFIX}with a prompt that leaves no room for an answer in {limit:,} tokens")
+                return []
+            parts = [replace(part, ids=part.ids[:limit], weights=part.weights[:limit]) for part in parts]
+            if len(parts) > 1 and parts[0].ids == parts[-1].ids:
+                counts.count(f"{DROPPED_PREFIX}with answers that are equal in {limit:,} tokens")
+                return []
             counts.count(TRUNCATED)
-            parts = [TokenizedRow(part.kind, part.ids[:limit], part.weights[:limit]) for part in parts]
-            _check_prompts(parts)
         sides = [not row.is_desirable, True][: len(parts)]
+        prompt_ids = parts[0].ids[:num_prompt]
         if is_pair:
-            return [_join(parts, sides, row.margin)]
-        return [_join([part], [side], row.margin) for part, side in zip(parts, sides, strict=True)]
+            return [_join(parts, sides, row.margin, prompt_ids)]
+        return [_join([part], [side], row.margin, prompt_ids) for part, side in zip(parts, sides, strict=True)]
 
 
-def _check_prompts(parts: Sequence[TokenizedRow]) -> None:
-    """Raise ConversationError unless the answers differ and have the same non-empty prompt."""
-    starts = []
-    for part in parts:
-        trained = part.weights.nonzero()[0]
-        if not len(trained):
-            raise ConversationError("no token of an answer is left to train on")
-        starts.append(int(trained[0]))
+def _answer_start(part: TokenizedRow) -> int:
+    """Return the index of the first id of an answer. Raises ConversationError if it has no token to train."""
+    trained = part.weights.nonzero()[0]
+    if not len(trained):
+        raise ConversationError("no token of an answer is left to train on")
+    return int(trained[0])
+
+
+def _align_prompts(parts: Sequence[TokenizedRow]) -> list[TokenizedRow]:
+    """Return answers whose prompts are the same ids.
+
+    A token that is part prompt, part answer belongs to the answer. If only some of the answers have such a token, the
+    others begin at the same place.
+    """
+    starts = [_answer_start(part) for part in parts]
+    size = min(starts)
+    first = parts[0].ids
+    while any(part.ids[:size] != first[:size] for part in parts):
+        size -= 1
+    aligned = []
+    for part, start in zip(parts, starts, strict=True):
+        weights = part.weights.copy()
+        weights[size:start] = weights[start]
+        aligned.append(replace(part, weights=weights))
+    return aligned
+
+
+def _check_prompts(parts: Sequence[TokenizedRow]) -> int:
+    """Return the number of ids of the prompt.
+
+    Raises:
+        ConversationError: the answers are equal, or their prompts differ or are empty.
+    """
+    starts = [_answer_start(part) for part in parts]
     if not min(starts):
         raise ConversationError("the prompt has no tokens")
     first, last = parts[0], parts[-1]
@@ -289,15 +374,19 @@ def _check_prompts(parts: Sequence[TokenizedRow]) -> None:
         raise ConversationError("chosen and rejected have different prompts when the template renders them")
     if len(parts) > 1 and first.ids == last.ids:
         raise ConversationError("chosen and rejected are the same")
+    return starts[0]
 
 
-def _join(parts: Sequence[TokenizedRow], sides: Sequence[bool], margin: float) -> TokenizedAnswers:
+def _join(
+    parts: Sequence[TokenizedRow], sides: Sequence[bool], margin: float, prompt_ids: list[int]
+) -> TokenizedAnswers:
     """Return answers to one prompt as one row.
 
     The row ends with an extra id that serves only as a label: the last id of a row is never an input.
 
     Args:
         sides: whether each answer is rejected or undesirable.
+        prompt_ids: ids of the prompt.
     """
     ids = [token_id for part in parts for token_id in part.ids]
     weights = [part.weights.astype(np.int16) * (-1 if side else 1) for part, side in zip(parts, sides, strict=True)]
@@ -307,6 +396,8 @@ def _join(parts: Sequence[TokenizedRow], sides: Sequence[bool], margin: float) -
         [*ids, ids[-1]],
         np.concatenate([*weights, [0]]),
         np.concatenate([*codes, encode_part(np.array([False]), sides[-1], margin)]),
+        prompt_ids,
+        mentions_special=any(part.mentions_special for part in parts),
     )
 
 

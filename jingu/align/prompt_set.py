@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from jingu.chat.chat_format import ChatFormat, find_chat_format
-from jingu.chat.messages import ConversationError, JsonObject
+from jingu.chat.messages import ConversationError, JsonObject, Message
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import Permutation
 from jingu.errors import JinguError
 from jingu.runtime.files import read_text
 from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
-from jingu.tune.row_formats import parse_row
+from jingu.tune.row_formats import parse_prompt
 
 # Names of values that every answer has. They hide columns of the same names from rewards.
 ANSWER_NAMES = ("prompt", "completion", "completion_ids", "prompt_ids")
@@ -32,9 +32,10 @@ class Prompt:
 
     Attributes:
         row: index of the row, from 0.
-        text: the prompt for rewards: the text, or the content of the last message.
+        text: the prompt for rewards: the text, or the content of the last message that is not the assistant's.
         columns: the other fields of the row.
-        messages: the messages of the prompt; None if it is a text.
+        messages: all messages of the prompt, with the system message and the history that stand beside them in the
+            row; None if it is a text. A last message of the assistant is continued by the answer.
     """
 
     row: int
@@ -144,25 +145,48 @@ def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _parse_prompt(
-    row: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None, tools: tuple[JsonObject, ...]
+    number: int, line: str, tokenizer: Tokenizer, chat_format: ChatFormat | None, tools: tuple[JsonObject, ...]
 ) -> Prompt:
-    """Return the prompt of a line. Raise ConversationError if it has none."""
+    """Return the prompt of a line. Raise ConversationError if it has none.
+
+    Args:
+        number: index of the row, from 0.
+        tools: definitions of the tools of the run.
+    """
     try:
         value = json.loads(line)
     except ValueError as error:
         raise ConversationError(f"it is not JSON ({describe_json_error(error)})") from error
-    if not isinstance(value, dict) or not value.get("prompt"):
-        raise ConversationError("expected an object with the field prompt, a text or messages")
-    content = value.pop("prompt")
-    if isinstance(content, str):
+    row = parse_prompt(value)
+    columns = {name: item for name, item in value.items() if name != "prompt"}
+    if row.segments:
         if tools:
             raise ConversationError("the prompt is a text, but only the template of messages can describe tools")
-        return Prompt(row, encode_text_prompt(tokenizer, content), content, value)
-    if chat_format is None:
-        raise ConversationError("the prompt has messages, but the tokenizer no chat template; set task.template")
-    # parse_row expects a conversation that ends with an answer, so add one for parsing.
-    messages = content if isinstance(content, list) else [content]
-    conversation = parse_row({"messages": [*messages, {"role": "assistant", "content": "?"}]})
-    prompt = conversation.messages[:-1]
-    ids = chat_format.encode_prompt(prompt, tools)
-    return Prompt(row, ids, prompt[-1].content, value, messages)
+        [(text, _)] = row.segments
+        prompt = Prompt(number, encode_text_prompt(tokenizer, text), text, columns)
+    else:
+        if chat_format is None:
+            raise ConversationError("the prompt has messages, but the tokenizer no chat template; set task.template")
+        if tools and row.tools:
+            raise ConversationError("field tools: the run has tools of its own (task.environment)")
+        continues = row.messages[-1].role == "assistant"
+        ids = chat_format.encode_prompt(row.messages, tools or row.tools, row.variables, continue_final=continues)
+        text = next(message.content for message in reversed(row.messages) if message.role != "assistant")
+        prompt = Prompt(number, ids, text, columns, [_describe(message) for message in row.messages])
+    if not prompt.ids:
+        raise ConversationError("the tokenizer has no token for any character of the prompt")
+    return prompt
+
+
+def _describe(message: Message) -> JsonObject:
+    """Return a message as an object in OpenAI's form, which rows have."""
+    value: JsonObject = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        value["tool_calls"] = [
+            {"type": "function", "function": call} | {key: call[key] for key in ("id",) if key in call}
+            for call in message.tool_calls
+        ]
+    for name in ("reasoning_content", "name", "tool_call_id"):
+        if getattr(message, name):
+            value[name] = getattr(message, name)
+    return value

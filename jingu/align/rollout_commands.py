@@ -17,6 +17,7 @@ from jingu.align.policy_checks import check_policy_run
 from jingu.align.policy_learning import PolicyLearning
 from jingu.align.prompt_set import Prompt, common_columns, load_prompts
 from jingu.align.reward_list import Rewards
+from jingu.chat.tokenization import encode_prompt_and_answer
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
 from jingu.config.load import load_stored_config
 from jingu.config.schema import RunConfig
@@ -129,7 +130,8 @@ def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a row of a user's file as rewards see it."""
     if not isinstance(row.get("prompt"), str) or not isinstance(row.get("completion"), str):
         raise JinguError("a row lacks the texts prompt and completion.", where="--answers", fix="Add them.")
-    return {"completion_ids": tokenizer.encode(row["completion"]), **row}
+    prompt_ids, completion_ids = encode_prompt_and_answer(tokenizer, row["prompt"], row["completion"])
+    return {"prompt_ids": [*tokenizer.prompt_prefix_ids, *prompt_ids], "completion_ids": completion_ids, **row}
 
 
 def replay(run: Path, step: int) -> int:

@@ -29,10 +29,13 @@ class Message:
 
     Attributes:
         tool_calls: calls that an assistant makes; each has a `name` and `arguments`, and may have an `id`.
-        weight: factor on the loss of an assistant's tokens. With 0, the turn is context and is not trained on.
+        weight: factor on the loss of an assistant's tokens. With 0, the turn is context and is not trained on. Of other
+            messages, it matters only if the loss is on all tokens.
         reasoning_content: an assistant's reasoning before its answer.
         name: name of the author or, if the role is `tool`, of the tool that returned this result.
         tool_call_id: id of the call that this message answers; empty if it has none.
+        is_prompt: whether it belongs to the prompt of a row of prompt and completion. Nothing of it is trained, unless
+            the loss is on all tokens.
     """
 
     role: Role
@@ -42,6 +45,7 @@ class Message:
     reasoning_content: str = ""
     name: str = ""
     tool_call_id: str = ""
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,17 @@ class Row:
     Attributes:
         kind: format of the row in its source file, for statistics.
         tools: definitions of the tools that the assistant may call.
-        segments: consecutive texts, each with a flag: whether it counts in the loss. No template is applied.
+        segments: consecutive texts, each with the factor on its loss; 0: it is context. No template is applied.
         variables: further variables of the chat template.
+        carried: names of fields of the row, and of its messages, that have no effect.
     """
 
     kind: str
     messages: tuple[Message, ...] = ()
     tools: tuple[JsonObject, ...] = ()
-    segments: tuple[tuple[str, bool], ...] = ()
+    segments: tuple[tuple[str, float], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
 
 
 def check_characters(text: str, label: str = "") -> None:

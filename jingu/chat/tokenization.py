@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from jingu.chat.messages import Row
+from jingu.chat.messages import ConversationError, Message, Row
 from jingu.chat.templates import ChatTemplate, RenderedChat, Turns
 from jingu.chat.tracing import Span
 from jingu.data.supervised import WEIGHT_SCALE
 from jingu.text.tokenizer import Tokenizer
 
 LossOn = Literal["assistant", "last_assistant", "all"]
+# Texts that are hardly ever part of a token of the text after them.
+_ANCHORS = ("\n", "。", "0")
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class TokenizedRow:
         kind: `Row.kind`.
         weights: loss weight of each token as a label, times `WEIGHT_SCALE`, [tokens]. 0: the token is not trained;
             below 0: training decreases its probability.
+        mentions_special: whether the row contains special tokens that are tokenized as text.
     """
 
     kind: str
     ids: list[int]
     weights: npt.NDArray[Any]
+    mentions_special: bool = field(default=False, kw_only=True)
 
     @property
     def split_ids(self) -> list[int]:
@@ -44,62 +49,142 @@ class TokenizedRow:
         return self.weights
 
 
-def tokenize_row(row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
+def tokenize_row(
+    row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn, *, parse_special_tokens: bool = False
+) -> TokenizedRow:
     """Return the token ids of a row and their loss weights, in one text.
 
     Args:
-        loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens.
+        loss_on: which tokens are trained: those of all answers, of the last answer, or all tokens. Weights of messages
+            apply to each of these.
+        parse_special_tokens: whether special tokens in texts without a template act as special tokens. For messages,
+            the template decides.
 
     Raises:
-        ConversationError: the template refuses the row or leaves out a part of it, or an answer cannot be located.
+        ConversationError: the template refuses the row or leaves out a part of it, an answer cannot be located, or the
+            weights contradict `loss_on`.
     """
     turns: Turns = "auto" if loss_on == "last_assistant" else "whole"
-    return tokenize_turns(row, template, tokenizer, loss_on, turns)[0]
+    return tokenize_turns(row, template, tokenizer, loss_on, turns, parse_special_tokens=parse_special_tokens)[0]
 
 
 def tokenize_turns(
-    row: Row, template: ChatTemplate, tokenizer: Tokenizer, loss_on: LossOn, turns: Turns
+    row: Row,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    loss_on: LossOn,
+    turns: Turns,
+    *,
+    parse_special_tokens: bool = False,
 ) -> list[TokenizedRow]:
     """Return the token ids of a row and their loss weights, in the texts in which its answers are trained.
 
     Args:
         loss_on: as for `tokenize_row`. With `all`, the whole conversation is one text.
         turns: as for `ChatTemplate.render_answers`.
+        parse_special_tokens: as for `tokenize_row`.
 
     Raises:
         ConversationError: as for `tokenize_row`.
     """
     if row.segments:
-        return [_tokenize_segments(row, tokenizer, loss_on)]
+        return [_tokenize_segments(row, tokenizer, loss_on, parse_special_tokens)]
     answers = [index for index, message in enumerate(row.messages) if message.role == "assistant"]
     if loss_on == "last_assistant":
         answers = answers[-1:]
-    trained = [index for index in answers if row.messages[index].weight]
-    if loss_on == "all" or not trained:
+    context_weight = _context_weight(row) if loss_on == "all" else 0.0
+    # Only answers whose weight differs from that of the text around them must be located.
+    located = [index for index in answers if _answer_weight(row.messages[index], loss_on) != context_weight]
+    if not located:
         rendered_chats = [template.render(row.messages, row.tools, row.variables, locate_answers=False)]
     else:
-        rendered_chats = template.render_answers(row.messages, trained, row.tools, row.variables, turns=turns)
+        texts: Turns = "whole" if loss_on == "all" else turns
+        rendered_chats = template.render_answers(row.messages, located, row.tools, row.variables, turns=texts)
     rows = []
     for rendered in rendered_chats:
         ids, spans = encode_rendered(rendered, tokenizer)
-        weights = np.full(len(ids), WEIGHT_SCALE if loss_on == "all" else 0, np.uint8)
+        weights = np.full(len(ids), round(context_weight * WEIGHT_SCALE), np.uint8)
         for (start, end), index in zip(spans, rendered.messages, strict=True):
-            weights[start:end] = round(row.messages[index].weight * WEIGHT_SCALE)
-        rows.append(TokenizedRow(row.kind, ids, weights))
+            weights[start:end] = round(_answer_weight(row.messages[index], loss_on) * WEIGHT_SCALE)
+        rows.append(TokenizedRow(row.kind, ids, weights, mentions_special=bool(rendered.mentions)))
     return rows
 
 
-def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn) -> TokenizedRow:
-    """Tokenize segments of plain text: the tokenizer's prefix (such as BOS), the texts, EOS. EOS is always trained."""
-    ids = list(tokenizer.prompt_prefix_ids)
-    is_trained = [loss_on == "all"] * len(ids)
-    for text, is_answer in row.segments:
-        segment_ids = tokenizer.encode(text)
-        ids += segment_ids
-        is_trained += [is_answer or loss_on == "all"] * len(segment_ids)
-    ids.append(tokenizer.eos_token_id)
-    is_trained.append(True)
-    return TokenizedRow(row.kind, ids, np.array(is_trained, np.uint8) * np.uint8(WEIGHT_SCALE))
+def _answer_weight(message: Message, loss_on: LossOn) -> float:
+    return 0.0 if message.is_prompt and loss_on != "all" else message.weight
+
+
+def _context_weight(row: Row) -> float:
+    """Return the weight of what is not an answer, if the loss is on all tokens: that of all other messages.
+
+    Raises:
+        ConversationError: they have different weights.
+    """
+    weights = {message.weight for message in row.messages if message.role != "assistant"}
+    if len(weights) > 1:
+        raise ConversationError(
+            "data.objective.loss_on=all trains the messages between the answers alike, but the row leaves out some of "
+            "them"
+        )
+    return weights.pop() if weights else 1.0
+
+
+def _tokenize_segments(row: Row, tokenizer: Tokenizer, loss_on: LossOn, parse_special_tokens: bool) -> TokenizedRow:
+    """Tokenize segments of plain text: the tokenizer's prefix (such as BOS), the texts, EOS. EOS is always trained.
+
+    The whole text is tokenized at once, so that its ids are those that a model reads and writes. A token that is part
+    of two segments belongs to the later one. A text that has a prefix or EOS of its own gets no second one.
+    """
+    text = "".join(part for part, _ in row.segments)
+    highest = max(weight for _, weight in row.segments)
+    # 1. Tokenize, and find the first id of each segment.
+    if len(row.segments) == 1:
+        ids = tokenizer.encode(text, parse_special_tokens=parse_special_tokens)
+        starts = [0]
+    else:
+        ends = list(accumulate(len(part) for part, _ in row.segments))
+        later = [(start, ends[-1]) for start in ends[:-1]]
+        ids, spans = tokenizer.encode_spans(text, later, parse_special_tokens=parse_special_tokens)
+        starts = [0, *(start for start, _ in spans)]
+    # 2. Add the prefix and EOS.
+    prefix = tokenizer.prompt_prefix_ids
+    if parse_special_tokens and ids[: len(prefix)] == prefix:
+        prefix = []
+    if not (parse_special_tokens and ids[-1:] == [tokenizer.eos_token_id]):
+        ids.append(tokenizer.eos_token_id)
+    ids = [*prefix, *ids]
+    # 3. A segment's weight applies up to the next segment, and the last one's to EOS too.
+    weights = np.zeros(len(ids), np.uint8)
+    for start, (_, weight) in zip(starts, row.segments, strict=True):
+        weights[len(prefix) + start :] = round(weight * WEIGHT_SCALE)
+    weights[-1] = round(highest * WEIGHT_SCALE)
+    if loss_on == "all":
+        weights[:] = weights[-1]
+    mentions_special = not parse_special_tokens and tokenizer.mentions_special(text)
+    return TokenizedRow(row.kind, ids, weights, mentions_special=mentions_special)
+
+
+def encode_prompt_and_answer(
+    tokenizer: Tokenizer, prompt: str, answer: str, *, parse_special_tokens: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a text prompt and of an answer: those of both as one text, divided.
+
+    A token that is part prompt, part answer belongs to the answer.
+    """
+    text = prompt + answer
+    ids, [(start, _)] = tokenizer.encode_spans(
+        text, [(len(prompt), len(text))], parse_special_tokens=parse_special_tokens
+    )
+    return ids[:start], ids[start:]
+
+
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text that follows other ids: without the space that some tokenizers put before a text."""
+    for anchor in _ANCHORS:
+        before, after = encode_prompt_and_answer(tokenizer, anchor, text)
+        if before == tokenizer.encode(anchor):
+            return after
+    return tokenizer.encode(text)
 
 
 def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:

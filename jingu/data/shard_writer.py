@@ -18,7 +18,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from jingu.config.sections.data import DataSettings, RowSettings
+from jingu.config.sections.data import DataSettings, PreferenceSettings, RowSettings
 from jingu.data.dataset_manifest import SplitEntry, SplitName
 from jingu.data.indexed_dataset import IndexedWriter
 from jingu.data.permutation import Int64Array
@@ -40,7 +40,7 @@ class EncodedDocuments:
     ids: npt.NDArray[Any]
     lengths: Int64Array
     text_bytes: Int64Array
-    # They decide the split. Pairs of one ranking have the same hash without being copies.
+    # They decide the split. Answers to one prompt have the same hash without being copies.
     hashes: npt.NDArray[np.uint64]
     # [documents, 2] the number of its file in the corpus and the position in it; for supervised data [ids] loss
     # weights.
@@ -54,8 +54,10 @@ class EncodedDocuments:
         """Return for each document a hash that only its copies share."""
         if not self.is_supervised:
             return self.hashes.tolist()
-        rows = np.split(self.ids, np.cumsum(self.lengths))[:-1]
-        return [hash_document(row.tobytes()) for row in rows]
+        ends = np.cumsum(self.lengths)
+        # Rows with the same ids and other loss weights are no copies.
+        parts = (np.split(array, ends)[:-1] for array in (self.ids, self.sidecar))
+        return [hash_document(ids.tobytes() + weights.tobytes()) for ids, weights in zip(*parts, strict=True)]
 
     def select(self, mask: npt.NDArray[np.bool_]) -> EncodedDocuments:
         """Return the documents where `mask` is true."""
@@ -227,8 +229,9 @@ def _check_corpus(counts: ReadCounts, data: DataSettings, *, has_one_document: b
         )
         raise JinguError(what, where="data.input", fix="Name files that contain text.")
     if has_one_document and data.validation_fraction > 0:
+        what = "one prompt" if isinstance(data.objective, PreferenceSettings) else "one document (or copies of one)"
         raise JinguError(
-            "the corpus has only one document (or copies of one), which cannot be split into training and validation.",
+            f"the corpus has only {what}, which cannot be split into training and validation.",
             where="data.validation_fraction",
             fix="Split the text into several files or .jsonl lines, or set data.validation_fraction to 0 "
             "and evaluation.every to 0 to train without evaluation.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,7 +18,7 @@ from jingu.serve.async_engine import RequestHandle
 from jingu.serve.chat_run import encode_conversation
 from jingu.serve.http_errors import bad_request
 from jingu.serve.responses import respond_once
-from jingu.serve.service import Service, ServiceDependency, run_off_loop
+from jingu.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["scoring"], route_class=protocol.StrictRoute)
 Prompt = str | list[protocol.ChatMessage]
@@ -79,35 +78,29 @@ async def _submit(
 ) -> RequestHandle:
     """Submit answers to the engine, each after its own prompt, or all after a single prompt."""
     adapter = service.find_adapter(body.model)
-    prompt_ids = [await _encode_prompt(body.model, prompt, service) for prompt in prompts]
-    if len(prompt_ids) == 1:
-        prompt_ids *= len(answers)
-    ends_turn = not isinstance(prompts[0], str)
+    if len(prompts) == 1:
+        prompts = [*prompts] * len(answers)
     requests = []
-    for ids, answer in zip(prompt_ids, answers, strict=True):
-        prompt = (*ids, *await _encode_answer(answer, ends_turn, service))
-        requests.append(Request(prompt, SamplingParams(), 1, adapter=adapter, pooling="score"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = await _encode(body.model, prompt, answer, service)
+        requests.append(Request(ids, SamplingParams(), 1, adapter=adapter, pooling="score"))
     return await service.submit(request, requests)
 
 
-async def _encode_prompt(model: str, prompt: Prompt, service: Service) -> tuple[int, ...]:
+async def _encode(model: str, prompt: Prompt, answer: str, service: Service) -> tuple[int, ...]:
+    """Return the token ids of an answer with its prompt, tokenized as one text.
+
+    In a conversation, special tokens in the answer are plain text, and the end tokens of the template are appended.
+    """
     if isinstance(prompt, str):
-        return await service.encode(prompt)
-    if service.chat_format is None:
-        raise bad_request("the model has no chat template: send text, or start the server with --template")
-    return await encode_conversation(protocol.ChatRequest(model=model, messages=prompt), service)
-
-
-async def _encode_answer(answer: str, ends_turn: bool, service: Service) -> list[int]:
-    """Return the token ids of an answer. In a conversation, special tokens in it are plain text, and the end tokens of
-    the chat template are appended."""
-    tokenizer = service.model.tokenizer
-    ids = await run_off_loop(partial(tokenizer.encode, answer, parse_special_tokens=not ends_turn), len(answer))
+        return await service.encode(prompt + answer)
     chat_format = service.chat_format
-    if not ends_turn or chat_format is None:
-        return ids
-    end_ids = chat_format.eos_token_ids or tokenizer.encode("".join(chat_format.stop))
-    return [*ids, *end_ids]
+    if chat_format is None:
+        raise bad_request("the model has no chat template: send text, or start the server with --template")
+    messages = [*prompt, protocol.ChatMessage(role="assistant", content=answer)]
+    body = protocol.ChatRequest(model=model, messages=messages, continue_final_message=True)
+    ids = await encode_conversation(body, service)
+    return (*ids, *(chat_format.eos_token_ids or service.model.tokenizer.encode("".join(chat_format.stop))))
 
 
 async def _collect_scores(handle: RequestHandle) -> list[float]:

@@ -255,7 +255,15 @@ class Tokenizer:
             lengths[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
         return lengths
 
-    @property
+    def mentions_special(self, text: str) -> bool:
+        """Return whether a special token stands in a text."""
+        return self._special_pattern.search(text) is not None
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+
+    @cached_property
     def prompt_prefix_ids(self) -> list[int]:
         """Ids that the tokenizer adds before a prompt, such as Llama's `<s>`. Empty for most tokenizers."""
         plain = self._inner.encode("a", add_special_tokens=False).ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +14,20 @@ import numpy as np
 
 from jingu.chat.messages import ConversationError, Row
 from jingu.chat.templates import ChatTemplate, load_template
-from jingu.chat.tokenization import TokenizedRow, tokenize_turns
+from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row, tokenize_turns
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, hash_document
 from jingu.data.supervised import content_settings, open_supervised
-from jingu.errors import JinguError, pluralize
+from jingu.errors import JinguError, join_words, pluralize
 from jingu.evaluate.task_mixture import render_mixture
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
 from jingu.text.tokenizer import Tokenizer
+from jingu.tune.row_fields import KNOWN_NAMES, is_missing
 from jingu.tune.row_formats import parse_row
 from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows
 
@@ -34,15 +36,21 @@ Unit = tuple[Span, ...]
 
 # Starting a process takes seconds, so it pays off only with several units per process.
 MIN_UNITS_PER_WORKER = 2
+# Maximum number of fields without effect to print.
+MAX_CARRIED = 20
 
-# Keys of `ReadCounts.rows`. READ_PREFIX is followed by the format of a row, DROPPED_PREFIX by the reason to drop it.
+# Keys of `ReadCounts.rows`. READ_PREFIX is followed by the format of a row, CARRIED_PREFIX by the name of a field that
+# has no effect, DROPPED_PREFIX by the reason to drop a row.
 READ_PREFIX = "read: "
+CARRIED_PREFIX = "carried: "
 DROPPED_PREFIX = "dropped: "
 TOKENIZED = "tokenized"
 TOKENS = "tokens"
 TRAINED_TOKENS = "trained tokens"
 TRUNCATED = "truncated"
 SPLIT = "split"
+# Rows with special tokens that are tokenized as text.
+MENTIONS_SPECIAL = "with special tokens as text"
 WITHOUT_END = "without an end token"
 
 
@@ -86,6 +94,8 @@ class RowTokenizer:
         for number, row in read_rows(span, handle, parse=self.parse):
             # 1. Tokenize the row. One that cannot be tokenized is a bad row.
             counts.count(f"{READ_PREFIX}{row.kind}")
+            for name in row.carried:
+                counts.count(f"{CARRIED_PREFIX}{name}")
             try:
                 parts = self.tokenize(row, counts)
             except ConversationError as error:
@@ -93,6 +103,8 @@ class RowTokenizer:
                 handle(BadRow(span.file.path, rows_before() + number, str(error), start))
                 continue
             # 2. Count and yield its parts, except those without a trained token.
+            if any(part.mentions_special for part in parts):
+                counts.count(MENTIONS_SPECIAL)
             for part in parts:
                 # The first token is never predicted, so its weight does not count.
                 trained = part.weights[1:].nonzero()[0] + 1
@@ -134,11 +146,25 @@ class RowTokenizer:
             parts = [part for conversation in conversations for part in self._tokenize(conversation)]
             counts.count(SPLIT, len(conversations) > 1)
         counts.count(TRUNCATED, sum(len(part.ids) > self.max_length for part in parts))
-        return [TokenizedRow(part.kind, part.ids[: self.max_length], part.weights[: self.max_length]) for part in parts]
+        end = self.max_length
+        return [replace(part, ids=part.ids[:end], weights=part.weights[:end]) for part in parts]
 
     def _tokenize(self, row: Row) -> list[TokenizedRow]:
         assert isinstance(self.objective, SupervisedSettings)
-        return tokenize_turns(row, self.template, self.tokenizer, self.objective.loss_on, self.objective.turns)
+        parses = self.objective.parse_special_tokens
+        return tokenize_turns(
+            row,
+            self.template,
+            self.tokenizer,
+            self.objective.loss_on,
+            self.objective.turns,
+            parse_special_tokens=parses,
+        )
+
+    def tokenize_conversation(self, row: Row, loss_on: LossOn) -> TokenizedRow:
+        """Return the ids of a row in one text, of any length. Raises ConversationError if the row cannot be used."""
+        parses = self.objective.parse_special_tokens
+        return tokenize_row(row, self.template, self.tokenizer, loss_on, parse_special_tokens=parses)
 
     def _split(self, row: Row) -> Iterator[Row]:
         """Yield parts of a conversation, each with the system message and as many rounds as fit, but at least one.
@@ -213,6 +239,44 @@ def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[Ro
             yield replace(rows, mixture=mixture)
 
 
+def check_columns(corpora: Sequence[RowTokenizer]) -> None:
+    """Check the setting `columns`: every name on the left is one of jingu's, and some row has the field on the right.
+
+    Reads the corpora up to the first row with the last of these fields.
+
+    Raises:
+        JinguError: a name is unknown, or no row has a value in its field.
+    """
+    if not corpora:
+        return
+    columns = corpora[0].objective.columns
+    where = "data.objective.columns"
+    for name, column in columns.items():
+        if column and name not in KNOWN_NAMES:
+            similar = difflib.get_close_matches(name, KNOWN_NAMES, 1) or ["messages, instruction, output or system"]
+            what = f"{name} is not a name that jingu gives to a field of rows."
+            raise JinguError(what, where=where, fix=f"Use one such as {similar[0]}, followed by the name in the rows.")
+    # An empty name leaves out a field, whether rows have it or not.
+    missing = set(columns.values()) - {""}
+    names: dict[str, None] = {}
+    spans = (span for rows in corpora for unit in plan_row_units(rows.data) for span in unit)
+    while missing and (span := next(spans, None)) is not None:
+        for _, value in read_rows(span, lambda bad: None, parse=lambda value: value):
+            if isinstance(value, dict):
+                present = {name: None for name, item in value.items() if not is_missing(item)}
+                names |= present
+                missing -= present.keys()
+            if not missing:
+                break
+    if missing:
+        raise JinguError(
+            f"no row has a value in the field {join_words(sorted(missing))}; rows have the fields "
+            f"{', '.join(sorted(names)[:MAX_CARRIED]) or 'none'}.",
+            where=where,
+            fix="Correct the name, or leave it out.",
+        )
+
+
 def plan_row_units(data: DataSettings) -> list[Unit]:
     """Divide a corpus of rows into units of work. Raises JinguError for files that are neither JSON Lines nor JSON."""
     files = find_files(data)
@@ -233,7 +297,9 @@ def prepare(config: RunConfig, kind: RowKind = SUPERVISED) -> None:
     Raises:
         JinguError: the settings or the files are not usable, or `path` holds another data set.
     """
-    for rows in row_tokenizers(config, kind):
+    all_rows = list(row_tokenizers(config, kind))
+    check_columns(all_rows)
+    for rows in all_rows:
         path = Path(rows.data.path)
         settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
         settings |= {
@@ -277,17 +343,19 @@ def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -
 def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
     """Return lines of text about the rows that were read, tokenized, split, truncated and dropped."""
 
-    def list_counts(prefix: str, more: dict[str, int]) -> str:
-        """Return the counts whose keys have a prefix, and further ones, by descending number."""
+    def list_counts(prefix: str, more: dict[str, int], limit: int | None = None) -> str:
+        """Return the counts whose keys have a prefix, and further ones, by descending number; at most `limit`."""
         numbers = {key.removeprefix(prefix): n for key, n in counts.rows.items() if key.startswith(prefix)} | more
-        ranked = sorted(numbers.items(), key=lambda item: -item[1])
-        return ", ".join(f"{number:,} {name}" for name, number in ranked if number) or "none"
+        ranked = [item for item in sorted(numbers.items(), key=lambda item: -item[1]) if item[1]]
+        hidden = ["…"] if limit is not None and len(ranked) > limit else []
+        return ", ".join([f"{number:,} {name}" for name, number in ranked[:limit]] + hidden) or "none"
 
     rows = counts.rows.get(TOKENIZED, 0)
     tokens = counts.rows.get(TOKENS, 0)
     trained = counts.rows.get(TRAINED_TOKENS, 0)
     truncated = counts.rows.get(TRUNCATED, 0)
     endless = counts.rows.get(WITHOUT_END, 0)
+    mentions = counts.rows.get(MENTIONS_SPECIAL, 0)
     note = ", so the model does not learn where they end" if truncated else ""
     more = {"bad": len(counts.skipped), "duplicates": counts.copies if drops_duplicates else 0}
     lines = [
@@ -295,12 +363,18 @@ def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
         f"tokenized: {rows:,} with {tokens:,} tokens, {trained:,} of them trained ({trained / max(tokens, 1):.0%})",
         f"too long: {counts.rows.get(SPLIT, 0):,} split, {truncated:,} truncated{note}",
         f"dropped: {list_counts(DROPPED_PREFIX, more)}",
+        f"fields without effect: {list_counts(CARRIED_PREFIX, {}, MAX_CARRIED)}",
     ]
     if counts.copies and not drops_duplicates:
         lines.append(f"warning: {counts.copies:,} are duplicates (data.duplicates=drop removes them)")
     if endless:
         lines.append(
             f"warning: {endless:,} do not end in a special token, so the model does not learn to end its answers"
+        )
+    if mentions:
+        lines.append(
+            f"warning: {mentions:,} contain special tokens, which are tokenized as text (if a template wrote them, set "
+            "data.objective.parse_special_tokens=true)"
         )
     return lines
 

@@ -28,6 +28,7 @@ from jingu.tune.prepare import (
     RowKind,
     RowTokenizer,
     Unit,
+    check_columns,
     plan_encoding,
     plan_row_units,
     row_tokenizers,
@@ -60,7 +61,9 @@ def preview(
     page = []
     # Skip bad rows, whatever `data.on_error` says; `_totals` lists them.
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
-    for row_tokenizer in row_tokenizers(config, kind):
+    corpora = list(row_tokenizers(config, kind))
+    check_columns(corpora)
+    for row_tokenizer in corpora:
         tokenizer = row_tokenizer.tokenizer
         spans = (span for unit in plan_row_units(row_tokenizer.data) for span in unit)
         # Lazy: only as many rows are read and tokenized as are shown.

@@ -9,17 +9,13 @@ from functools import partial
 from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
+from jingu.tune.row_fields import WEIGHT_NAMES, Fields, find_field, is_empty, is_missing, rename_columns
 
 # A data set stores a weight in one byte, in hundredths.
 MAX_WEIGHT = 2.0
 
-# Fields for multimodal models.
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Fields with the reasoning of an assistant before its answer.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-
 # Roles by their names in OpenAI's messages and ShareGPT's conversations.
-_ROLES: dict[str, Role] = {
+ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
@@ -33,67 +29,131 @@ _ALLOWED_NEXT: dict[str | None, tuple[Role, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant",),
 }
+_PLAIN_TURN = {"role", "content"}
+# Spellings of true and false, in lower case.
+_SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+# Variables of a template that belong to the conversation, or to the way it is rendered.
+_RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+)
+_HINT = "; remove it, or leave it out with data.objective.columns={{{name}: ''}}"
 
 
 def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
     """Convert a row of any known format.
 
-    The format is recognized by the row's `type`, or else by its fields.
+    The format is recognized by the row's `type`, or else by its fields that have a value. Every field is used, refused,
+    or listed in `Row.carried` (`jingu.tune.row_fields`).
 
     Args:
         value: the parsed JSON of the row.
         columns: names of fields in the row, by the names that jingu uses.
 
     Raises:
-        ConversationError: the format is unknown, a field is not as expected, or nothing of the row is trained.
+        ConversationError: the format is unknown, a field is not as expected or cannot be used, or nothing of the row is
+            trained.
     """
-    if not isinstance(value, dict):
-        raise ConversationError(f"expected an object with fields, not {_quote(value)}")
-    value = rename_columns(value, columns or {})
-    _check_media(value, "")
-    if "chosen" in value and "rejected" in value:
+    fields = read_fields(value, columns)
+    if "chosen" in fields and "rejected" in fields:
         raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
-    if value.get("label") is False:
-        raise ConversationError("field label: false marks an answer not to be imitated, which tuning cannot use")
-    row = _parse_form(value)
-    weight = _weight(value, "")
+    for name in ("label", "kto_tag"):
+        # A data set for classification may have other labels.
+        if name in fields and (parse_switch(fields[name]) is False or _is_negative(fields[name])):
+            raise ConversationError(f"field {name}: false marks an answer not to be imitated, which tuning cannot use")
+    weight = _take_weight(fields, "")
     if not weight:
         raise ConversationError("fields weight and train: nothing of the row is to be trained")
+    row = _parse_form(fields)
+    if fields or fields.carried:
+        texts = [message.content for message in row.messages] or [text for text, _ in row.segments]
+        fields.account_for_rest(f"a row of the format {row.kind}", texts, hint=_HINT)
+        row = replace(row, carried=tuple(fields.carried))
+    return _multiply_weights(row, weight)
+
+
+def parse_prompt(value: Any) -> Row:
+    """Convert the `prompt` of a row, a text or messages that an answer is to follow, with the fields that shape it.
+
+    If the messages end with one of the assistant, the answer continues it. Other fields of the row are for rewards.
+
+    Raises:
+        ConversationError: there is no prompt, or a field is not as expected or cannot be used.
+    """
+    fields = read_fields(value)
+    prompt = fields.pop("prompt", None)
+    if is_empty(prompt):
+        raise ConversationError("expected an object with the field prompt, a text or messages")
+    if isinstance(prompt, str):
+        row = Row("prompt", segments=((_check_text(prompt, "prompt"), 0.0),))
+    else:
+        messages = _messages(fields, "prompt", prompt if isinstance(prompt, list) else [prompt])
+        row = _conversation("prompt", fields, messages, is_prompt=True)
+    shaping = Fields({name: item for name, item in fields.items() if _shapes_prompt(name)})
+    texts = [message.content for message in row.messages] or [prompt]
+    shaping.account_for_rest("a prompt that is a text" if row.segments else "a prompt", texts)
+    return row
+
+
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """Convert a list of messages of a conversation, of which every field has to be used.
+
+    Raises:
+        ConversationError: a field is not as expected, or is unknown.
+    """
+    fields = Fields({})
+    messages = _messages(fields, "messages", list(value))
+    if fields.carried:
+        raise ConversationError(f"field {next(iter(fields.carried))}: a message has no such field")
+    return tuple(messages)
+
+
+def _shapes_prompt(name: str) -> bool:
+    field = find_field(name)
+    return field is not None and field.shapes_prompt
+
+
+def read_fields(value: Any, columns: Mapping[str, str] | None = None) -> Fields:
+    """Return the fields of a row that have a value. Raises ConversationError unless the row is an object."""
+    if not isinstance(value, dict):
+        raise ConversationError(f"expected an object with fields, not {_quote(value)}")
+    return Fields(rename_columns(value, columns) if columns else value)
+
+
+def _multiply_weights(row: Row, weight: float) -> Row:
+    """Return a row whose messages or texts have their weights multiplied by that of the row."""
     if weight == 1.0:
         return row
-    if row.segments:
-        raise ConversationError("field weight: expected a row of messages, as only their answers have weights")
     messages = tuple(replace(message, weight=message.weight * weight) for message in row.messages)
     highest = max((message.weight for message in messages if message.role == "assistant"), default=0.0)
     if highest > MAX_WEIGHT:
         expected = f"at most {MAX_WEIGHT:g} when multiplied with the weight of a message"
         raise ConversationError(f"field weight: expected {expected}, not {highest:g}")
-    return replace(row, messages=messages)
+    return replace(row, messages=messages, segments=tuple((text, factor * weight) for text, factor in row.segments))
 
 
-def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
-    """Return a row whose fields have the names that jingu uses.
-
-    Args:
-        columns: names of fields in the row, by the names that jingu uses.
-    """
-    others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
-    return others | {name: value[column] for name, column in columns.items() if column in value}
-
-
-def _parse_form(value: JsonObject) -> Row:
+def _parse_form(fields: Fields) -> Row:
     """Convert a row without regard to its weight. Raises ConversationError if its format is unknown."""
-    kind = value.get("type")
+    kind = fields.get("type")
     if isinstance(kind, str) and kind in _PARSERS_BY_TYPE:
-        return _PARSERS_BY_TYPE[kind](value)
-    for name, (field, parse) in _PARSERS_BY_FIELD.items():
-        if field in value:
-            return replace(parse(value), kind=name)
-    # An unknown `type` is an error only now: a data set of a known format may use that column for something else.
+        field, parse = _PARSERS_BY_TYPE[kind]
+        # A data set of another format may use that column for something else.
+        if field in fields or not any(name in fields for name, _ in _PARSERS_BY_FIELD.values()):
+            del fields["type"]
+            return parse(fields)
+    # A field without content does not decide, unless there is no other.
+    for may_be_empty in (False, True):
+        for name, (field, parse) in _PARSERS_BY_FIELD.items():
+            if field in fields and (may_be_empty or not is_empty(fields[field])):
+                return replace(parse(fields), kind=name)
     if kind is not None:
         raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
-    fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
-    raise ConversationError(f"expected one of the fields {fields}; it has {', '.join(map(str, value)) or 'none'}")
+    known = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
+    raise ConversationError(f"expected one of the fields {known}; it has {', '.join(map(str, fields)) or 'none'}")
 
 
 # Fields
@@ -109,15 +169,15 @@ def _unexpected(field: str, expected: str, value: Any) -> ConversationError:
     return ConversationError(f"field {field}: expected {expected}, not {_quote(value)}")
 
 
-def _text(value: JsonObject, name: str) -> str:
-    if name not in value:
+def _take_text(fields: Fields, name: str) -> str:
+    if name not in fields:
         raise ConversationError(f"field {name}: expected text, but it is missing")
-    return _check_text(value[name], name)
+    return _check_text(fields.pop(name), name)
 
 
-def _optional_text(value: JsonObject, name: str) -> str:
-    """Return the text of a field; empty if it is absent, null or empty."""
-    return _check_text(value[name], name) if value.get(name) not in (None, "") else ""
+def _optional_text(value: Any, name: str) -> str:
+    """Return the text of a field; empty if it is absent or empty."""
+    return "" if value is None or value == "" else _check_text(value, name)
 
 
 def _check_text(text: Any, name: str) -> str:
@@ -127,24 +187,37 @@ def _check_text(text: Any, name: str) -> str:
     return text
 
 
-def _list(value: JsonObject, name: str) -> list[Any]:
-    items = value.get(name)
+def _check_list(items: Any, name: str) -> list[Any]:
     if not isinstance(items, list) or not items:
         raise _unexpected(name, "a list that is not empty", items)
     return items
 
 
-def _weight(value: JsonObject, prefix: str) -> float:
-    """Return the loss weight of a row or a message; `train: false` stands for 0.
+def parse_switch(value: Any) -> bool | None:
+    """Return a value that stands for true or false: a boolean, 1 or 0, or one of these as text; None for any other."""
+    return _SWITCHES.get(str(value).strip().lower())
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, int | float) and value < 0
+
+
+def _take_weight(fields: Fields, prefix: str) -> float:
+    """Return the loss weight of a row or a message; a false `train` stands for 0.
 
     Args:
         prefix: path of the message in its row, for error messages.
     """
-    train = value.get("train")
-    if not isinstance(train, bool | None):
-        raise _unexpected(f"{prefix}train", "true or false", train)
-    weight = value.get("weight")
-    return 0.0 if train is False else _check_weight(1.0 if weight is None else weight, f"{prefix}weight")
+    if WEIGHT_NAMES.isdisjoint(fields):
+        return 1.0
+    train_name, weight_name = (f"{prefix}{fields.spelling(name)}" for name in ("train", "weight"))
+    train = fields.take("train")
+    weight = fields.take("weight")
+    is_trained = True if train is None else parse_switch(train)
+    if is_trained is None:
+        raise _unexpected(train_name, "true or false", train)
+    factor = 1.0 if weight is None else _check_weight(weight, weight_name)
+    return factor if is_trained else 0.0
 
 
 def _check_weight(value: Any, name: str) -> float:
@@ -153,21 +226,36 @@ def _check_weight(value: Any, name: str) -> float:
     return float(value)
 
 
-def _check_media(value: JsonObject, prefix: str) -> None:
-    for field in _MEDIA:
-        if value.get(field):
-            raise ConversationError(f"field {prefix}{field}: only text can be trained on")
-
-
-def _tools(value: JsonObject) -> tuple[JsonObject, ...]:
+def _take_tools(fields: Fields) -> tuple[JsonObject, ...]:
     """Return the tool definitions of a row, which may be a list or the JSON text of one."""
-    tools = value.get("tools") or value.get("apis") or []
-    if isinstance(tools, str):
-        tools = _parse_json(tools)
+    name = fields.spelling("tools")
+    value = fields.take("tools")
+    if is_empty(value) or value == "null":
+        return ()
+    tools = _parse_json(value) if isinstance(value, str) else value
+    if isinstance(tools, list):
+        tools = [_parse_json(tool) if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _unexpected("tools", "a list of objects", value.get("tools"))
-    check_characters(json.dumps(tools, ensure_ascii=False), "field tools: ")
+        raise _unexpected(name, "a list of objects", value)
+    check_characters(json.dumps(tools, ensure_ascii=False), f"field {name}: ")
     return tuple(tools)
+
+
+def _take_variables(fields: Fields) -> JsonObject:
+    """Return the variables that a row gives to its chat template."""
+    name = fields.spelling("chat_template_kwargs")
+    value = fields.take("chat_template_kwargs")
+    if is_empty(value) or value == "null":
+        return {}
+    variables = _parse_json(value) if isinstance(value, str) else value
+    if not isinstance(variables, dict):
+        raise _unexpected(name, "an object", value)
+    for key in _RESERVED_VARIABLES:
+        if key in variables:
+            raise ConversationError(f"field {name}: {key} is not a variable that a row can set")
+    check_characters(json.dumps(variables, ensure_ascii=False), f"field {name}: ")
+    # Tables write null for the variables of other rows.
+    return {key: item for key, item in variables.items() if not is_missing(item)}
 
 
 def _tool_call(value: Any, name: str) -> JsonObject:
@@ -205,64 +293,66 @@ def _parse_json(text: str) -> Any:
 # Forms
 
 
-def _pretrain(value: JsonObject) -> Row:
-    return Row("pretrain", segments=((_text(value, "text"), True),))
+def _pretrain(fields: Fields) -> Row:
+    return Row("pretrain", segments=((_take_text(fields, "text"), 1.0),))
 
 
-def _completion(value: JsonObject) -> Row:
-    if not isinstance(value["prompt"], list):
-        return Row("completion", segments=((_text(value, "prompt"), False), (_text(value, "completion"), True)))
+def _completion(fields: Fields) -> Row:
+    if not isinstance(fields["prompt"], list):
+        prompt = _take_text(fields, "prompt")
+        return Row("completion", segments=((prompt, 0.0), (_take_text(fields, "completion"), 1.0)))
     # Both are lists of messages: one conversation, divided into prompt and completion.
-    completion = value.get("completion", [])
+    prompt = fields.pop("prompt")
+    completion = fields.pop("completion", [])
     if not isinstance(completion, list):
         raise _unexpected("completion", "a list of messages as in prompt", completion)
-    return _openai({**value, "messages": [*value["prompt"], *completion]})
+    context = [replace(message, is_prompt=True) for message in _messages(fields, "prompt", prompt)]
+    answers = _messages(fields, "completion", completion)
+    if context[-1].role == "assistant" and answers[0].role == "assistant":
+        raise ConversationError(
+            "field prompt: it ends with a message of the assistant, which a completion cannot continue; move the "
+            "message to completion"
+        )
+    return _conversation("completion", fields, [*context, *answers])
 
 
 def _question(instruction: str, text: str) -> Message:
     return Message("user", f"{instruction}\n{text}" if text else instruction)
 
 
-def _instruct(value: JsonObject) -> Row:
-    question = _question(_text(value, "instruct"), _optional_text(value, "input"))
-    return _conversation("instruct", [question, Message("assistant", _text(value, "output"))])
+def _instruct(fields: Fields) -> Row:
+    question = _question(_take_text(fields, "instruct"), _optional_text(fields.pop("input", None), "input"))
+    return _conversation("instruct", fields, [question, _answer(fields, "output")])
 
 
-def _alpaca(value: JsonObject, question: str = "instruction", answer: str = "output") -> Row:
-    """Parse a question, perhaps with an input, and its answer, after an optional system message and history.
+def _answer(fields: Fields, name: str) -> Message:
+    """Return the answer of a row that has a single one."""
+    spelling = fields.spelling("reasoning_content")
+    reasoning = _optional_text(fields.take("reasoning_content"), spelling)
+    return Message("assistant", _take_text(fields, name), reasoning_content=reasoning)
+
+
+def _alpaca(fields: Fields, question: str = "instruction", answer: str = "output") -> Row:
+    """Parse a question, perhaps with an input, and its answer.
 
     Args:
         question: the field of the question.
         answer: the field of the answer.
     """
-    messages = _system(value)
-    history = value.get("history") or []
-    if not isinstance(history, list):
-        raise _unexpected("history", "a list of [question, answer]", history)
-    for index, pair in enumerate(history):
-        name = f"history[{index}]"
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise _unexpected(name, "[question, answer]", pair)
-        messages += [Message("user", _check_text(pair[0], name)), Message("assistant", _check_text(pair[1], name))]
-    text = _optional_text(value, "input")
-    if text and not value.get(question):
+    text = _optional_text(fields.pop("input", None), "input")
+    if text and is_empty(fields.get(question)):
         # Some data sets put the whole question into `input`.
-        messages.append(Message("user", text))
+        fields.pop(question, None)
+        message = Message("user", text)
     else:
-        messages.append(_question(_text(value, question), text))
-    messages.append(Message("assistant", _text(value, answer)))
-    return _conversation("alpaca", messages)
+        message = _question(_take_text(fields, question), text)
+    return _conversation("alpaca", fields, [message, _answer(fields, answer)])
 
 
-def _system(value: JsonObject) -> list[Message]:
-    text = _optional_text(value, "system")
-    return [Message("system", text)] if text else []
-
-
-def _rounds(value: JsonObject) -> Row:
+def _rounds(fields: Fields, kind: str) -> Row:
     """Parse a list of rounds: ["ask", text], ["ans", text, weight?] or ["api", call, result?]."""
-    messages = _system(value)
-    for index, turn in enumerate(_list(value, "rounds")):
+    messages = []
+    for index, turn in enumerate(_check_list(fields.pop("rounds", None), "rounds")):
         name = f"rounds[{index}]"
         match turn:
             case ["ask", text]:
@@ -278,83 +368,168 @@ def _rounds(value: JsonObject) -> Row:
                 messages += [Message("tool", _tool_result(result, name)) for result in results]
             case _:
                 raise ConversationError(f'field {name}: expected ["ask", text], ["ans", text] or ["api", call, return]')
-    if value["type"] == "ref_qa":
+    if kind == "ref_qa":
         # The first question is about a reference text, which goes before it.
-        reference = _text(value, "reference")
+        reference = _take_text(fields, "reference")
         first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
         if first is not None:
             messages[first] = Message("user", f"{reference}\n\n{messages[first].content}")
-    return _conversation(value["type"], messages, _tools(value))
+    return _conversation(kind, fields, messages)
 
 
 def _tool_result(value: Any, name: str) -> str:
     return _check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), name)
 
 
-def _sharegpt(value: JsonObject) -> Row:
-    first = _list(value, "conversations")[0]
-    # Some data sets use OpenAI's keys in ShareGPT's field `conversations`.
-    keys = ("role", "content") if isinstance(first, dict) and "role" in first else ("from", "value")
-    messages = _system(value) + _messages(value, "conversations", *keys)
-    return _conversation("sharegpt", messages, _tools(value))
+def _chat(fields: Fields, field: str) -> Row:
+    """Parse messages in OpenAI's or in ShareGPT's form."""
+    return _conversation(field, fields, _messages(fields, field, fields.pop(field)))
 
 
-def _openai(value: JsonObject) -> Row:
-    return _conversation("messages", _messages(value, "messages", "role", "content"), _tools(value))
-
-
-def _messages(value: JsonObject, field: str, role_key: str, content_key: str) -> list[Message]:
-    """Return the messages in a field of the row, a list of objects.
+def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
+    """Return messages from a list of objects with `role` and `content`, or `from` and `value`.
 
     Args:
-        role_key: key of the role in each object.
-        content_key: key of the content in each object.
+        fields: the row's; fields of its messages that are not used are added to `carried`.
+        field: name of the list, for error messages.
     """
     messages = []
-    for index, turn in enumerate(_list(value, field)):
+    for index, turn in enumerate(_check_list(turns, field)):
         name = f"{field}[{index}]"
+        if isinstance(turn, dict) and turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str):
+            # Most messages have nothing else, and are read faster.
+            role = turn["role"]
+            if isinstance(role, str) and role in ROLES:
+                messages.append(Message(ROLES[role], _check_text(turn["content"], f"{name}.content")))
+                continue
+        keys = ("from", "value") if isinstance(turn, dict) and "from" in turn and "role" not in turn else None
+        role_key, content_key = keys or ("role", "content")
         if not isinstance(turn, dict) or role_key not in turn:
-            raise _unexpected(name, f"an object with {role_key} and {content_key}", turn)
-        role = turn[role_key]
-        content = turn.get(content_key)
-        calls = turn.get("tool_calls") or []
-        if role == "function_call":
-            # ShareGPT has a role for tool calls; the content is the call.
-            role, calls, content = "assistant", [content], None
-        if not isinstance(role, str) or role not in _ROLES:
-            raise _unexpected(f"{name}.{role_key}", ", ".join([*_ROLES, "function_call"]), role)
-        if not isinstance(calls, list):
-            raise _unexpected(f"{name}.tool_calls", "a list", calls)
-        tool_calls = tuple(_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
-        _check_media(turn, f"{name}.")
-        if isinstance(content, list):
-            content = "".join(_content_part(part, f"{name}.{content_key}[{at}]") for at, part in enumerate(content))
-        text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
-        reasoning = next((_optional_text(turn, field) for field in _REASONING if turn.get(field)), "")
-        if reasoning and _ROLES[role] != "assistant":
-            raise ConversationError(f"field {name}: only an assistant's turn can have reasoning, not that of {role}")
-        names = {field: _optional_text(turn, field) for field in ("name", "tool_call_id")}
-        weight = _weight(turn, f"{name}.")
-        if turn.get("label") is False:
-            weight = 0.0
-        messages.append(Message(_ROLES[role], text, tool_calls, weight, reasoning, **names))
+            expected = ("from", "value") if field == "conversations" else ("role", "content")
+            raise _unexpected(name, "an object with {} and {}".format(*expected), turn)
+        turn = Fields(turn, "message")
+        message = _message(turn, name, role_key, content_key)
+        if turn:
+            turn.account_for_rest("a message", [message.content], prefix=f"{name}.")
+            fields.carried |= turn.carried
+        messages.append(message)
     return messages
+
+
+def _message(turn: Fields, name: str, role_key: str, content_key: str) -> Message:
+    """Return a message.
+
+    Args:
+        turn: its fields; those that are read are removed.
+        name: path of the message in its row, for error messages.
+    """
+    role = turn.pop(role_key, None)
+    content = turn.pop(content_key, None)
+    calls = turn.pop("tool_calls", None) or []
+    if role == "function_call":
+        # ShareGPT has a role for tool calls; the content is the call.
+        role, calls, content = "assistant", [content], None
+    if not isinstance(role, str) or role not in ROLES:
+        raise _unexpected(f"{name}.{role_key}", ", ".join([*ROLES, "function_call"]), role)
+    if "function_call" in turn and not calls:
+        calls = [turn.pop("function_call")]
+    if not isinstance(calls, list):
+        raise _unexpected(f"{name}.tool_calls", "a list", calls)
+    tool_calls = tuple(_tool_call(call, f"{name}.tool_calls[{place}]") for place, call in enumerate(calls))
+    if isinstance(content, list):
+        content = "".join(_content_part(part, f"{name}.{content_key}[{at}]") for at, part in enumerate(content))
+    text = _check_text(content, f"{name}.{content_key}") if content or not tool_calls else ""
+    if not turn and not tool_calls:
+        return Message(ROLES[role], text)
+    spelling = turn.spelling("reasoning_content")
+    reasoning = _optional_text(turn.take("reasoning_content"), f"{name}.{spelling}")
+    author, call_id = (_optional_text(turn.pop(key, None), f"{name}.{key}") for key in ("name", "tool_call_id"))
+    has_weight = not WEIGHT_NAMES.isdisjoint(turn)
+    weight = _take_weight(turn, f"{name}.")
+    if ROLES[role] != "assistant":
+        forbidden = {"have reasoning": reasoning, "have tool calls": tool_calls, "be trained": has_weight and weight}
+        for what, value in forbidden.items():
+            if value:
+                raise ConversationError(f"field {name}: only an assistant's turn can {what}, not that of {role}")
+    return Message(ROLES[role], text, tool_calls, weight, reasoning, author, call_id)
 
 
 def _content_part(part: Any, name: str) -> str:
     """Return the text of one part of a message's content: a text, or an object with type `text`."""
     if isinstance(part, dict):
-        if part.get("type", "text") != "text":
-            raise ConversationError(f"field {name}: only text can be trained on, not {_quote(part['type'])}")
-        part = part.get("text")
+        part = Fields(part, "message")
+        kind = part.pop("type", "text")
+        if kind != "text":
+            raise ConversationError(f"field {name}: only text can be trained on, not {_quote(kind)}")
+        text = part.pop("text", None)
+        part.account_for_rest("a message", [str(text)], prefix=f"{name}.")
+        part = text
     return _check_text(part, name)
 
 
-def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, ...] = ()) -> Row:
-    """Return a conversation, with consecutive messages of one role merged where that is possible.
+def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prompt: bool = False) -> Row:
+    """Return a conversation with what its row says beside the messages: system message, history, tools, variables.
+
+    Args:
+        is_prompt: whether an answer is to follow the messages.
 
     Raises:
-        ConversationError: the roles are in a wrong order, or the last message is not an answer.
+        ConversationError: a field is not as expected, the roles are in a wrong order, or the last message is not an
+            answer (of a prompt: not one that an answer can follow or continue).
+    """
+    tools: tuple[JsonObject, ...] = ()
+    variables: JsonObject = {}
+    if fields:
+        messages = _add_context(fields, messages)
+        tools = _take_tools(fields)
+        variables = _take_variables(fields)
+    merged = _merge(messages)
+    last = merged[-1]
+    if not is_prompt and last.role != "assistant":
+        raise ConversationError(f"expected an answer at the end; the last turn is of {last.role}")
+    if is_prompt and (last.role == "system" or last.tool_calls):
+        what = "a tool call without its result" if last.tool_calls else "the system message"
+        raise ConversationError(f"an answer cannot follow the last message of the prompt, {what}")
+    return Row(kind, tuple(merged), tools, variables=variables)
+
+
+def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
+    """Return messages after the system message and the history that stand beside them in the row."""
+    name = fields.spelling("system")
+    system = _optional_text(fields.take("system"), name)
+    history = fields.take("history")
+    if not system and is_empty(history):
+        return messages
+    start = [message for message in messages[:1] if message.role == "system"]
+    if system and start and start[0].content.strip() != system.strip():
+        raise ConversationError(f"field {name}: the messages begin with another system message")
+    if system and not start:
+        start = [Message("system", system, is_prompt=messages[0].is_prompt)]
+        messages = [*start, *messages]
+    turns = [replace(turn, is_prompt=messages[0].is_prompt) for turn in _history(fields, history or [])]
+    return [*messages[: len(start)], *turns, *messages[len(start) :]]
+
+
+def _history(fields: Fields, history: Any) -> list[Message]:
+    """Return the messages of a history: pairs of question and answer, or messages."""
+    if not isinstance(history, list):
+        raise _unexpected("history", "a list of [question, answer]", history)
+    if history and isinstance(history[0], dict):
+        return _messages(fields, "history", history)
+    messages = []
+    for index, pair in enumerate(history):
+        name = f"history[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _unexpected(name, "[question, answer]", pair)
+        messages += [Message("user", _check_text(pair[0], name)), Message("assistant", _check_text(pair[1], name))]
+    return messages
+
+
+def _merge(messages: list[Message]) -> list[Message]:
+    """Return messages with consecutive ones of one role merged where that is possible.
+
+    Raises:
+        ConversationError: the roles are in a wrong order.
     """
     merged: list[Message] = []
     for number, message in enumerate(messages, start=1):
@@ -362,7 +537,9 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
         repeats = last is not None and last.role == message.role
         if last is not None and repeats and _can_merge(last, message):
             content = "\n".join(text for text in (last.content, message.content) if text)
-            merged[-1] = replace(last, content=content, tool_calls=last.tool_calls + message.tool_calls)
+            weight = min(last.weight, message.weight)
+            calls = last.tool_calls + message.tool_calls
+            merged[-1] = replace(last, content=content, tool_calls=calls, weight=weight)
             continue
         # These may follow each other unmerged: results of several calls, and answers with different weights.
         may_repeat = repeats and message.role in ("tool", "assistant")
@@ -374,29 +551,28 @@ def _conversation(kind: str, messages: list[Message], tools: tuple[JsonObject, .
                 f"roles out of order: {message.role} stands {place}, as turn {number}; expected {' or '.join(allowed)}"
             )
         merged.append(message)
-    if merged[-1].role != "assistant":
-        raise ConversationError(f"expected an answer at the end; the last turn is of {merged[-1].role}")
-    return Row(kind, tuple(merged), tools)
+    return merged
 
 
 def _can_merge(first: Message, second: Message) -> bool:
     """Return whether two messages of one role can be merged; in the result, the text stands before the tool calls."""
     if first.role == "tool" or (first.tool_calls and second.content) or second.reasoning_content:
         return False
-    return (first.weight, first.name) == (second.weight, second.name)
+    if first.role == "assistant" and first.weight != second.weight:
+        return False
+    return (first.name, first.is_prompt) == (second.name, second.is_prompt)
 
 
-_PARSERS_BY_TYPE: dict[str, Callable[[JsonObject], Row]] = {
-    "pretrain": _pretrain,
-    "instruct": _instruct,
-    "conversation": _rounds,
-    "conver_has_api": _rounds,
-    "ref_qa": _rounds,
+# By the `type` of a row: the field that identifies its format, and its parser.
+_PARSERS_BY_TYPE: dict[str, tuple[str, Callable[[Fields], Row]]] = {
+    "pretrain": ("text", _pretrain),
+    "instruct": ("instruct", _instruct),
+    **{kind: ("rounds", partial(_rounds, kind=kind)) for kind in ("conversation", "conver_has_api", "ref_qa")},
 }
 # By the kind of row: the field that identifies it, and its parser. The first field that a row has decides.
-_PARSERS_BY_FIELD: dict[str, tuple[str, Callable[[JsonObject], Row]]] = {
-    "messages": ("messages", _openai),
-    "sharegpt": ("conversations", _sharegpt),
+_PARSERS_BY_FIELD: dict[str, tuple[str, Callable[[Fields], Row]]] = {
+    "messages": ("messages", partial(_chat, field="messages")),
+    "sharegpt": ("conversations", partial(_chat, field="conversations")),
     "alpaca": ("instruction", _alpaca),
     "query and response": ("query", partial(_alpaca, question="query", answer="response")),
     "question and answer": ("question", partial(_alpaca, question="question", answer="answer")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.align.commands import prepare, preview
-from jingu.align.preference_rows import parse_preference_row
+from jingu.align.preference_rows import PREFERENCES, TokenizedAnswers, parse_preference_row
 from jingu.chat.messages import ConversationError
+from jingu.config.sections.data import DataSettings
+from jingu.data.dataset_manifest import SplitName
 from jingu.data.open_sources import open_sources
-from jingu.data.supervised import decode_parts, encode_part
+from jingu.data.supervised import PreferenceDataset, decode_parts, encode_part, open_supervised
 from jingu.errors import JinguError
+from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+from jingu.tune.prepare import build_row_tokenizer
 from tests.conftest import MakeRun
 
 USER = {"role": "user", "content": "Q"}
@@ -143,7 +149,10 @@ def test_labels(row: dict[str, Any], label: str) -> None:
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1]}, "field scores: expected a number for each answer"),
         ({"prompt": "Q", "ranking": ["A", "B"], "margin": 1}, "field margin: a ranking has none"),
         ({"prompt": "Q", "ranking": ["A", "B"], "scores": [1, 1]}, "field scores: all are equal"),
-        ({"chosen": "A", "rejected": "B"}, "field prompt: expected text that is not empty"),
+        (
+            {"chosen": "A", "rejected": "B"},
+            "chosen and rejected: the texts have no common beginning; add the field prompt",
+        ),
         (
             {"prompt": [USER], "chosen": [{"role": "user", "content": "P"}, message("A")], "rejected": [message("B")]},
             "field chosen: its messages begin with another prompt than that of the field prompt",
@@ -153,7 +162,7 @@ def test_labels(row: dict[str, Any], label: str) -> None:
             "field rejected: its messages begin with another prompt",
         ),
         ({"prompt": USER, "chosen": [USER, message("A")], "rejected": "B"}, "field prompt: expected a text or a list"),
-        ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "messages[0].content: expected text"),
+        ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "field system: expected text"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
 )
@@ -262,3 +271,122 @@ def test_too_long_rows_are_dropped_or_truncated(
     changes = {"batch.sequence_length": 160, "data.objective": objective, "data.path": path}
     prepare(make(tiny_run, tmp_path, [GOOD, long], **changes))
     assert "1 truncated" in capsys.readouterr().out
+
+
+WHOLE = [
+    # The header of the last turn can be seen.
+    (
+        "\n\nHuman: Hi\n\nAssistant: There is a sign",
+        "\n\nHuman: Hi\n\nAssistant: Thursday",
+        "\n\nHuman: Hi\n\nAssistant:",
+    ),
+    ("Human: Q\n\nAssistant: Yes", "Human: Q\n\nAssistant: Yes, and more", "Human: Q\n\nAssistant:"),
+    (
+        "### Instruction:\nQ\n\n### Response:\nThis",
+        "### Instruction:\nQ\n\n### Response:\nThat",
+        "### Instruction:\nQ\n\n### Response:\n",
+    ),
+    ("USER: Q ASSISTANT: Th", "USER: Q ASSISTANT: To", "USER: Q ASSISTANT:"),
+    ("问：什么？\n答：好的", "问：什么？\n答：好吧", "问：什么？\n答："),
+    # It cannot: the prompt is what both begin with.
+    ("2 + 2 = 4", "2 + 2 = 5", "2 + 2 ="),
+    ("the user asks", "the users", "the user"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "rejected", "prompt"), WHOLE)
+def test_whole_texts_are_divided_between_tokens(
+    chosen: str, rejected: str, prompt: str, tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """The ids are those of the texts, and prompts are the same tokens."""
+    row = parse_preference_row({"chosen": chosen, "rejected": rejected})
+    assert row.segments[0][0] == prompt
+    config = make(
+        tiny_run, tmp_path, [{"chosen": chosen, "rejected": rejected}], **{"data.objective.packing": "padded"}
+    )
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    rows = build_row_tokenizer(PREFERENCES, config.data, tokenizer, 257)
+    [tokens] = rows.tokenize(row, ReadCounts())
+    assert isinstance(tokens, TokenizedAnswers)
+    texts = [
+        [*tokenizer.prompt_prefix_ids, *tokenizer.encode(text), tokenizer.eos_token_id] for text in (chosen, rejected)
+    ]
+    assert tokens.ids[:-1] == [*texts[0], *texts[1]]
+    size = len(tokens.prompt_ids)
+    assert texts[0][:size] == texts[1][:size] == tokens.prompt_ids
+    assert prompt.startswith(tokenizer.decode(tokens.prompt_ids))
+    trained = tokens.weights[:-1] != 0
+    assert not trained[:size].any() and trained[size : len(texts[0])].all()
+    assert not trained[len(texts[0]) :][:size].any() and trained[len(texts[0]) + size :].all()
+
+
+def test_a_token_that_crosses_the_border_in_one_answer_only() -> None:
+    """The border moves to the same token of both."""
+    tokenizer = train_tokenizer(iter(["there three thin the them " * 50]), 300, ["</s>"])
+    row = parse_preference_row({"prompt": "the", "chosen": "re", "rejected": " fox"})
+    data = DataSettings.model_validate({"objective": {"type": "preference", "template": "chatml"}})
+    [tokens] = build_row_tokenizer(PREFERENCES, data, tokenizer, 100).tokenize(
+        parse_preference_row({"prompt": "them the", "chosen": "re", "rejected": " fox"}), ReadCounts()
+    )
+    assert isinstance(tokens, TokenizedAnswers)
+    assert tokenizer.decode(tokens.prompt_ids) == "them"
+    assert tokens.ids[:-1] == [
+        *tokenizer.encode("them there"),
+        tokenizer.eos_token_id,
+        *tokenizer.encode("them the fox"),
+        tokenizer.eos_token_id,
+    ]
+    with pytest.raises(ConversationError, match="the prompt has no tokens"):
+        build_row_tokenizer(PREFERENCES, data, tokenizer, 100).tokenize(row, ReadCounts())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chosen": "Q A", "rejected": "Q A more"}, "one text is the beginning of the other"),
+        ({"chosen": "Human: Q\n\nAssistant:", "rejected": "Human: Q\n\nAssistant: no"}, "one text is the beginning"),
+        ({"chosen": "yes", "rejected": "no"}, "the texts have no common beginning"),
+        ({"chosen": " yes", "rejected": " no"}, "the texts have no common beginning"),
+        ({"chosen": "same", "rejected": "same"}, "chosen and rejected are the same"),
+    ],
+)
+def test_whole_texts_without_a_border(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConversationError, match=words):
+        parse_preference_row(row)
+
+
+def test_a_prompt_is_either_trained_or_held_out(tiny_run: MakeRun, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Q{n % 9}"}], "chosen": f"yes {n}", "rejected": "no"}
+        for n in range(40)
+    ]
+    rows += [{"prompt": f"Text {n % 3}:", "ranking": [f" best {n}", " good", " bad"]} for n in range(12)]
+    config = make(tiny_run, tmp_path, rows, **{"data.validation_fraction": 0.4})
+    prepare(config)
+    prompts = []
+    splits: tuple[SplitName, ...] = ("train", "validation")
+    for split in splits:
+        dataset = open_supervised(Path(config.data.path), split, config.data.objective, config.batch, 0)
+        assert isinstance(dataset, PreferenceDataset)
+        prompts.append({tuple(dataset._read_prompt(number)) for number in range(len(dataset.row_ends))})
+    assert all(prompts)
+    assert not prompts[0] & prompts[1]
+    assert len(prompts[0] | prompts[1]) == 12
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q: " * 80, "chosen": " yes", "rejected": " no"},
+        {"prompt": [{"role": "user", "content": "Q" * 200}], "chosen": "yes", "rejected": "no"},
+        {"prompt": "Q:", "chosen": " yes" * 100 + "!", "rejected": " yes" * 100 + "?"},
+    ],
+)
+def test_rows_that_cannot_be_truncated_are_dropped(
+    row: dict[str, Any], tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objective = {"type": "preference", "template": "chatml", "overflow": "truncate"}
+    prepare(make(tiny_run, tmp_path, [GOOD, row], **{"batch.sequence_length": 160, "data.objective": objective}))
+    assert re.search(
+        r"dropped: 1 with (a prompt that leaves no room|answers that are equal) .*in 80 tokens", capsys.readouterr().out
+    )

@@ -233,8 +233,11 @@ def test_mentioned_special_tokens_do_not_move_the_answers(name: str, texts: list
 def test_plain_text_rows(tokenizer: Tokenizer) -> None:
     result = tokenize_row(parse_row({"prompt": "春眠", "completion": "不觉晓"}), None, tokenizer, "assistant")
     assert tokenizer.decode(result.ids, keep_special_tokens=True) == "春眠不觉晓</s>"
-    begin, end = len(tokenizer.encode("春眠")), len(tokenizer.encode("不觉晓")) + 1
-    assert result.weights.tolist() == [0] * begin + [100] * end
+    # The first token is part of both texts, so it belongs to the completion.
+    assert result.ids == [*tokenizer.encode("春眠不觉晓"), tokenizer.eos_token_id]
+    assert result.weights.tolist() == [100] * len(result.ids)
+    apart = tokenize_row(parse_row({"prompt": "春", "completion": "\n1"}), None, tokenizer, "assistant")
+    assert apart.weights.tolist() == [0] * len(tokenizer.encode("春")) + [100] * (len(tokenizer.encode("\n1")) + 1)
     assert tokenize_row(parse_row({"text": "春"}), None, tokenizer, "assistant").weights.all()
 
 

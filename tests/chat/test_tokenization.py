@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, processors, trainers
 
 from jingu.chat.messages import ConversationError
 from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate, load_template
-from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row, tokenize_turns
+from jingu.chat.tokenization import (
+    LossOn,
+    TokenizedRow,
+    encode_continuation,
+    encode_prompt_and_answer,
+    tokenize_row,
+    tokenize_turns,
+)
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from jingu.tune.row_formats import parse_row
@@ -179,3 +189,136 @@ def test_turns_keep_their_order(tokenizer: Tokenizer) -> None:
     )
     with pytest.raises(ConversationError, match="refuses it"):
         tokenize_row(row, ChatTemplate(f"{alternating}{{% endif %}}{{% endfor %}}", tokenizer, "a"), tokenizer, "all")
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([{}, {"train": False}, {}, {}], "⟦{a}{head}⟧b<|im_end|>⟦\n{c}{head}d<|im_end|>\n⟧"),
+        ([{"train": False}, {}, {"loss": False}, {}], "{a}{head}⟦b<|im_end|>⟧\n{c}{head}⟦d<|im_end|>⟧\n"),
+    ],
+)
+def test_loss_on_all_obeys_masks(turns: list[dict[str, Any]], expected: str, tokenizer: Tokenizer) -> None:
+    texts = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": text, **mask} for (role, text), mask in zip(texts, turns, strict=True)]
+    template = load_template("chatml", tokenizer)
+    row = tokenize_row(parse_row({"messages": messages}), template, tokenizer, "all")
+    parts = {"a": user("a"), "c": user("c"), "head": "<|im_start|>assistant\n"}
+    assert shown(row, tokenizer) == expected.format(**parts)
+    # Of a whole row, every token has the weight; a row that is left out in part contradicts the setting.
+    row = tokenize_row(
+        parse_row({"messages": [*messages[2:3], messages[1]], "weight": 0.5}), template, tokenizer, "all"
+    )
+    assert set(row.weights.tolist()) <= {0, 50}
+    text = tokenize_row(parse_row({"prompt": "a", "completion": "b", "weight": 0.5}), template, tokenizer, "all")
+    assert set(text.weights.tolist()) == {50}
+    messages[0] = {"role": "user", "content": "a", "train": False}
+    messages[2] = {"role": "user", "content": "c"}
+    with pytest.raises(ConversationError, match="loss_on=all trains the messages between the answers alike"):
+        tokenize_row(parse_row({"messages": messages}), template, tokenizer, "all")
+
+
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "What?"},
+    {"role": "assistant", "content": "The fox."},
+    {"role": "user", "content": "Which?"},
+    {"role": "assistant", "content": "The brown fox."},
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_completion_of_messages_is_trained_as_in_trl(size: int, tokenizer: Tokenizer) -> None:
+    """Nothing of the prompt is trained, not even earlier answers."""
+    dataset_utils = pytest.importorskip("transformers")
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(source, tokenizer, "chatml")
+    row = parse_row({"prompt": TURNS[:size], "completion": TURNS[size:]})
+    built = tokenize_row(row, template, tokenizer, "assistant")
+    # As TRL's SFTTrainer: the prompt is rendered with the header of an answer, and the rest of the text is trained.
+    fast = dataset_utils.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.content), chat_template=source
+    )
+    prompt = fast.apply_chat_template(TURNS[:size], add_generation_prompt=True, return_dict=False)
+    whole = fast.apply_chat_template(TURNS, return_dict=False)
+    assert built.ids == whole
+    trained = built.weights.nonzero()[0].tolist()
+    assert trained[0] == len(prompt)
+    context = tokenizer.decode(whole[: len(prompt)])
+    assert ("The fox." in context) == (size == 4)
+
+
+def llama_like() -> Tokenizer:
+    """A tokenizer of Llama 2's kind: it puts ▁ before a text, and <s> before the ids."""
+    inner: Any = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=specials, show_progress=False)
+    inner.train_from_iterator(
+        [f"▁{text}".replace(" ", "▁") for text in [*TEXTS, "1 + 1 = 2\nThere is, Thursday"] * 9], trainer
+    )
+    inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(inner.to_str(), {"eos_token": "</s>", "bos_token": "<s>"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("1 + 1 =", "2"),
+        ("1 + 1 = ", "2"),
+        ("What is", " the weather?"),
+        ("The qui", "ck brown fox"),
+        ("weather\n", "fox"),
+        ("春眠不", "觉晓"),
+        (" The", "fox"),
+        ("The fox?", "\n\nThe fox."),
+    ],
+)
+def test_prompt_and_completion_are_tokenized_as_one_text(prompt: str, completion: str, tokenizer: Tokenizer) -> None:
+    for each in (tokenizer, llama_like()):
+        row = parse_row({"prompt": prompt, "completion": completion})
+        built = tokenize_row(row, load_template("chatml", each), each, "assistant")
+        prefix = each.prompt_prefix_ids
+        assert built.ids == [*prefix, *each.encode(prompt + completion), each.eos_token_id]
+        assert each.decode(built.ids) == prompt + completion
+        # The answer begins with the first token that is not of the prompt alone.
+        start = int(built.weights.nonzero()[0][0])
+        assert prompt.startswith(each.decode(built.ids[:start]).rstrip(" ")) or start == len(prefix)
+        assert completion in each.decode(built.ids[start:]) or completion.strip() in each.decode(built.ids[start:])
+        before, after = encode_prompt_and_answer(each, prompt, completion)
+        assert [*prefix, *before] == built.ids[:start] and after == built.ids[start:-1]
+
+
+def test_a_reply_after_other_ids_begins_without_a_space() -> None:
+    tokenizer = llama_like()
+    ids = [*tokenizer.encode("1 + 1 ="), *encode_continuation(tokenizer, "2\nThere")]
+    assert tokenizer.decode(ids) == "1 + 1 =2\nThere"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"text": "<s>The fox</s>"},
+        {"prompt": "<s>The", "completion": " fox</s>"},
+        {"prompt": "The", "completion": " fox"},
+        {"text": "The fox"},
+    ],
+)
+def test_special_tokens_in_texts(value: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """They act as such if the data set says so, and a text gets no second BOS or EOS."""
+    for each in (tokenizer, llama_like()):
+        template = load_template("chatml", each)
+        parsed = tokenize_row(parse_row(value), template, each, "assistant", parse_special_tokens=True)
+        plain = tokenize_row(parse_row(value), template, each, "assistant")
+        special = [each.special_tokens["<s>"], each.eos_token_id]
+        expected = [special[0]] * ("<s>" in json.dumps(value) or each is not tokenizer)
+        assert [token for token in parsed.ids if token in special] == [*expected, special[1]]
+        assert plain.mentions_special == ("<s>" in json.dumps(value))
+        assert not parsed.mentions_special
+        assert parsed.weights[-1] == 100

@@ -304,8 +304,7 @@ ANSWER = {"role": "assistant", "content": "a"}
         ({"messages": [QUESTION, {**ANSWER, "label": False}, QUESTION, {**ANSWER, "weight": 0.5}]}, [0.0, 0.5]),
         ({"messages": [QUESTION, ANSWER], "weight": 0.5}, [0.5]),
         ({"instruction": "q", "output": "a", "weight": 2, "train": True, "label": True}, [2.0]),
-        # Only answers are trained, so the weight of another message does not matter.
-        ({"messages": [{**QUESTION, "weight": 2}, {**ANSWER, "weight": 1.6}], "weight": 1.25}, [2.0]),
+        ({"messages": [{**QUESTION, "weight": 0}, {**ANSWER, "weight": 1.6}], "weight": 1.25}, [2.0]),
     ],
 )
 def test_weights_of_rows_and_turns(row: dict[str, Any], weights: list[float]) -> None:
@@ -336,7 +335,10 @@ def test_what_turns_say_of_themselves_reaches_the_template() -> None:
     [
         ({"prompt": "q", "completion": "a", "label": False}, "field label: false marks an answer not to be imitated"),
         ({"messages": [QUESTION, ANSWER], "train": False}, "nothing of the row is to be trained"),
-        ({"text": "a", "weight": 0.5}, "field weight: expected a row of messages"),
+        (
+            {"messages": [{**QUESTION, "weight": 2}, ANSWER]},
+            "only an assistant's turn can be trained, not that of user",
+        ),
         (
             {"messages": [QUESTION, {**ANSWER, "weight": 1.5}], "weight": 1.8},
             "field weight: expected at most 2 when multiplied with the weight of a message, not 2.7",
@@ -347,7 +349,7 @@ def test_what_turns_say_of_themselves_reaches_the_template() -> None:
             'field messages\\[0\\].content\\[0\\]: only text can be trained on, not "image_url"',
         ),
         ({"messages": [{**QUESTION, "thinking": "hm"}, ANSWER]}, "only an assistant's turn can have reasoning"),
-        ({"messages": [QUESTION, {**ANSWER, "train": 1}]}, r"field messages\[1\].train: expected true or false"),
+        ({"messages": [QUESTION, {**ANSWER, "train": 2}]}, r"field messages\[1\].train: expected true or false"),
     ],
 )
 def test_fields_that_cannot_be_used_are_refused(row: dict[str, Any], reason: str) -> None:

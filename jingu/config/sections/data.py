@@ -187,7 +187,8 @@ class RowSettings(Settings):
     Attributes:
         template: Chat template: the tokenizer's own (auto), chatml, qwen, llama2, llama3, alpaca, bloomz-plain, or a
             Jinja file.
-        columns: Names of the fields in the rows, by the names that jingu uses, such as {instruction: question}.
+        columns: Names of the fields in the rows, by the names that jingu uses, such as {instruction: question}; an
+            empty name leaves out a field.
         parse_special_tokens: Whether special tokens in the text of a row act as special tokens; otherwise they are
             plain text.
         packing: packed: each sequence holds as many rows as fit, masked from each other; padded: one row per sequence;
