@@ -9,13 +9,16 @@ from typing import Any
 
 from jingu.runtime.sandbox_guest import MODULES
 
-# Names and attributes of tests that need the process of the program: they inspect it, capture its output, share files or
-# random numbers with it, or run a text that it returns.
+# Names and attributes of tests that need the process of the program: they inspect it, capture its output, share files
+# or random numbers with it, or run a text that it returns.
 _PROCESS_NAMES = frozenset(
-    "eval exec compile globals locals vars open input __import__ breakpoint redirect_stdout redirect_stderr stdin stdout"
-    " stderr mock patch MagicMock monkeypatch capsys getsource signature seed __dict__ __class__ __name__ __doc__".split()
+    """
+    eval exec compile globals locals vars open input __import__ breakpoint redirect_stdout redirect_stderr stdin stdout
+    stderr mock patch MagicMock monkeypatch capsys getsource signature seed __dict__ __class__ __name__ __doc__
+    """.split()  # noqa: SIM905
 )
 _BUILTINS = frozenset(vars(builtins))
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.Pass)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def parse_tests(code: str) -> PythonTests:
     """Return the tests in a text.
 
     Raises:
-        ValueError: it is no Python, or uses nothing of a program.
+        ValueError: it is no Python, or tests nothing.
     """
     try:
         tree = ast.parse(code)
@@ -56,7 +59,11 @@ def parse_tests(code: str) -> PythonTests:
     bound = _bound_names(nodes)
     names = loaded - _BUILTINS
     if not names - bound:
-        names = loaded  # a program may define a function of this name
+        names = loaded - bound  # a program may define a function of the name of a builtin
+    if not names:
+        raise ValueError("the tests use nothing of a program")
+    if all(isinstance(node, _DEFINITIONS) or _is_text(node) for node in tree.body):
+        raise ValueError("the tests define functions, but call none: add a line such as check(f)")
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     modules = (names & MODULES) - bound - called
     return PythonTests(
@@ -66,6 +73,10 @@ def parse_tests(code: str) -> PythonTests:
         modules=tuple(sorted(modules)),
         is_weak=any(_needs_process(node) for node in nodes),
     )
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _bound_names(nodes: list[ast.AST]) -> set[str]:

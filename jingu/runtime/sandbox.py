@@ -1,8 +1,8 @@
 """Run untrusted Python code in a sandbox, and judge it from outside.
 
-A program runs in Linux namespaces of its own, with a root that holds only Python, without rights, and behind a filter of
-system calls (`sandbox_server`). It cannot start processes, so the limits of one process hold for all that it does. It
-is judged by tests in another sandbox that call its functions (`sandbox_guest`), or by its output.
+A program runs in Linux namespaces of its own, with a root that holds only Python, without rights, and behind a filter
+of system calls (`sandbox_server`). It cannot start processes, so the limits of one process hold for all that it does.
+It is judged by tests in another sandbox that call its functions (`sandbox_guest`), or by its output.
 """
 
 from __future__ import annotations

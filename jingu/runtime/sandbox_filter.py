@@ -23,7 +23,14 @@ capget uname sysinfo getcpu getrandom getrlimit sched_yield sched_getaffinity sc
 sched_get_priority_max sched_get_priority_min wait4 waitid
 """
 # Calls with arguments: (name, ((argument, mask, value), ...)). <sched.h>, <sys/ioctl.h>, <linux/prctl.h>, <fcntl.h>
-_TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
+_TERMINAL_REQUESTS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
 _CALLS_WITH_ARGUMENTS = (
     *(("ioctl", ((1, 0xFFFFFFFF, request),)) for request in _TERMINAL_REQUESTS),
     ("prctl", ((0, 0xFFFFFFFF, 15),)),  # PR_SET_NAME

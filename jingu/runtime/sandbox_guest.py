@@ -1,8 +1,9 @@
 """What runs in the program process of a sandbox: an answer, or the tests of an answer in another sandbox.
 
 Tests call the functions of an answer through a pair of pipes. Only values cross them: numbers, texts, bytes,
-collections and arrays as data of exactly these types, and everything else as a `Remote`, a reference to an object of the
-other side. So tests compare values in a process that the answer cannot inspect, and the answer sees arguments alone.
+collections and arrays as data of exactly these types, and everything else as a `Remote`, a reference to an object of
+the other side. So tests compare values in a process that the answer cannot inspect, and the answer sees arguments
+alone.
 
 It imports only the standard library (and NumPy if a program does): it runs without jingu.
 """
@@ -23,7 +24,8 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
 
 Json = Any
 # Bytes of a message, and levels of a value.
@@ -34,8 +36,10 @@ _MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 # Modules whose names tests may take from the imports of an answer; they have no access to the process.
 MODULES = frozenset(
-    "array base64 bisect calendar cmath collections copy dataclasses datetime decimal enum fractions functools hashlib"
-    " heapq itertools json math numbers numpy operator random re statistics string struct textwrap time typing".split()
+    """
+    array base64 bisect calendar cmath collections copy dataclasses datetime decimal enum fractions functools hashlib
+    heapq itertools json math numbers numpy operator random re statistics string struct textwrap time typing
+    """.split()  # noqa: SIM905
 )
 
 
@@ -51,7 +55,12 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Json], Callable[[Any], Any]], .
     ("bool", bool, bool, bool),
     ("int", int, lambda value: hex(int.__int__(value)), lambda text: int(text, 16)),
     ("float", float, lambda value: _float(float.__float__(value)), float.fromhex),
-    ("complex", complex, lambda value: [_float(value.real), _float(value.imag)], lambda p: complex(*map(float.fromhex, p))),
+    (
+        "complex",
+        complex,
+        lambda value: [_float(value.real), _float(value.imag)],
+        lambda p: complex(*map(float.fromhex, p)),
+    ),
     ("str", str, lambda value: str.__str__(value), str),
     ("bytes", bytes, lambda value: bytes.hex(value), bytes.fromhex),
     ("bytearray", bytearray, lambda value: bytearray.hex(value), bytearray.fromhex),
@@ -163,8 +172,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: vars(builtins)[name] for name in ("iter", "len", "str", "repr", "bool", "hash")},
     **{name: vars(operator)[name] for name in ("getitem", "setitem", "delitem")},
 }
-_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
-_BINARY += ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+)
 _OPERATIONS |= {name: vars(operator)[name] for name in _BINARY}
 
 
@@ -268,8 +279,9 @@ class Peer:
             return ["end", None]
         if isinstance(value, Remote):
             return ["yours", value._number]
-        if isinstance(value, (type, types.BuiltinFunctionType)) and vars(builtins).get(value.__name__) is value:
-            return ["builtin", value.__name__]
+        name = value.__name__ if isinstance(value, (type, types.BuiltinFunctionType)) else ""
+        if value is vars(builtins).get(name, _END):
+            return ["builtin", name]
         if not self._is_open and isinstance(value, collections.abc.Iterator):
             return ["iterator", [self.encode(item) for item in itertools.islice(value, _MAX_BYTES)]]
         if not self._is_open and not callable(value):
@@ -293,9 +305,10 @@ class Peer:
             return self._remotes.setdefault(int(data), Remote(self, int(data)))
         if tag == "end":
             return _END
-        # Only an answer receives functions by their name.
         if tag == "builtin":
-            return vars(builtins)[data] if self._is_open else object()
+            value = vars(builtins)[data]
+            # Only an answer receives functions by their name.
+            return value if self._is_open or isinstance(value, type) else object()
         if tag == "iterator":
             return iter([self.decode(item) for item in data])
         raise ValueError(f"no value {tag}")
@@ -319,11 +332,10 @@ class Peer:
     def _accept(self, result: Json, changes: Json, args: Sequence[Any]) -> Any:
         """Return the value of a reply, and change the arguments as the other side did."""
         for index, change in changes:
-            value, new = args[index], self.decode(change)
-            if not isinstance(value, _MUTABLE) or type(value) is not type(new):
+            new = self.decode(change)
+            if not isinstance(args[index], _MUTABLE) or type(args[index]) is not type(new):
                 raise ValueError("an argument that cannot change")
-            value.clear()
-            value.update(new) if isinstance(value, (dict, set)) else value.extend(new)
+            _replace(args[index], new)
         # An argument that is returned is the same object.
         return args[result[1]] if result[0] == "argument" else self.decode(result)
 
@@ -358,7 +370,7 @@ class Peer:
         names, args = content
         values = [self.decode(argument) for argument in args]
         for kind in (self.exceptions.get(name) or vars(builtins).get(name) for name in names):
-            if _is_exception(kind):
+            if kind is not None and _is_exception(kind):
                 try:
                     return kind(*values)
                 except TypeError:  # such as UnicodeDecodeError, which needs certain arguments
@@ -367,11 +379,20 @@ class Peer:
 
     def define_exception(self, names: Sequence[str]) -> type[BaseException]:
         """Return a class for an exception class of the other side, given the names of it and of its base classes."""
-        base = next(kind for name in names if _is_exception(kind := vars(builtins).get(name)))
+        base: type = next(kind for name in names if _is_exception(kind := vars(builtins).get(name)))
         return self.exceptions.setdefault(names[0], type(names[0], (base,), {}))
 
 
-def _is_exception(value: Any) -> bool:
+def _replace(value: Any, new: Any) -> None:
+    """Give a collection the items of another one."""
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(new)
+    else:
+        value.extend(new)
+
+
+def _is_exception(value: Any) -> TypeGuard[type[BaseException]]:
     return isinstance(value, type) and issubclass(value, BaseException)
 
 
@@ -387,8 +408,7 @@ def _run_module(code: str, name: str) -> dict[str, Any]:
     """Run code as a module, and return its variables."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    with open("/tmp/program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(code)
+    Path("/tmp/program.py").write_text(code, encoding="utf-8", errors="surrogatepass")
     exec(compile(code, "/tmp/program.py", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
@@ -405,7 +425,7 @@ def _origin(value: Any) -> str:
     return ":" + " ".join(kind.__name__ for kind in value.__mro__) if _is_exception(value) else ""
 
 
-def run_answer(request: dict[str, Any], descriptors: list[int]) -> None:
+def run_answer(descriptors: list[int]) -> None:
     """Run an answer's code, and then what tests ask for."""
     source, incoming, outgoing = descriptors
     peer = Peer(incoming, outgoing, is_open=True)
@@ -417,7 +437,7 @@ def run_answer(request: dict[str, Any], descriptors: list[int]) -> None:
         peer.perform(peer.receive())
 
 
-def run_tests(request: dict[str, Any], descriptors: list[int]) -> None:
+def run_tests(descriptors: list[int]) -> None:
     """Run tests with the functions of an answer in another sandbox; report it if they end without an exception."""
     source, incoming, outgoing, verdict = descriptors
     tests = _read_source(source)
@@ -445,7 +465,7 @@ def _imported(origin: str, is_called: bool) -> Any:
     return vars(value).get(name) if name else value
 
 
-def run_statements(request: dict[str, Any], descriptors: list[int]) -> None:
+def run_statements(descriptors: list[int]) -> None:
     """Run an answer's code, then receive statements and run them with its variables; send their key at the end."""
     source, incoming, outgoing = descriptors
     peer = Peer(incoming, outgoing, is_open=False)
@@ -456,15 +476,15 @@ def run_statements(request: dict[str, Any], descriptors: list[int]) -> None:
     peer.send(statements["key"])
 
 
-def run_main(request: dict[str, Any], descriptors: list[int]) -> None:
+def run_main(descriptors: list[int]) -> None:
     """Run a program with an input; its standard output goes to a pipe, and after its end one byte to another."""
     source, stdin, stdout, end = descriptors
     code = _read_source(source)["code"]
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.closerange(3, end)
-    for number, mode in enumerate("rw"):
-        setattr(sys, ("stdin", "stdout")[number], open(number, mode, encoding="utf-8"))
+    sys.stdin = os.fdopen(0, "r", encoding="utf-8")
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8")
     try:
         _run_module(code, "__main__")
     except SystemExit as error:
@@ -474,7 +494,7 @@ def run_main(request: dict[str, Any], descriptors: list[int]) -> None:
     os.write(end, b"1")
 
 
-GUESTS: dict[str, Callable[[dict[str, Any], list[int]], None]] = {
+GUESTS: dict[str, Callable[[list[int]], None]] = {
     "answer": run_answer,
     "tests": run_tests,
     "statements": run_statements,

@@ -15,6 +15,7 @@ import array
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -24,7 +25,6 @@ import site
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -240,11 +240,8 @@ def run_program(
     settings: dict[str, Any], request: dict[str, Any], init: socket.socket, status: int, others: list[int]
 ) -> None:
     """Give up all rights, and run the guest."""
-    from sandbox_guest import GUESTS  # type: ignore[import-not-found]
-
-    guest: Callable[[dict[str, Any], list[int]], None] = GUESTS[request["guest"]]
     try:
-        init, status, *others = _only_descriptors(init, status, others)  # type: ignore[assignment]
+        init, status, *others = _only_descriptors(init, status, others)
         limit_resources(request)
         os.chdir("/tmp")
         structure = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3, no capability
@@ -265,7 +262,7 @@ def run_program(
     except BaseException as error:
         report_failure(status, error)
     try:
-        guest(request, others)
+        settings["guests"][request["guest"]](others)
     finally:
         os._exit(0)
 
@@ -303,8 +300,7 @@ def main() -> None:
         for name in _COMMON_MODULES.split():
             __import__(name)
         sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
-        import sandbox_guest  # noqa: F401
-
+        settings["guests"] = importlib.import_module("sandbox_guest").GUESTS
         del sys.path[0]
         sys.argv = [""]
         isolate(requests, settings["calls"])
