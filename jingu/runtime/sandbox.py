@@ -76,7 +76,7 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # With a fixed seed, sets have the same order in every run.
-                env={"PYTHONHASHSEED": "0", "HOME": "/tmp", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
@@ -86,7 +86,7 @@ class Sandbox:
             self._requests.send(json.dumps({"filter": code.hex(), "calls": calls}).encode())
             reply = self._requests.recv(1 << 12).decode(errors="replace")
         except OSError as error:
-            reply = str(error)
+            reply = f"the first process ended: {error}"
         if reply != "ready":
             self.close()
             raise SandboxError(reply or "the first process ended")

@@ -408,8 +408,9 @@ def _run_module(code: str, name: str) -> dict[str, Any]:
     """Run code as a module, and return its variables."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    Path("/tmp/program.py").write_text(code, encoding="utf-8", errors="surrogatepass")
-    exec(compile(code, "/tmp/program.py", "exec", dont_inherit=True), module.__dict__)
+    file = Path.cwd() / "program.py"
+    file.write_text(code, encoding="utf-8", errors="surrogatepass")
+    exec(compile(code, str(file), "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 

@@ -47,6 +47,9 @@ _NOTIFICATION_RECEIVE, _NOTIFICATION_SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
 _MAX_THREADS = 256
 # Files of /tmp, whose names are outside of its size.
 _MAX_FILES = 4096
+_PROC = (_RDONLY | _NOSUID | _NODEV | _NOEXEC, "subset=pid")
+# Where the old root is while the new one is built.
+_OLD = "/.old"
 _DEVICES = ("null", "zero", "random", "urandom")
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -65,10 +68,21 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     check(LIBC.mount(*texts, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
-def restrict_mounts(call: int, path: str, attributes: int) -> None:
-    """Set attributes of a mount and of all mounts below it: MOUNT_ATTR_*, which equal MS_RDONLY, NOSUID, ..."""
+def bind(call: int, source: str, target: str, attributes: int) -> None:
+    """Show a file or a folder of the old root, with all mounts below it, under another path.
+
+    Args:
+        call: number of the system call mount_setattr.
+        attributes: of the mounts: MOUNT_ATTR_*, which equal MS_RDONLY, MS_NOSUID ...
+    """
+    mount(f"{_OLD}{source}", target, "", _BIND | _REC)
+    restrict(call, target, attributes, _AT_RECURSIVE)
+
+
+def restrict(call: int, path: str, attributes: int, flags: int = 0) -> None:
+    """Add attributes to a mount."""
     structure = struct.pack("QQQQ", attributes, 0, 0, 0)
-    result = LIBC.syscall(call, -1, path.encode(), _AT_RECURSIVE, structure, ctypes.c_size_t(len(structure)))
+    result = LIBC.syscall(call, -1, path.encode(), flags, structure, ctypes.c_size_t(len(structure)))
     check(result, f"read-only {path}")
 
 
@@ -83,58 +97,59 @@ def python_folders() -> list[str]:
     return sorted({folder for folder in folders if Path(folder).is_dir()})
 
 
-def build_root(calls: dict[str, int]) -> None:
-    """Replace the root by one in memory that holds `python_folders`, four devices, and empty /tmp and /proc."""
+def build_root(call: int) -> str:
+    """Replace the root by one in memory that holds `python_folders` and four devices; return the scratch folder."""
     folders = python_folders()
     mount("none", "/", "", _REC | _PRIVATE)
     place = next(path for path in ("/tmp", "/mnt", "/media", "/srv", "/var") if Path(path).is_dir())
     mount("none", place, "tmpfs", _NOSUID, "size=1m,mode=755")
     os.chdir(place)
-    os.mkdir("old")  # noqa: PTH102
-    check(LIBC.pivot_root(b".", b"old"), "new root")
+    scratch = "/scratch" if any(folder.startswith("/tmp/") for folder in folders) else "/tmp"
+    for name in ("proc", "dev", "etc", scratch[1:], _OLD[1:]):
+        Path(name).mkdir()
+    check(LIBC.pivot_root(b".", _OLD[1:].encode()), "new root")
     os.chdir("/")
-    for path in ("/tmp", "/proc", "/dev", "/etc"):
-        Path(path).mkdir()
+    with suppress(OSError):  # some containers mask parts of /proc, and then Linux refuses another one
+        mount("proc", "/proc", "proc", *_PROC)
     for folder in folders:
-        if Path("/old" + folder).is_symlink():
+        if Path(f"{_OLD}{folder}").is_symlink():
             if not os.path.lexists(folder):
                 Path(folder).parent.mkdir(parents=True, exist_ok=True)
-                Path(folder).symlink_to(os.readlink("/old" + folder))  # noqa: PTH115
+                Path(folder).symlink_to(os.readlink(f"{_OLD}{folder}"))  # noqa: PTH115
             continue
         Path(folder).mkdir(parents=True, exist_ok=True)
-        mount(_inside("/old", folder), folder, "", _BIND | _REC)
-    for name in ("/etc/ld.so.cache", *(f"/dev/{device}" for device in _DEVICES)):
-        Path(name).touch()
-    restrict_mounts(calls["mount_setattr"], "/", _RDONLY | _NOSUID | _NODEV)
-    if Path("/old/etc/ld.so.cache").is_file():
-        mount("/old/etc/ld.so.cache", "/etc/ld.so.cache", "", _BIND)
-        restrict_mounts(calls["mount_setattr"], "/etc/ld.so.cache", _RDONLY | _NOSUID | _NODEV)
-    for device in _DEVICES:
-        mount(f"/old/dev/{device}", f"/dev/{device}", "", _BIND)
-        restrict_mounts(calls["mount_setattr"], f"/dev/{device}", _RDONLY | _NOSUID | _NOEXEC)
-    check(LIBC.umount2(b"/old", _DETACH), "old root")
+        bind(call, _resolve(folder), folder, _RDONLY | _NOSUID | _NODEV)
+    files = {f"/dev/{device}": _RDONLY | _NOSUID | _NOEXEC for device in _DEVICES}
+    if Path(f"{_OLD}/etc/ld.so.cache").is_file():
+        files["/etc/ld.so.cache"] = _RDONLY | _NOSUID | _NODEV
+    for path, attributes in files.items():
+        Path(path).touch()
+        bind(call, path, path, attributes)
+    check(LIBC.umount2(_OLD.encode(), _DETACH), "old root")
+    Path(_OLD).rmdir()
+    restrict(call, "/", _RDONLY | _NOSUID | _NODEV)
+    return scratch
 
 
-def _inside(root: str, path: str) -> str:
-    """Return a path below another root, with symbolic links resolved as if that were the root."""
-    real = root
+def _resolve(path: str) -> str:
+    """Return a path of the old root without symbolic links, which would lead into the new one."""
+    real: list[str] = []
     parts = path.split("/")[::-1]
     while parts:
         part = parts.pop()
+        name = "/".join([_OLD, *real, part])
         if part == "..":
-            real = real if real == root else os.path.dirname(real)  # noqa: PTH120
+            real = real[:-1]
+        elif part not in ("", ".") and os.path.islink(name):  # noqa: PTH114
+            link = os.readlink(name)  # noqa: PTH115
+            real = [] if link.startswith("/") else real
+            parts += link.split("/")[::-1]
         elif part not in ("", "."):
-            name = f"{real}/{part}"
-            if os.path.islink(name):  # noqa: PTH114
-                link = os.readlink(name)  # noqa: PTH115
-                real = root if link.startswith("/") else real
-                parts += link.split("/")[::-1]
-            else:
-                real = name
-    return real
+            real.append(part)
+    return "/" + "/".join(real)
 
 
-def isolate(requests: socket.socket, calls: dict[str, int]) -> None:
+def isolate(requests: socket.socket, call: int) -> None:
     """Continue in a child with its own namespaces and root; this process only waits for it."""
     user, group = os.getuid(), os.getgid()
     check(LIBC.unshare(_CLONE_NEWUSER | _NEW_NAMESPACES), "new namespaces")
@@ -146,7 +161,7 @@ def isolate(requests: socket.socket, calls: dict[str, int]) -> None:
         os.waitpid(child, 0)
         os._exit(0)
     check(LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "signal of the parent's death")
-    build_root(calls)
+    os.environ["HOME"] = os.environ["TMPDIR"] = build_root(call)
 
 
 def serve(requests: socket.socket, settings: dict[str, Any]) -> None:
@@ -193,9 +208,15 @@ def report_failure(status: int, error: BaseException) -> None:
 def run_init(settings: dict[str, Any], request: dict[str, Any], lifeline: int, status: int, others: list[int]) -> None:
     """Start the program, and wait until it ends or the lifeline closes. The end of this process ends all others."""
     check(LIBC.prctl(_PR_SET_DUMPABLE, 0), "no core dumps")
-    mount("none", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={request['disk_bytes']},nr_inodes={_MAX_FILES},mode=1777")
-    with suppress(OSError):  # some containers mask parts of /proc, and then Linux refuses another one
-        mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC, "subset=pid")
+    mount(
+        "none",
+        os.environ["TMPDIR"],
+        "tmpfs",
+        _NOSUID | _NODEV,
+        f"size={request['disk_bytes']},nr_inodes={_MAX_FILES},mode=1777",
+    )
+    with suppress(OSError):
+        mount("proc", "/proc", "proc", *_PROC)
     parent_end, child_end = socket.socketpair()
     program = os.fork()
     if program == 0:
@@ -242,8 +263,7 @@ def run_program(
     """Give up all rights, and run the guest."""
     try:
         init, status, *others = _only_descriptors(init, status, others)
-        limit_resources(request)
-        os.chdir("/tmp")
+        os.chdir(os.environ["TMPDIR"])
         structure = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3, no capability
         check(LIBC.capset(*structure), "no capabilities")
         check(LIBC.prctl(_PR_SET_DUMPABLE, 0), "no core dumps")
@@ -257,6 +277,8 @@ def run_program(
         os.close(listener)
         init.recv(1)
         init.close()
+        # Only now: a low limit of open files also limits those that all processes of the user are sending.
+        limit_resources(request)
         os.write(status, b"ready")
         os.close(status)
     except BaseException as error:
@@ -303,7 +325,8 @@ def main() -> None:
         settings["guests"] = importlib.import_module("sandbox_guest").GUESTS
         del sys.path[0]
         sys.argv = [""]
-        isolate(requests, settings["calls"])
+        isolate(requests, settings["calls"]["mount_setattr"])
+        sys.path[:] = [path for path in sys.path if Path(path).exists()]
     except BaseException as error:
         requests.send(f"{type(error).__name__}: {error}".encode())
         os._exit(1)
