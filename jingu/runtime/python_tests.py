@@ -54,6 +54,8 @@ def parse_tests(code: str) -> PythonTests:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are not Python: {error}") from error
+    if tree.body and all(isinstance(node, _DEFINITIONS) or _is_text(node) for node in tree.body):
+        raise ValueError("the tests define functions, but call none: add a line such as check(f)")
     nodes = list(ast.walk(tree))
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = _bound_names(nodes)
@@ -62,8 +64,6 @@ def parse_tests(code: str) -> PythonTests:
         names = loaded - bound  # a program may define a function of the name of a builtin
     if not names:
         raise ValueError("the tests use nothing of a program")
-    if all(isinstance(node, _DEFINITIONS) or _is_text(node) for node in tree.body):
-        raise ValueError("the tests define functions, but call none: add a line such as check(f)")
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     modules = (names & MODULES) - bound - called
     return PythonTests(
