@@ -19,6 +19,9 @@ from jingu.errors import JinguError
 from jingu.runtime.python_tests import PythonTests, parse_tests
 from jingu.runtime.sandbox import Limits, Sandbox, SandboxError, passes_output, passes_tests
 
+# Each may fill its memory.
+_MAX_WORKERS = 32
+
 
 @dataclass(frozen=True)
 class OutputTests:
@@ -75,8 +78,16 @@ def weak_fraction(settings: PythonTestsReward, rows: Sequence[Mapping[str, Any]]
     Args:
         rows: the columns of each answer's row.
     """
-    tests = [_read_json(json.dumps(row[settings.column])) for row in rows]
-    return fmean(isinstance(test, PythonTests) and test.is_weak for test in tests)
+    return fmean(_is_weak(json.dumps(row.get(settings.column))) for row in rows)
+
+
+@lru_cache(1 << 10)
+def _is_weak(text: str) -> bool:
+    try:
+        tests = _read_json(text)
+    except ValueError:  # such answers are not scored
+        return False
+    return isinstance(tests, PythonTests) and tests.is_weak
 
 
 class SandboxScorer:
@@ -109,8 +120,10 @@ class SandboxScorer:
         # Equal answers to the same prompt run once.
         keys = [(answer["completion"], json.dumps(answer[self._settings.column])) for answer in answers]
         unique = list(dict.fromkeys(keys))
+        # More than cores: some programs only wait until their time ends.
+        workers = min(2 * len(os.sched_getaffinity(0)), _MAX_WORKERS)
         try:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as executor:
+            with ThreadPoolExecutor(workers) as executor:
                 values = dict(zip(unique, executor.map(self._passes, unique), strict=True))
         except SandboxError as error:
             raise self._error(error) from error

@@ -325,6 +325,9 @@ class Peer:
                 error = self._exception(message[1]) if message[0] == "error" else None
             except Exception:
                 self.fail()
+            if isinstance(error, StopIteration):
+                # It would end a loop over `map` before its first comparison.
+                raise RuntimeError("StopIteration outside of an iterator")
             if error is not None:
                 raise error
             self.perform(message)
@@ -460,7 +463,7 @@ def run_tests(descriptors: list[int]) -> None:
 def _imported(origin: str, is_called: bool) -> Any:
     """Return what an answer imported from one of `MODULES`, and None for anything else."""
     module, _, name = origin.partition(":")
-    if module not in MODULES or (is_called and not name) or "." in name:
+    if module not in MODULES or (is_called and not name) or "." in name or name.startswith("_"):
         return None
     value = importlib.import_module(module)
     return vars(value).get(name) if name else value

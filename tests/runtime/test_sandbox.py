@@ -117,7 +117,7 @@ def test_harmless_attacks_work_outside(name: str, constants: str, tmp_path: Path
 def test_no_cheat_passes(name: str, sandbox: Sandbox) -> None:
     tests = "assert f(12) == 144\nassert abs(f(3) - 9) < 1e-9\nassert f(5) in {25}\nassert math.isclose(f(2), 4)"
     tests += "\nassert not f(1) != 1"
-    assert not passes_tests(sandbox, CHEATS[name], parse_tests(tests), Limits(seconds=5.0))
+    assert not passes_tests(sandbox, CHEATS[name], parse_tests(tests), Limits(seconds=3.0))
     assert passes_tests(sandbox, "def f(x): return x * x", parse_tests(tests), PATIENT)
 
 
@@ -330,6 +330,12 @@ def test_python_below_the_scratch_folder(tmp_path: Path) -> None:
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
+def test_an_answer_cannot_end_the_loops_of_its_tests(sandbox: Sandbox) -> None:
+    tests = parse_tests("assert all(map(lambda x: f(x) == x * x, range(1, 4)))")
+    assert passes_tests(sandbox, "def f(x): return x * x", tests, PATIENT)
+    assert not passes_tests(sandbox, "def f(x): raise StopIteration", tests, PATIENT)
+
+
 def test_a_value_that_takes_too_long_to_send_is_wrong(sandbox: Sandbox) -> None:
     code = "def f():\n    x = []\n    for _ in range(60): x = [x, x]\n    return x"
     assert not passes_tests(sandbox, code, ATTACK_WORKS, BRIEF)
@@ -358,7 +364,7 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path) -> None:
         script = "true"
     user = "exec setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=-all --bounding-set=-all"
     tests = (
-        f'"$3" -m pytest -p no:cacheprovider --basetemp="$2/../t" {__file__} -k "not ordinary_user and not harmless"'
+        f'"$3" -m pytest -p no:cacheprovider --basetemp="$2/../t" {__file__} -k "no_attack or no_cheat or does_not_end"'
     )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
