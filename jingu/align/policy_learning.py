@@ -40,7 +40,7 @@ from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
 from jingu.align.reference import load_reference_model
-from jingu.align.reward_list import Rewards
+from jingu.align.reward_list import Rewards, weak_fractions
 from jingu.align.rollout_rewards import add_rewards, describe_answers, is_dead, rewards_of, split_groups
 from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
@@ -548,6 +548,8 @@ class PolicyLearning:
         """Return the metrics of the rollout."""
         samples = self._samples
         metrics = describe_answers(samples, self.settings.answers_per_prompt)
+        prompts = self._generator.prompts.prompts
+        metrics |= weak_fractions(self.settings.rewards, [prompts[sample.row].columns for sample in samples])
         if self._asynchronous is not None:
             metrics["staleness"] = self._staleness
         if self._values:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from jingu.align.code_reward import SandboxScorer, weak_fraction
 from jingu.align.json_client import JsonClient, check_url, parse_reply
 from jingu.align.prompt_set import ANSWER_NAMES, encode_text_prompt
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
@@ -42,7 +43,6 @@ from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
 from jingu.runtime.log import log_warning
-from jingu.runtime.sandbox import SandboxError
 from jingu.text.tokenizer import Tokenizer
 
 Values = list[float | None]
@@ -141,6 +141,19 @@ class Rewards:
         """End all workers."""
         for reward in self._rewards:
             reward.scorer.close()
+
+
+def weak_fractions(settings: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metric `weak_tests/NAME` of each reward that runs tests: the share of answers that can deceive them.
+
+    Args:
+        rows: the columns of each answer's row.
+    """
+    return {
+        f"weak_tests/{name}": weak_fraction(reward, rows)
+        for name, reward in zip(_names(settings), settings, strict=True)
+        if isinstance(reward, PythonTestsReward)
+    }
 
 
 def _names(settings: Sequence[Reward]) -> list[str]:
@@ -398,31 +411,6 @@ class ModelScorer:
             tokens_BT = torch.tensor([[*prompt_ids, *answer["completion_ids"]]])
             values += self._model(tokens_BT, loss=head).tolist()
         return values
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-class SandboxScorer:
-    """Runs the tests of generated code, each program in its own sandbox."""
-
-    def __init__(self, settings: PythonTestsReward, where: str) -> None:
-        self._settings = settings
-        self._where = where
-        # Fail now rather than after the first answers.
-        self.score([{"completion": "", settings.column: ""}])
-
-    def score(self, answers: Sequence[Answer]) -> Values:
-        verify = VERIFIERS[self._settings.type]
-        try:
-            with ThreadPoolExecutor(os.cpu_count()) as executor:
-                return [float(value) for value in executor.map(lambda answer: verify(self._settings, answer), answers)]
-        except SandboxError as error:
-            raise JinguError(
-                f"code cannot be isolated on this machine ({error}).",
-                where=self._where,
-                fix="It needs Linux 5.12 with user namespaces; in a container, allow unshare and mount.",
-            ) from error
 
     def close(self) -> None:
         """Nothing runs."""

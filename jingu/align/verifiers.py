@@ -10,10 +10,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from jingu.config.sections import rewards
-from jingu.runtime.sandbox import Limits, run_python
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
 # An answer: `prompt`, `completion`, `completion_ids`, and the columns of its row.
 Answer = Mapping[str, Any]
@@ -68,13 +66,6 @@ def _length(settings: rewards.LengthReward, answer: Answer) -> float:
     return max(0.0, 1.0 - abs(length - nearest) / max(nearest, 1))
 
 
-def _python_tests(settings: rewards.PythonTestsReward, answer: Answer) -> bool:
-    blocks = _CODE_BLOCK.findall(answer["completion"])
-    code = blocks[-1] if blocks else answer["completion"]
-    limits = Limits(seconds=settings.timeout, memory_bytes=settings.memory_mb * 2**20)
-    return run_python(f"{code}\n\n{answer[settings.column]}", limits)
-
-
 VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
     "exact": _exact,
     "number": _number,
@@ -82,7 +73,6 @@ VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
     "regex": _regex,
     "json_schema": _json_schema,
     "length": _length,
-    "python_tests": _python_tests,
 }
 # Verifiers whose running time is unbounded; they run in a worker with a timeout.
 SLOW_VERIFIERS = {"math", "regex", "json_schema"}

@@ -16,7 +16,8 @@ from jingu.errors import JinguError
 from jingu.evaluate.prompts import compile_template
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
-from jingu.runtime.sandbox import Limits, SandboxError, run_python
+from jingu.runtime.python_tests import parse_tests
+from jingu.runtime.sandbox import Limits, Sandbox, SandboxError, passes_statements, passes_tests
 from jingu.text.corpus_file import import_optional
 
 Split = Callable[[str], list[str]]
@@ -148,6 +149,10 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
 
+# Stands for an answer.
+_MARK = "\0answer\0"
+
+
 def render_program(row: Row, text: str, metric: Options) -> str:
     """Return the program of an answer. Raises an exception of `TEMPLATE_ERRORS` if the template is wrong."""
     return str(compile_template(metric["program"]).render(**row, answer=text))
@@ -159,18 +164,36 @@ def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
     Args:
         metric: `program` is a Jinja template with the document's columns and `answer`; `timeout` is in seconds.
     """
+    # What follows the answer in the template are its tests.
+    _, _, tests = render_program(row, _MARK, metric).rpartition(_MARK)
     programs = [render_program(row, text, metric) for text in texts]
+    limits = Limits(seconds=float(metric.get("timeout", 5)))
     try:
-        return sum(_passes(program, float(metric.get("timeout", 5))) for program in programs)
+        return sum(_passes(program, tests, limits) for program in programs)
     except SandboxError as error:
         fix = "Allow unprivileged user namespaces, or evaluate elsewhere."
         raise JinguError(f"code cannot be isolated on this machine ({error}).", where="pass@k", fix=fix) from None
 
 
+@cache
+def _sandbox() -> Sandbox:
+    return Sandbox()
+
+
 @lru_cache(1 << 12)
-def _passes(program: str, seconds: float) -> bool:
-    # The cache runs equal answers, and answers of several metrics, only once.
-    return run_python(program, Limits(seconds=seconds))
+def _passes(program: str, tests: str, limits: Limits) -> bool:
+    """Return whether a program passes; apart from its tests if they are the lines at its end.
+
+    The cache runs equal answers, and answers of several metrics, only once.
+    """
+    code = program.removesuffix(tests)
+    if not program.endswith(tests) or not (tests.startswith("\n") or code.endswith("\n")):
+        return passes_statements(_sandbox(), program, "", limits)
+    try:
+        parsed = parse_tests(tests)
+    except ValueError:  # they test nothing, or continue a statement of the answer
+        return passes_statements(_sandbox(), program, "", limits)
+    return passes_tests(_sandbox(), code, parsed, limits)
 
 
 # Metrics of a whole corpus

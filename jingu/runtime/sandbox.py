@@ -1,45 +1,37 @@
-"""Run untrusted Python code: without network, on a read-only file system, with limits.
+"""Run untrusted Python code in a sandbox, and judge it from outside.
 
-The code runs in a new process with its own Linux namespaces (user, mount, network, IPC, PID). The file system is
-read-only except for a small scratch folder in memory. The code cannot reach the network or other processes. It cannot
-start processes either: a seccomp filter refuses every kind of fork, so the limits of one process hold for the whole
-program.
-
-This file is also the first program of the new process: it isolates the process, and then replaces itself by the
-untrusted program (exec). So it imports only the standard library.
+A program runs in Linux namespaces of its own, with a root that holds only Python, without rights, and behind a filter
+of system calls (`sandbox_server`). It cannot start processes, so the limits of one process hold for all that it does.
+It is judged by tests in another sandbox that call its functions (`sandbox_guest`), or by its output.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
-import resource
 import secrets
-import signal
-import struct
+import select
+import socket
 import subprocess
 import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-# <linux/sched.h>: flags of user, mount, network, IPC and PID namespaces.
-_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x20000000
-_CLONE_THREAD = 0x00010000
-# By machine: its audit number (<linux/audit.h>), the numbers of the system calls clone3, unshare and clone, and the
-# numbers of those that only fork (<asm/unistd.h>).
-_SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 435, 272, 56, (57, 58)),
-    "aarch64": (0xC00000B7, 435, 97, 220, ()),
-}
-_MOUNT_SETATTR = 442
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
-# Exit code of the new process if it could not be isolated.
-_SETUP_FAILED = 97
-# Seconds that the sandbox may take to start, in addition to the limit of the program.
-_START_SECONDS = 5.0
+from jingu.runtime.python_tests import PythonTests
+from jingu.runtime.sandbox_filter import compile_filter
+
+_SERVER = Path(__file__).with_name("sandbox_server.py")
+# Seconds that a sandbox may take to start, in addition to the limit of the program.
+_START_SECONDS = 30.0
+# Bytes that are read of a program's output.
+_MAX_OUTPUT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,139 +55,219 @@ class SandboxError(Exception):
     """This machine does not allow a program to be isolated."""
 
 
-def run_python(program: str, limits: Limits) -> bool:
-    """Run a program in a sandbox; return whether it reached its end without an exception and within its limits.
-
-    Args:
-        program: Python source code. Its output is discarded.
+class Sandbox:
+    """Starts isolated programs. Its server ends with `close`, or when this object is garbage-collected.
 
     Raises:
-        SandboxError: the program cannot be isolated on this machine.
+        SandboxError: a program cannot be isolated on this machine.
     """
-    reader, writer = os.pipe()
-    # The last line of the program writes this token. A program that exits early, such as by sys.exit(0), does not.
-    token = secrets.token_hex(16)
-    program += f"\n\nimport os\nos.write({writer}, b'{token}')\n"
-    errors = b""
-    with os.fdopen(reader, "rb") as results:
-        process = subprocess.Popen(
-            [sys.executable, "-I", __file__, json.dumps(asdict(limits))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={},
-            start_new_session=True,
-            pass_fds=(writer,),
-        )
-        os.close(writer)
-        with process:
-            try:
-                _, errors = process.communicate(program.encode(), timeout=limits.seconds + _START_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode == _SETUP_FAILED:
-            raise SandboxError(errors.decode(errors="replace").strip())
-        return process.returncode == 0 and results.read(64) == token.encode()
+
+    def __init__(self) -> None:
+        try:
+            code, calls = compile_filter()
+        except OSError as error:
+            raise SandboxError(f"{error}; install libseccomp, 2.5 or newer") from error
+        self._requests, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with other:
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-P", str(_SERVER), str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # With a fixed seed, sets have the same order in every run.
+                env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+            )
+        self.close = weakref.finalize(self, _end_server, process, self._requests)
+        self._requests.settimeout(_START_SECONDS)
+        try:
+            self._requests.send(json.dumps({"filter": code.hex(), "calls": calls}).encode())
+            reply = self._requests.recv(1 << 12).decode(errors="replace")
+        except OSError as error:
+            reply = f"the first process ended: {error}"
+        if reply != "ready":
+            self.close()
+            raise SandboxError(reply or "the first process ended")
+        self._requests.settimeout(None)
+
+    def start(self, guest: str, descriptors: Sequence[int], limits: Limits) -> None:
+        """Start a program.
+
+        Args:
+            guest: what it does, a name in `sandbox_guest.GUESTS`.
+            descriptors: its lifeline, a pipe whose other end must stay open; its status pipe, which it closes after
+                writing "ready"; and what the guest needs.
+        """
+        message = json.dumps({"guest": guest, **asdict(limits)}).encode()
+        try:
+            with self._lock:
+                socket.send_fds(self._requests, [message], list(descriptors))
+        except OSError as error:
+            raise SandboxError(f"its server ended ({error})") from error
 
 
-# The following functions run in the new process.
+def _end_server(process: subprocess.Popen[bytes], requests: socket.socket) -> None:
+    requests.close()
+    process.kill()
+    process.wait()
 
 
-def _enter(limits: Limits, program: bytes) -> None:
-    """Isolate this process, and replace it by the program. Raises OSError if a step of the isolation fails."""
-    libc = ctypes.CDLL(None, use_errno=True)
+def passes_tests(sandbox: Sandbox, code: str, tests: PythonTests, limits: Limits) -> bool:
+    """Return whether code passes tests.
 
-    def check(result: int, what: str) -> None:
-        if result < 0:
-            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-    # 1. New namespaces. The user is mapped to an unprivileged user and gets no rights.
-    user, group = os.getuid(), os.getgid()
-    check(libc.unshare(_NEW_NAMESPACES), "new namespaces")
-    for name, line in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
-        Path("/proc/self", name).write_text(line)
-
-    # 2. A child becomes the first process of the new PID namespace, and runs the program. This process waits for it. An
-    # alarm ends this process, and with it the child; it must be here, because a signal from within a namespace does
-    # not end the first process of that namespace.
-    child = os.fork()
-    if child:
-        signal.setitimer(signal.ITIMER_REAL, limits.seconds)
-        _, status = os.waitpid(child, 0)
-        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "signal of the parent's death")
-
-    # 3. A read-only file system (mount_setattr, recursive), with a scratch folder in memory.
-    attributes = struct.pack("QQQQ", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
-    check(libc.syscall(_MOUNT_SETATTR, -1, b"/", 0x8000, attributes, len(attributes)), "read-only file system")
-    scratch = _scratch_folder()
-    check(libc.mount(b"none", scratch.encode(), b"tmpfs", 0, f"size={limits.disk_bytes}".encode()), "scratch folder")
-    os.chdir(scratch)
-    Path("program.py").write_bytes(program)
-
-    # 4. Resource limits, and a filter that refuses further processes.
-    seconds = max(1, round(limits.seconds))
-    for kind, limit in (
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.disk_bytes),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))
-    check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    instructions = _fork_filter()
-    code = ctypes.create_string_buffer(instructions)
-    header = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
-    check(libc.prctl(_PR_SET_SECCOMP, 2, header), "filter of system calls")
-
-    # 5. Discard the program's messages, and run it.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.execv(sys.executable, [sys.executable, "-I", "program.py"])
-
-
-def _scratch_folder() -> str:
-    """Return where to mount the scratch folder: /tmp, unless the mount would hide Python itself.
-
-    Raises:
-        OSError: Python lies below every candidate.
+    Tests run in another sandbox, so the code sees only the arguments of its functions; see `PythonTests.is_weak` for
+    those that cannot.
     """
-    python = [Path(path).absolute() for path in (sys.executable, sys.prefix, sys.base_prefix)]
-    for folder in ("/tmp", "/mnt", "/media", "/srv"):
-        if Path(folder).is_dir() and not any(path.is_relative_to(folder) for path in python):
-            return folder
-    raise OSError("there is no folder for scratch files that does not contain Python")
+    if tests.is_weak:
+        return passes_statements(sandbox, code, tests.code, limits)
+    with _Run(sandbox, limits) as run:
+        arguments, arguments_end = run.pipe()
+        values, values_end = run.pipe()
+        verdict, verdict_end = run.pipe()
+        run.start("answer", {"code": code}, arguments, values_end)
+        run.start("tests", tests.describe(), values, arguments_end, verdict_end)
+        run.begin()
+        return run.read(verdict, 1) == b"1"
 
 
-def _fork_filter() -> bytes:
-    """Return a seccomp filter (BPF, <linux/filter.h>) that refuses new processes and namespaces, but allows threads.
+def passes_statements(sandbox: Sandbox, code: str, statements: str, limits: Limits) -> bool:
+    """Return whether statements that run after code, in its process and with its variables, raise no exception.
 
-    Raises:
-        OSError: `_SYSTEM_CALLS` does not have this machine.
+    The code can inspect and change the statements, and pretend that they ended; use `passes_tests` where possible.
     """
-    if platform.machine() not in _SYSTEM_CALLS:
-        raise OSError(f"no filter of system calls for {platform.machine()}")
-    audit, clone3, unshare, clone, forks = _SYSTEM_CALLS[platform.machine()]
-    load, equal, at_least, has_bits, result = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x0005000B, 0x00050026  # EAGAIN, ENOSYS
-    # (operation, instructions to skip if true, if false, operand). First kill a process that makes system calls of
-    # another architecture, or of x32 (bit 30).
-    rules = [(load, 0, 0, 4), (equal, 1, 0, audit), (result, 0, 0, kill)]
-    rules += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (result, 0, 0, kill)]
-    for number, answer in ((clone3, unknown), (unshare, refuse), *((fork, refuse) for fork in forks)):
-        rules += [(equal, 0, 1, number), (result, 0, 0, answer)]
-    # clone starts a thread if its first argument (the low half) has CLONE_THREAD, else a process.
-    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (has_bits, 1, 0, _CLONE_THREAD), (result, 0, 0, refuse)]
-    rules += [(result, 0, 0, allow)]
-    return b"".join(struct.pack("HBBI", *rule) for rule in rules)
+    with _Run(sandbox, limits) as run:
+        messages, messages_end = run.pipe()
+        replies, replies_end = run.pipe()
+        run.start("statements", {"code": code}, messages, replies_end)
+        run.begin()
+        if run.read_message(replies) != ["ready"]:
+            return False
+        key = secrets.token_hex(16)
+        run.write(messages_end, _frame({"code": statements, "key": key}))
+        return bool(run.read_message(replies) == key)
 
 
-if __name__ == "__main__":
-    try:
-        _enter(Limits(**json.loads(sys.argv[1])), sys.stdin.buffer.read())
-    except OSError as failure:
-        print(failure, file=sys.stderr)
-        os._exit(_SETUP_FAILED)
+def passes_output(sandbox: Sandbox, code: str, stdin: str, stdout: str, limits: Limits) -> bool:
+    """Return whether a program that reads an input ends normally and prints an output, up to white space at the end
+    of lines and of the output."""
+    with _Run(sandbox, limits) as run:
+        stdin_end, source = run.pipe()
+        output, output_end = run.pipe()
+        end, end_end = run.pipe()
+        run.start("main", {"code": code}, stdin_end, output_end, end_end)
+        run.begin()
+        # The program may print before it has read its whole input.
+        writer = threading.Thread(target=run.send, args=(source, stdin.encode(errors="replace")))
+        writer.start()
+        printed = run.read(output, _MAX_OUTPUT)
+        is_complete = printed is not None and run.read(end, 1) == b"1"
+        run.deadline = 0.0
+        writer.join()
+        return is_complete and _lines((printed or b"").decode(errors="replace")) == _lines(stdout)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _frame(message: Any) -> bytes:
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+class _Run:
+    """Programs that run together, and their pipes; all end with the context."""
+
+    def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
+        self._sandbox = sandbox
+        self._limits = limits
+        self._open: set[int] = set()
+        self._sources: list[tuple[int, int, bytes]] = []
+        self.deadline = 0.0
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._close(*self._open)
+
+    def pipe(self) -> tuple[int, int]:
+        """Return the reading and the writing end of a new pipe."""
+        ends = os.pipe()
+        self._open |= set(ends)
+        return ends
+
+    def _close(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+            self._open.discard(descriptor)
+
+    def start(self, guest: str, source: object, *descriptors: int) -> None:
+        """Start a program with its source, which is sent as JSON, and with descriptors, which are closed here."""
+        lifeline_end, _ = self.pipe()
+        status, status_end = self.pipe()
+        source_end, source_pipe = self.pipe()
+        ends = (lifeline_end, status_end, source_end, *descriptors)
+        self._sandbox.start(guest, ends, self._limits)
+        self._close(*ends)
+        self._sources.append((status, source_pipe, json.dumps(source).encode()))
+
+    def begin(self) -> None:
+        """Wait until all programs are isolated, and send their sources; their time begins.
+
+        Raises:
+            SandboxError: one could not be isolated.
+        """
+        self.deadline = time.monotonic() + _START_SECONDS
+        for status, _, _ in self._sources:
+            reply = self.read(status, 1 << 12)
+            if reply != b"ready":
+                raise SandboxError((reply or b"a program did not start").decode(errors="replace"))
+        self.deadline = time.monotonic() + self._limits.seconds
+        for _, pipe, source in self._sources:
+            self.send(pipe, source)
+
+    def _wait(self, descriptor: int, event: int) -> bool:
+        """Wait until a pipe is ready; return whether it is before the deadline."""
+        poller = select.poll()
+        poller.register(descriptor, event)
+        return bool(poller.poll(max(0.0, self.deadline - time.monotonic()) * 1000))
+
+    def read(self, descriptor: int, size: int) -> bytes | None:
+        """Return what a pipe has when all its writers ended; None at the deadline, or if it is more than `size`."""
+        data = b""
+        while self._wait(descriptor, select.POLLIN):
+            part = os.read(descriptor, 1 << 16)
+            if not part:
+                return data
+            data += part
+            if len(data) > size:
+                return None
+        return None
+
+    def read_message(self, descriptor: int) -> Any:
+        """Return the next message of a guest; None if there is none before the deadline."""
+        data = b""
+        while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
+            part = os.read(descriptor, 64) if len(data) < 256 and self._wait(descriptor, select.POLLIN) else b""
+            if not part:
+                return None
+            data += part
+        try:
+            return json.loads(data[4:])
+        except ValueError:
+            return None
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Write to a pipe until the deadline, or until its reader ends."""
+        os.set_blocking(descriptor, False)
+        with suppress(BrokenPipeError):
+            while data and self._wait(descriptor, select.POLLOUT):
+                data = data[os.write(descriptor, data) :]
+
+    def send(self, descriptor: int, data: bytes) -> None:
+        """Write to a pipe as `write` does, and close it."""
+        self.write(descriptor, data)
+        self._close(descriptor)

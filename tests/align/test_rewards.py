@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import socket
-import sys
 import threading
-import venv
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,13 +15,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from jingu.align import rollout_rewards
+from jingu.align.code_reward import read_tests
 from jingu.align.prompt_set import Prompt
-from jingu.align.reward_list import Rewards
+from jingu.align.reward_list import Rewards, weak_fractions
 from jingu.align.rollout_rewards import add_rewards
 from jingu.align.rollouts import Sample
 from jingu.config.sections.rewards import Reward
 from jingu.errors import JinguError
-from jingu.runtime.sandbox import Limits, run_python
 from jingu.text.tokenizer import Tokenizer
 from tests.limits import PATIENCE
 
@@ -280,54 +277,60 @@ def test_the_other_ranks_poll_while_the_first_one_scores(monkeypatch: pytest.Mon
     assert (scored.rewards, scored.reward) == ({"length": 3.0}, 6.0)
 
 
-PROGRAMS = {
-    "right": ("def f(x): return x + 1", True),
-    "threads": ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", True),
-    "scratch": ("open('file', 'w').write('x')\nassert open('file').read() == 'x'", True),
-    "wrong": ("assert False", False),
-    "leaves": ("import os\nos._exit(0)", False),
-    "loops": ("while True: pass", False),
-    "sleeps": ("import time\ntime.sleep(100)", False),
-    "prints": ("while True: print('x' * 1000)", False),
-    "forks": ("import os\nos.fork()", False),
-    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", False),
-    "starts a program": ("import subprocess\nsubprocess.run(['true'])", False),
-    "fills memory": ("x = bytearray(2**30)", False),
-    "fills the disk": ("file = open('file', 'wb')\nwhile True: file.write(bytes(2**20))", False),
-    "writes many files": ("for n in range(100): open(f'{n}', 'wb').write(bytes(2**20))", False),
-    "writes elsewhere": ("open('/var/tmp/file', 'w')", False),
-    "writes to shared memory": ("open('/dev/shm/file', 'w')", False),
-    "mounts": ("import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/mnt', b'tmpfs', 0, 0) == 0", False),
-    "sees others": ("import os\nassert os.getpid() == 1\nos.kill(2, 0)", False),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_sandbox_ends_what_misbehaves(name: str) -> None:
-    program, passes = PROGRAMS[name]
-    assert run_python(program, Limits(seconds=0.5 if not passes else 5.0)) is passes
-
-
-def test_the_scratch_folder_does_not_hide_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a virtual environment below /tmp."""
-    venv.create(tmp_path / "venv", symlinks=True)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    for program, passes in PROGRAMS["scratch"], PROGRAMS["fills the disk"]:
-        assert run_python(program, Limits(seconds=5.0)) is passes
-
-
-def test_the_sandbox_has_no_network(server: str) -> None:
-    port = int(server.rpartition(":")[2])
-    program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
-    socket.create_connection(("127.0.0.1", port), timeout=1).close()  # from outside there is one
-    assert not run_python(program, Limits(seconds=3.0))
-
-
 def test_code_passes_tests() -> None:
     rewards = build({"type": "python_tests", "column": "answer"})
     tests = "assert f(1) == 2"
     answers = [
         answer("So:\n```python\ndef f(x):\n    return x + 1\n```\nDone.", tests),
         answer("def f(x): return x", tests),
+        answer("import sys\nsys.exit(97)", tests),
+        answer("", tests),
+        answer("```Python\r\ndef f(x):\r\n    return x + 1\r\n```", [tests, "assert f(2) == 3"]),
+        answer(
+            "```py\nprint(int(input()) + 1)\n```", [{"input": "1\n", "output": "2"}, {"input": "5", "output": "6\n"}]
+        ),
+        answer("```py\nprint(2)\n```", {"inputs": ["1", "5"], "outputs": ["2", "6"]}),
+        answer("print(2)", '{"inputs": ["1"], "outputs": ["2\\n"]}'),
     ]
-    assert rewards.score(answers) == [{"python_tests": 1.0}, {"python_tests": 0.0}]
+    scores = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert [score["python_tests"] for score in rewards.score(answers)] == scores
+    assert [score["python_tests"] for score in rewards.score(answers[::-1] * 2)] == scores[::-1] * 2
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (None, "expected statements"),
+        ("", "use nothing"),
+        ("assert f(1) ==", "not Python"),
+        ("assert True", "use nothing"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "call none"),
+        ([], "expected statements"),
+        ([1], "expected statements"),
+        ([{"input": "1"}], "expected statements"),
+        ([{"input": 1, "output": "1"}], "is not a text"),
+        ({"inputs": ["1"], "outputs": []}, "same length"),
+        ({"inputs": "1", "outputs": "1"}, "same length"),
+        ({"inputs": [], "outputs": []}, "expected statements"),
+    ],
+)
+def test_columns_without_tests_are_refused(tests: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_tests(tests)
+    rewards = build({"type": "python_tests", "column": "answer"})
+    with pytest.raises(JinguError, match=words):
+        rewards.score([answer("def f(x): return x", tests)])
+    rewards.close()
+
+
+def test_tests_that_an_answer_can_deceive_are_counted() -> None:
+    settings = [TypeAdapter(Reward).validate_python({"type": "python_tests", "name": "code"})]
+    rows = [
+        {"tests": "assert f(1) == 2"},
+        {"tests": "import os\nassert f(1) == 2"},
+        {"tests": ["assert eval(f(1)) == 2"]},
+    ]
+    rows.append({"tests": [{"input": "", "output": ""}]})
+    assert weak_fractions(settings, rows) == {"weak_tests/code": 0.5}
+    assert weak_fractions([TypeAdapter(Reward).validate_python({"type": "exact"})], rows) == {}

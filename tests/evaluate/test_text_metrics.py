@@ -141,16 +141,39 @@ def test_code_runs_in_a_sandbox(tiny: InferenceModel, write_task: WriteTask, mon
     metrics = [{"metric": f"pass@{k}", "program": "{{question}}{{answer}}\nassert {{text}}"} for k in (1, 3)]
     kwargs = {"max_gen_toks": 4, "until": ["\n"], "do_sample": True, "temperature": 1.0}
     file = write_task(rows, **GENERATION, metric_list=metrics, repeats=3, generation_kwargs=kwargs)
-    programs: list[str] = []
+    programs: list[tuple[str, str]] = []
 
-    def run(program: str, limits: Any) -> bool:
-        programs.append(program)
-        return program.endswith("assert x == 1") and program.startswith("x = 1")
+    def passes(sandbox: Any, code: str, tests: Any, limits: Any) -> bool:
+        programs.append((code, tests.code))
+        return tests.code.strip() == "assert x == 1" and code.startswith("x = 1")
 
-    monkeypatch.setattr(text_metrics, "run_python", run)
+    monkeypatch.setattr(text_metrics, "passes_tests", passes)
     result = evaluate_task(prepare_task(load_task(file)), Scorer(Engine(tiny), AnswerCache(None)))
     assert {key: metric.value for key, metric in result.metrics.items()} == {"pass@1,none": 0.5, "pass@3,none": 0.5}
     assert len(set(programs)) == len(programs) > 2
+
+
+@pytest.mark.parametrize(
+    ("program", "texts", "passes"),
+    [
+        (
+            "def f(x):\n{{answer}}\nassert f({{x}}) == 2",
+            ["    return x + 1", "    return x", "    import os\n    os._exit(0)"],
+            1,
+        ),
+        (
+            "{{answer}}\n{{tests}}\ncheck(f)",
+            ["def f(x): return x + 1", "class f:\n    __eq__ = lambda *_: True", ""],
+            1,
+        ),
+        # Tests within a statement, or none: the whole program runs.
+        ("assert {{answer}} == 2", ["2", "3", "1 + 1"], 2),
+        ("{{answer}}", ["x = 1", "assert False", "import sys\nsys.exit(0)", "x ="], 1),
+    ],
+)
+def test_programs_are_judged_by_the_tests_after_the_answer(program: str, texts: list[str], passes: int) -> None:
+    row = {"x": 1, "tests": "def check(g):\n    assert g(1) == 2"}
+    assert text_metrics.count_passes(row, texts, {"metric": "pass@1", "program": program}) == passes
 
 
 @pytest.mark.parametrize("then", ["take_first", "remove_whitespace", "lowercase", "uppercase"])
@@ -173,7 +196,7 @@ def test_answers_that_no_mapping_knows_match_nothing(then: str) -> None:
 
 
 def test_a_program_that_no_mapping_knows_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_metrics, "run_python", lambda *_: True)
+    monkeypatch.setattr(text_metrics, "passes_statements", lambda *_: True)
     task = TaskSettings(task="t", metric_list=[{"metric": "pass@1", "program": "{{answer}}"}])
     answers = [Answer(text=apply_filter([{"function": "map", "mapping_dict": {}}], ["x"], {}))] * 2
     assert measure(task, EvaluationSample(0, {}, (("", ""),)), answers) == {"pass@1": 0.0}

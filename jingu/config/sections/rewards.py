@@ -100,12 +100,12 @@ class JsonSchemaReward(VerifierBase):
 
 
 class PythonTestsReward(VerifierBase):
-    """The answer's Python code passes tests, which are statements that run after it. The code is the last fenced block
-    of the answer, or else the whole answer. It runs in a sandbox: Linux namespaces without network, with limits on time
-    and memory.
+    """The answer's Python code passes tests. The code is that of the fenced blocks of Python in the answer, or else the
+    whole answer. It runs in a sandbox, apart from the tests: it sees the arguments of its functions alone.
 
     Attributes:
-        column: Column of the row that holds the tests.
+        column: Column of the row that holds the tests: statements, a list of statements, or a list of
+            `{"input": ..., "output": ...}`, the standard input and output of a program.
         memory_mb: Memory limit of a program, in MiB.
     """
 
