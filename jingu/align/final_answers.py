@@ -22,6 +22,7 @@ _MAX_DIGITS = 1_000
 # Characters of a text that are searched for an unmarked answer: the end of it.
 _MAX_TEXT = 20_000
 
+_VULGAR_FRACTIONS = "1/2 1/4 3/4 1/3 2/3 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8"
 # Reading of single characters: minus signs, full-width forms, spaces, operators, currencies.
 _CHARACTERS = str.maketrans(
     {
@@ -38,9 +39,7 @@ _CHARACTERS = str.maketrans(
         **{character: f"^{digit}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
         **{
             character: f" {value}"
-            for value, character in zip(
-                "1/2 1/4 3/4 1/3 2/3 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split(), "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", strict=True
-            )
+            for value, character in zip(_VULGAR_FRACTIONS.split(), "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", strict=True)
         },
         "\u200b": "",
         "\ufeff": "",
@@ -99,7 +98,8 @@ _AFTER = re.compile(
     r"|[ \t]*(?![mgshlLdtNJWVAKCFaI])[A-Za-zα-ω](?![A-Za-z])"
     r"|(?:st|nd|rd|th)\b|(?:bn|mn|tn|k|K|M|B|T|C|F|A|N|a|I|d|t)(?![A-Za-z])|[A-Za-z]+[\d_(^]|[ \t]*[A-Za-z]\s*[\d^(]"
     rf"|[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?[-+]?\.?\d"
-    r"|\s+(?:times|plus|minus|divided|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial|or more|or less|or fewer)\b"
+    r"|\s+(?:times|plus|minus|divided|hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b"
+    r"|\s+(?:factorial|or more|or less|or fewer)\b"
     r"|\s*(?:dozen|千|百)"
 )
 
@@ -170,7 +170,9 @@ def marked_answer(text: str) -> tuple[str, bool] | None:
     begin = text.lower().rfind("<answer>", 0, max(end, 0))
     if begin >= 0:
         return text[begin + len("<answer>") : end], False
-    lines = [line for line in _HASHES.findall(text) if any(item.value is not None for item in _candidates(_plain(line)))]
+    lines = [
+        line for line in _HASHES.findall(text) if any(item.value is not None for item in _candidates(_plain(line)))
+    ]
     if lines and not re.search(r"[A-Za-z]{2,}\W+[A-Za-z]{2,}|^\s*\d+[.)]\s+\S", lines[-1]):
         return lines[-1], False
     phrases = [*_PHRASE.finditer(text)]

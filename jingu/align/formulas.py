@@ -104,7 +104,9 @@ def _answer(completion: str) -> str | None:
     marked = marked_answer(completion)
     if marked is not None and not marked[1]:
         # A unit may stand behind the box.
-        tail = re.match(r"\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)", completion[completion.rfind(marked[0]) + len(marked[0]) + 1 :])
+        tail = re.match(
+            r"\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)", completion[completion.rfind(marked[0]) + len(marked[0]) + 1 :]
+        )
         return _bare(f"{marked[0]}{tail[1] if tail else ''}")
     text = marked[0] if marked is not None else conclusion(completion)
     formulas = [*_FORMULA.finditer(text)]

@@ -77,7 +77,8 @@ def _expected_number(value: Any) -> Fraction:
     number = parse_number(str(value))
     if number is None:
         raise ValueError(
-            f"expected one number, such as 42, -0.5, 3/4, 1 1/2, 50%, 1,000 or 2e-3, and nothing else, not {_quote(value)}"
+            f"expected one number and nothing else, such as 42, -0.5, 3/4, 1 1/2, 50%, 1,000 or 2e-3, "
+            f"not {_quote(value)}"
         )
     return number
 
