@@ -24,7 +24,7 @@ _LETTER_UNIT = re.compile(r"\d\s*([A-Za-z])\s*\.?\s*$")
 _CHOICE = re.compile(r"(?:(?:option|choice)\s+)?[(\[]?([A-J])[)\]]?(?:[.):]\s.*)?", re.DOTALL)
 _SEVERAL_CHOICES = re.compile(r"\b(?:or|and)\s*\(?[A-J]\b|/\s*[A-J]\b")
 # What math-verify drops: a relation that says that the value is another one, and the base of a number.
-_OTHER_VALUE = re.compile(r"\\n(?:e|eq|ot)(?![a-zA-Z])|≠|\\approx|≈|\\pm|±|…|\\[lc]?dots")
+_OTHER_VALUE = re.compile(r"\\n(?:e|eq|ot)(?![a-zA-Z])|≠|\\pm|±|…|\\[lc]?dots")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
 # A power of a power, or an exponent of five digits: evaluating them may take for ever.
 _TOWER = re.compile(r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*\d{5,}|\d{4,}\s*!|!\s*!|\*\*.*\*\*")

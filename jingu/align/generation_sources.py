@@ -163,7 +163,7 @@ class GenerationServer:
 
         def read(content: bytes) -> Sample:
             answer = parse_reply(content)["choices"][0]
-            ids, logprobs, finish_reason = _check_answer(
+            ids, logprobs, finish_reason = check_answer(
                 answer,
                 self._run.spec.vocab_size,
                 self._generator.settings.max_new_tokens,
@@ -178,7 +178,7 @@ class GenerationServer:
         self._unload()
 
 
-def _check_answer(
+def check_answer(
     answer: dict[str, Any], vocab_size: int, max_tokens: int, eos_token_ids: Sequence[int], *, has_stop: bool
 ) -> tuple[tuple[int, ...], tuple[float, ...], str]:
     """Return the ids, log-probabilities and reason of the end of a server's answer.

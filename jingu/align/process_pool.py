@@ -69,6 +69,7 @@ def map_in_processes(function: Callable[[Any], Any], items: Sequence[Any], secon
             idle.append((connection, child.process))
     for connection, process in idle:
         connection.close()
+        process.kill()
         process.join()
     return values
 
