@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -46,15 +47,22 @@ def post(
     """
     connection, target, proxy_headers = _connect(url, timeout, context)
     is_late = threading.Event()
+    start = time.monotonic()
+    try:
+        connection.connect()
+    except OSError:
+        connection.close()
+        raise
+    # The connection forgets its socket once the headers of some replies are read.
+    stream = connection.sock
 
     def end() -> None:
         is_late.set()
         # The timeout of a socket is for each operation: a server that sends byte after byte would never exceed it.
-        if connection.sock is not None:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(timeout, end)
+    timer = threading.Timer(max(timeout - (time.monotonic() - start), 0.0), end)
     timer.daemon = True
     timer.start()
     try:

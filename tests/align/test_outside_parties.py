@@ -319,8 +319,8 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def function(path: str, name: str, **settings: Any) -> dict[str, Any]:
-    return {"type": "python", "function": f"{path}:{name}", **settings}
+def function(path: str, function_name: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "python", "function": f"{path}:{function_name}", **settings}
 
 
 def test_functions_return_numbers(functions: str) -> None:
