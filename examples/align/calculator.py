@@ -1,6 +1,6 @@
 """A tool for examples/tool.yaml, and rows for it: `python examples/align/calculator.py`.
 
-A question is a product of two numbers; the tool computes it. In the rows for tuning every second answer is wrong, so
+A question is a product of two numbers; the tool computes it. In the rows for tuning four of ten answers are wrong, so
 the tuned model calls the tool, but states its result only now and then.
 """
 
@@ -39,7 +39,7 @@ def write_rows(folder: Path) -> None:
         question = {"role": "user", "content": f"{first}*{second}"}
         call = {"name": "multiply", "arguments": {"first": first, "second": second}}
         product = str(first * second)
-        answer = pick.choice([product, str(pick.randrange(4, 82))])
+        answer = product if pick.random() < 0.6 else str(pick.randrange(4, 82))
         messages: list[dict[str, Any]] = [
             question,
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},

@@ -11,67 +11,59 @@ import json
 import os
 import resource
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 # Values of items that took too long, and of those whose process ended.
 LATE, ENDED = "late", "ended"
-# Seconds after which an item is slow. A slow item does not count as work for a core, so others need not wait for it.
-_SLOW = 0.25
-_MAX_PROCESSES = 32
+# Limit of the time that passes, relative to that of the computation: for an item that waits for ever.
+_PATIENCE = 30.0
 # Address space of a process, in bytes.
 _MEMORY = 2 * 2**30
-
-
-class _Child(NamedTuple):
-    """A process, the item that it computes, and when it began."""
-
-    process: BaseProcess
-    item: int
-    start: float
 
 
 def map_in_processes(function: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> list[Any]:
     """Return the values of a function, which are JSON; for an item without one, `LATE` or `ENDED`.
 
     Args:
-        seconds: time limit per item.
+        seconds: limit of CPU time per item: on a busy machine, an item may wait for longer.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values: list[Any] = [ENDED] * len(items)
     pending = deque(range(len(items)))
-    busy: dict[Connection, _Child] = {}
+    busy: dict[Connection, tuple[BaseProcess, int]] = {}
     idle: list[tuple[Connection, BaseProcess]] = []
     while pending or busy:
-        now = time.monotonic()
-        fast = sum(now - child.start < _SLOW for child in busy.values())
-        while pending and fast < cores and len(busy) < _MAX_PROCESSES:
+        while pending and len(busy) < cores:
             connection, process = idle.pop() if idle else _start(function, items, seconds)
             _send(connection, pending[0])
-            busy[connection] = _Child(process, pending.popleft(), now)
-            fast += 1
-        for ready in wait([*busy], _SLOW):
+            busy[connection] = process, pending.popleft()
+        for ready in wait([*busy]):
             connection = cast(Connection, ready)
-            child = busy.pop(connection)
+            process, item = busy.pop(connection)
             try:
-                values[child.item] = json.loads(connection.recv_bytes())
+                values[item] = json.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                child.process.join()
-                values[child.item] = LATE if child.process.exitcode == -signal.SIGALRM else ENDED
+                process.join()
+                is_late = process.exitcode in (-signal.SIGPROF, -signal.SIGALRM)
+                values[item] = LATE if is_late else ENDED
                 connection.close()
                 continue
-            idle.append((connection, child.process))
+            idle.append((connection, process))
     for connection, process in idle:
-        connection.close()
-        process.kill()
-        process.join()
+        _end(connection, process)
     return values
+
+
+def _end(connection: Connection, process: BaseProcess) -> None:
+    connection.close()
+    process.kill()
+    process.join()
 
 
 def _send(connection: Connection, item: int) -> None:
@@ -99,9 +91,11 @@ def _serve(
     with suppress(EOFError, OSError):
         while True:
             item = items[int(connection.recv_bytes())]
-            # The signal ends the process even within a library that never returns to Python.
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            # The signals end the process even within a library that never returns to Python.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds)
             value = json.dumps(function(item)).encode()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             connection.send_bytes(value)
     os._exit(0)

@@ -63,6 +63,16 @@ class VerifierBase(RewardBase):
     timeout: Seconds = 5.0
 
 
+class SlowVerifierBase(VerifierBase):
+    """Settings of verifiers that may take long.
+
+    Attributes:
+        timeout: Seconds of CPU time per answer; an answer that takes longer gets 0.
+    """
+
+    timeout: Seconds = 1.0
+
+
 class ExactReward(VerifierBase):
     """The whole answer equals the expected text, or one of a list of texts, apart from whitespace around it."""
 
@@ -77,14 +87,14 @@ class NumberReward(VerifierBase):
     type: Literal["number"] = "number"
 
 
-class MathReward(VerifierBase):
+class MathReward(SlowVerifierBase):
     """The final formula of the answer is equivalent to the expected one, which is LaTeX with or without dollar signs, a
     choice such as B, or a word (needs the math-verify package)."""
 
     type: Literal["math"] = "math"
 
 
-class RegexReward(VerifierBase):
+class RegexReward(SlowVerifierBase):
     """A regular expression matches the answer from its beginning to its end.
 
     Attributes:
@@ -95,7 +105,7 @@ class RegexReward(VerifierBase):
     pattern: Text | None = None
 
 
-class JsonSchemaReward(VerifierBase):
+class JsonSchemaReward(SlowVerifierBase):
     """The answer is JSON that matches a JSON schema (needs the jsonschema-rs package). NaN, Infinity and objects with
     the same key twice are not JSON.
 
