@@ -20,7 +20,8 @@ class RewardBase(Settings):
         weight: Factor on the values of this reward in the sum of all rewards.
         audit: Whether to measure this reward only, and never train on it. An audit shows whether training exploits the
             other rewards.
-        timeout: Seconds that the reward may take for the answers of a step (a verifier: for one answer).
+        timeout: Seconds that the reward may take for the answers of a step (a verifier: for one answer; a server: for
+            one request, until the end of its reply).
         on_error: What to do if the reward fails during a run, or returns a number that is not finite: stop, after a
             checkpoint, or skip the answers that it could not score.
         required: Whether an answer that this reward does not score (None) is left out of training; false: the other
