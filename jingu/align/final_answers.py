@@ -57,6 +57,7 @@ _LATEX = [
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[,;:! ]|quad|qquad|left|right|displaystyle)(?![a-zA-Z])|~(?=\d)"), " "),
     (re.compile(r"\\([%$])"), r"\1"),
+    (re.compile(r"</?[a-zA-Z]\w{0,10}>"), " "),
     (re.compile(r"\\[()\[\]]|\$"), " "),
     (re.compile(r"(?<=\d)\*\*(?=[-+]?\d)"), "^"),
     # Marks of emphasis, code and items of a list.
@@ -81,10 +82,10 @@ _OPERAND = r"(?:[\d.(\\√π]|[A-Za-zα-ω]\b)"
 _LIST = r"(?:,|;|/|\bor\b|\band\b|\bto\b|—|\.\.+|或|和|至|~)"
 _BEFORE = re.compile(
     r"(?:"
-    r"[A-Za-z_\d.^\\√π!±<>≤≥≠@](?:\{|\(|\[)?"
+    r"[A-Za-z_\d.^\\√π!±≤≥≠@](?:\{|\(|\[)?"
     r"|[\d)\]}%!πa-zA-Z_]\s*[-+*/^]\s*|(?:^|\s)[-+*/^]\s*[-+*/^]\s*|[*/^]\s*"
     r"|\d\s*\.\.+\s*|[\d)}][ \t]+"
-    r"|[<>≤≥≠±√∓]\s*|\\(?:ge|le|geq|leq|neq|ne|gt|lt|pm|mp|sqrt|log|ln|sin|cos|tan|pi)\s*\{?\s*"
+    r"|(?<![-=])[<>]=?\s*|!=\s*|[≤≥≠±√∓]\s*|[-+*/^|]\s*\(\s*|\\(?:ge|le|geq|leq|neq|ne|gt|lt|pm|mp|sqrt|log|ln|sin|cos|tan|pi)\s*\{?\s*"
     r"|\}\s*\{\s*|\\[a-zA-Z]+\s*\{\s*"
     r"|\d:|\d\s+:\s+|\d\s+x\s+|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt|abs)\s*\(?"
     rf"|\d[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?|\d,"
@@ -93,7 +94,7 @@ _BEFORE = re.compile(
 )
 _NOT = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|不是)(?:\s+(?:equal|equal to|be|exactly))?\s*$", re.IGNORECASE)
 _AFTER = re.compile(
-    r"\s*[-+*/^]\s*" + _OPERAND + r"|-[A-Za-z]|[!_(\[\d]|,\d|\.\d|[ \t]+\d|\.\.|…|:\d|\s+:\s+\d"
+    r"\s*[-+*/^]\s*" + _OPERAND + r"|-[A-Za-z]|[+!_(\[\d]|,\d|\.\d|[ \t]+\d|\.\.|…|:\d|\s+:\s+\d"
     r"|\s*(?:[<>≤≥≠±√π∞]|\\(?!text|mathrm|\)|\]|\}|%|\$|circ|;|,|!|\\))"
     r"|[ \t]*(?![mgshlLdtNJWVAKCFaI])[A-Za-zα-ω](?![A-Za-z])"
     r"|(?:st|nd|rd|th)\b|(?:bn|mn|tn|k|K|M|B|T|C|F|A|N|a|I|d|t)(?![A-Za-z])|[A-Za-z]+[\d_(^]|[ \t]*[A-Za-z]\s*[\d^(]"
@@ -220,7 +221,7 @@ def _candidates(plain: str) -> Iterator[_Candidate]:
             continue
         sign = match["sign"]
         # A sign after an operand is an operator.
-        is_term = sign is not None and re.search(r"[\d)\]}%!]\s*$|(?:^|\W)[A-Za-z]\s*$|[A-Za-z]$", before)
+        is_term = sign is not None and re.search(r"\|$|[\d)\]}%!]\s*$|(?:^|\W)[A-Za-z]\s*$|[A-Za-z]$", before)
         is_part = is_term or _BEFORE.search(before) or _AFTER.match(after)
         yield _Candidate(start, match.end(), None if is_part else _value(match))
 

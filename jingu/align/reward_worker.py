@@ -110,7 +110,7 @@ def read_scores(result: Any, count: int) -> list[float | None]:
 
 def _read_score(value: Any) -> float:
     """Return a number, or the value of an array or tensor with a single one."""
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+    if hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:
         value = value.item()
     if not isinstance(value, Real):
         raise RewardFunctionError(f"it returned a list with {_describe(value)}, not a number")

@@ -81,9 +81,9 @@ class ExactReward(VerifierBase):
 
 
 class NumberReward(VerifierBase):
-    """The final number of the answer equals the expected number. A marked answer counts: \\boxed{...}, <answer>, a line
-    `#### ...`, or "the answer is ..."; else the last number. 3/2, 1 1/2, 50% (0.5), 2^3, 1,000, 5 000 and 2e-3 are one
-    number each."""
+    """The final number of the answer equals the expected number. A marked answer counts: `\\boxed{...}`, `<answer>`, a
+    line `#### ...`, or "the answer is ..."; else the last number. 3/2, 1 1/2, 50% (0.5), 2^3, 1,000, 5 000 and 2e-3
+    are one number each."""
 
     type: Literal["number"] = "number"
 
