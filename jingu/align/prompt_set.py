@@ -150,7 +150,7 @@ def find_prompt_format(settings: RolloutSettings, tokenizer: Tokenizer, model: s
     return find_chat_format(Path(model or settings.prompts), tokenizer, template)
 
 
-def parse_prompt(
+def encode_prompt_row(
     value: Mapping[str, Any],
     tokenizer: Tokenizer,
     chat_format: ChatFormat | None,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.align.environment import Environments
 from jingu.align.policy_checks import check_policy_run
 from jingu.align.policy_learning import PolicyLearning
-from jingu.align.prompt_set import Prompt, common_columns, find_prompt_format, load_prompts, parse_prompt
+from jingu.align.prompt_set import Prompt, common_columns, find_prompt_format, load_prompts, encode_prompt_row
 from jingu.align.reward_list import Rewards, check_columns
 from jingu.align.rollouts import Sample, describe_answer, read_sample
 from jingu.chat.chat_format import ChatFormat
@@ -193,7 +193,7 @@ def _saved_answer(
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         completion = completion[0].get("content")
     try:
-        prompt = replace(parse_prompt(fields, tokenizer, chat_format, tools), line=number)
+        prompt = replace(encode_prompt_row(fields, tokenizer, chat_format, tools), line=number)
         if not isinstance(completion, str):
             raise ConversationError("field completion: expected a text, or a list with the message of the assistant")
     except ConversationError as error:
