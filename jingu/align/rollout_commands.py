@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.align.environment import Environments
 from jingu.align.policy_checks import check_policy_run
 from jingu.align.policy_learning import PolicyLearning
-from jingu.align.prompt_set import Prompt, common_columns, find_prompt_format, load_prompts, encode_prompt_row
+from jingu.align.prompt_set import Prompt, common_columns, encode_prompt_row, find_prompt_format, load_prompts
 from jingu.align.reward_list import Rewards, check_columns
 from jingu.align.rollouts import Sample, describe_answer, read_sample
 from jingu.chat.chat_format import ChatFormat
