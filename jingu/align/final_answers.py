@@ -80,29 +80,57 @@ _NUMBER = re.compile(
 # What must not stand directly before or after a number: then it is part of something else.
 _OPERAND = r"(?:[\d.(\\√π]|[A-Za-zα-ω]\b)"
 _LIST = r"(?:,|;|/|\bor\b|\band\b|\bto\b|—|\.\.+|或|和|至|~)"
-_BEFORE = re.compile(
-    r"(?:"
-    r"[A-Za-z_\d.^\\√π!±≤≥≠@](?:\{|\(|\[)?"
-    r"|[\d)\]}%!πa-zA-Z_]\s*[-+*/^]\s*|(?:^|\s)[-+*/^]\s*[-+*/^]\s*|[*/^]\s*"
-    r"|\d\s*\.\.+\s*|[\d)}][ \t]+"
-    r"|(?<![-=])[<>]=?\s*|!=\s*|[≤≥≠±√∓]\s*|[-+*/^|]\s*\(\s*|\\(?:ge|le|geq|leq|neq|ne|gt|lt|pm|mp|sqrt|log|ln|sin|cos|tan|pi)\s*\{?\s*"
-    r"|\}\s*\{\s*|\\[a-zA-Z]+\s*\{\s*"
-    r"|\d:|\d\s+:\s+|\d\s+x\s+|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt|abs)\s*\(?"
-    rf"|\d[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?|\d,"
-    r"|\b(?:at least|at most|than|over|under|between|minus|negative|plus|times|by|of|twice|half|double)\s+"
-    r")$"
-)
+_BEFORE_PATTERNS = [
+    # The rest of a name, a number, a power or an index, with or without a bracket.
+    r"[A-Za-z_\d.^\\√π!±≤≥≠@](?:\{|\(|\[)?",
+    r"[\d)}][ \t]+",
+    # An operator, after an operand or another operator; a bracket after it.
+    r"[\d)\]}%!πa-zA-Z_]\s*[-+*/^]\s*",
+    r"(?:^|\s)[-+*/^]\s*[-+*/^]\s*",
+    r"[*/^]\s*",
+    r"[-+*/^|]\s*\(\s*",
+    r"\d\s+x\s+",
+    # An inequality, but not an arrow.
+    r"(?<![-=])[<>]=?\s*",
+    r"!=\s*",
+    r"[≤≥≠±√∓]\s*",
+    r"\\(?:ge|le|geq|leq|neq|ne|gt|lt|pm|mp|sqrt|log|ln|sin|cos|tan|pi)\s*\{?\s*",
+    # The argument of a command or a function.
+    r"\}\s*\{\s*",
+    r"\\[a-zA-Z]+\s*\{\s*",
+    r"\b(?:log|ln|lg|sin|cos|tan|exp|sqrt|abs)\s*\(?",
+    # A time, a ratio, an interval, a list.
+    r"\d:",
+    r"\d\s+:\s+",
+    r"\d\s*\.\.+\s*",
+    rf"\d[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?",
+    r"\d,",
+    r"\b(?:at least|at most|than|over|under|between|minus|negative|plus|times|by|of|twice|half|double)\s+",
+]
+_AFTER_PATTERNS = [
+    # An operator with an operand, a factorial, an index, more digits.
+    r"\s*[-+*/^]\s*" + _OPERAND,
+    r"-[A-Za-z]",
+    r"[+!_(\[\d]",
+    r"[,.:]\d",
+    r"[ \t]+\d",
+    r"\s+:\s+\d",
+    r"\.\.|…",
+    r"\s*(?:[<>≤≥≠±√π∞]|\\(?!text|mathrm|\)|\]|\}|%|\$|circ|;|,|!|\\))",
+    # A variable, an ordinal, an abbreviated factor; letters that may be a unit are none of these.
+    r"[ \t]*(?![mgshlLdtNJWVAKCFaI])[A-Za-zα-ω](?![A-Za-z])",
+    r"(?:st|nd|rd|th)\b",
+    r"(?:bn|mn|tn|k|K|M|B|T|C|F|A|N|a|I|d|t)(?![A-Za-z])",
+    r"[A-Za-z]+[\d_(^]",
+    r"[ \t]*[A-Za-z]\s*[\d^(]",
+    rf"[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?[-+]?\.?\d",
+    r"\s+(?:times|plus|minus|divided|hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b",
+    r"\s+(?:factorial|or more|or less|or fewer)\b",
+    r"\s*(?:dozen|千|百)",
+]
+_BEFORE = re.compile(f"(?:{'|'.join(_BEFORE_PATTERNS)})$")
+_AFTER = re.compile("|".join(_AFTER_PATTERNS))
 _NOT = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|不是)(?:\s+(?:equal|equal to|be|exactly))?\s*$", re.IGNORECASE)
-_AFTER = re.compile(
-    r"\s*[-+*/^]\s*" + _OPERAND + r"|-[A-Za-z]|[+!_(\[\d]|,\d|\.\d|[ \t]+\d|\.\.|…|:\d|\s+:\s+\d"
-    r"|\s*(?:[<>≤≥≠±√π∞]|\\(?!text|mathrm|\)|\]|\}|%|\$|circ|;|,|!|\\))"
-    r"|[ \t]*(?![mgshlLdtNJWVAKCFaI])[A-Za-zα-ω](?![A-Za-z])"
-    r"|(?:st|nd|rd|th)\b|(?:bn|mn|tn|k|K|M|B|T|C|F|A|N|a|I|d|t)(?![A-Za-z])|[A-Za-z]+[\d_(^]|[ \t]*[A-Za-z]\s*[\d^(]"
-    rf"|[ \t]*[%°]?[ \t]*{_LIST}\s*(?:[A-Za-z]\s*=\s*)?[-+]?\.?\d"
-    r"|\s+(?:times|plus|minus|divided|hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b"
-    r"|\s+(?:factorial|or more|or less|or fewer)\b"
-    r"|\s*(?:dozen|千|百)"
-)
 
 _PHRASE = re.compile(
     r"(?:\banswer\b\W{0,8}?(?:\s*(?:is|was|:|=|：|equals|would be|should be)))\W*?(?=[^\s:*=])"

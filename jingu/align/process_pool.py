@@ -22,7 +22,7 @@ from typing import Any, cast
 # Values of items that took too long, and of those whose process ended.
 LATE, ENDED = "late", "ended"
 # Limit of the time that passes, relative to that of the computation: for an item that waits for ever.
-_PATIENCE = 30.0
+PATIENCE = 30.0
 # Address space of a process, in bytes.
 _MEMORY = 2 * 2**30
 
@@ -93,7 +93,7 @@ def _serve(
             item = items[int(connection.recv_bytes())]
             # The signals end the process even within a library that never returns to Python.
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds)
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
             value = json.dumps(function(item)).encode()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_PROF, 0.0)

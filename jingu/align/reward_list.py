@@ -20,7 +20,7 @@ from torch import Tensor
 from jingu.align.json_client import JsonClient, check_url, parse_reply
 from jingu.align.prompt_set import ANSWER_NAMES, Prompt, describe_messages
 from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, check_expected, verify
-from jingu.align.worker import START_SECONDS, Worker
+from jingu.align.worker import START_SECONDS, Worker, total_seconds
 from jingu.config.sections.rewards import (
     HttpReward,
     JudgeReward,
@@ -343,8 +343,7 @@ class VerifierScorer:
             return [verify(settings, answer) for answer in answers]
         names = ["completion", *([settings.column] if isinstance(settings, VerifierBase) else [])]
         rows = [{name: answer.get(name) for name in names} for answer in answers]
-        timeout = START_SECONDS + settings.timeout * len(rows)
-        reply = self._worker.ask(self._name, settings, (), rows, timeout)
+        reply = self._worker.ask(self._name, settings, (), rows, total_seconds(settings.timeout, len(rows)))
         self.late = reply.get("late", ())
         if self.late:
             took = f"scoring {pluralize(len(self.late), 'answer')} took longer than {settings.timeout:g} seconds"

@@ -13,12 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from jingu.align.process_pool import PATIENCE
 from jingu.align.verifiers import Answer
 from jingu.config.sections.rewards import RewardBase
 from jingu.errors import JinguError
 
 # Seconds that a worker process may take to start and to import a function.
 START_SECONDS = 120.0
+
+
+def total_seconds(seconds: float, count: int) -> float:
+    """Return the longest time that a process may take for `count` items, each with its limit of CPU time."""
+    return START_SECONDS + PATIENCE * seconds * count
 
 
 class Worker:
@@ -67,7 +73,7 @@ class Worker:
         """Return why a verifier cannot compare with a value, for each value; empty if it can. Raises JinguError."""
         self.ask(name, settings, (), [], START_SECONDS)
         request = {"settings": settings.model_dump(mode="json"), "columns": (), "answers": [], "check": values}
-        reply = self.exchange(request, START_SECONDS + settings.timeout * len(values))
+        reply = self.exchange(request, total_seconds(settings.timeout, len(values)))
         if "error" in reply:
             raise JinguError(f"{reply['error']}.", where=f"the reward {name}", fix="Correct the reward.")
         return list(reply["problems"])
