@@ -402,6 +402,25 @@ def test_a_column_with_a_name_of_the_answer_is_refused(name: str, make: MakeRun,
         train(make({"task.rewards": [{"type": "exact", "column": name}]}))
 
 
+@pytest.mark.parametrize(
+    ("reward", "value", "words"),
+    [
+        ("exact", "null", "line 3, column answer: expected a text, not null"),
+        ("number", '"4 or 5"', "line 3, column answer: expected one number and nothing else"),
+        ("regex", '"["', "line 3, column answer: it is not a regular expression"),
+    ],
+)
+def test_expected_values_are_checked_before_a_model_is_built(
+    reward: str, value: str, words: str, make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jingu.align.policy_learning.PolicyLearning.__init__", lambda *_: pytest.fail("it was built"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "def f", "answer": "5"}}\n\n{{"prompt": "def g", "answer": {value}}}\n')
+    with pytest.raises(JinguError, match=words) as caught:
+        train(make({"task.prompts": str(path), "task.rewards": [{"type": reward}]}))
+    assert caught.value.where == str(path)
+
+
 def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:
     config = make({"task.max_resampling": 3, "task.answers_per_prompt": 2, "batch.global_batch_size": 8})
     assert train(config) == 0
