@@ -79,7 +79,7 @@ _NUMBER = re.compile(
 )
 # What must not stand directly before or after a number: then it is part of something else.
 _OPERAND = r"(?:[\d.(\\√π]|[A-Za-zα-ω]\b)"
-_LIST = r"(?:,|;|/|\bor\b|\band\b|\bto\b|—|\.\.+|或|和|至|~)"
+_LIST = r"(?:,|;|/|&|\bor\b|\band\b|\bto\b|—|\.\.+|或|和|至|~)"
 _BEFORE_PATTERNS = [
     # The rest of a name, a number, a power or an index, with or without a bracket.
     r"[A-Za-z_\d.^\\√π!±≤≥≠@](?:\{|\(|\[)?",
@@ -140,7 +140,7 @@ _PHRASE = re.compile(
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(.*)$", re.MULTILINE)
 # What a text says about its answer rather than as its answer.
 _REMARK = re.compile(
-    r"^.*?\b(?:confidence|certainty|self-score|probability of being)\b.*$|\([^()]*\bconfiden[^()]*\)",
+    r"^.*?\b(?:confidence|certainty|self-score|probability of being)\b.*$|\([^()]*\b(?:confiden|certain|sure|likely)[^()]*\)",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -249,7 +249,7 @@ def _candidates(plain: str) -> Iterator[_Candidate]:
             continue
         sign = match["sign"]
         # A sign after an operand is an operator.
-        is_term = sign is not None and re.search(r"\|$|[\d)\]}%!]\s*$|(?:^|\W)[A-Za-z]\s*$|[A-Za-z]$", before)
+        is_term = sign is not None and re.search(r"\|$|[\d)\]}%!]\s*$|(?:^|[^\w'])[A-Za-z]\s*$|[A-Za-z]$", before)
         is_part = is_term or _BEFORE.search(before) or _AFTER.match(after)
         yield _Candidate(start, match.end(), None if is_part else _value(match))
 

@@ -163,6 +163,10 @@ NUMBERS = [
     ("5+", "5", False),
     ("1 out of 2", "2", False),
     # Sentences, marks and equations.
+    ("It's -3 °C", "-3", True),
+    ("5 & 6", "6", False),
+    ("7 (99% sure)", "7", True),
+    ("7 (99% sure)", "0.99", False),
     ("-> 42", "42", True),
     ("=> 42", "42", True),
     ("<b>42</b>", "42", True),
