@@ -140,7 +140,8 @@ _PHRASE = re.compile(
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(.*)$", re.MULTILINE)
 # What a text says about its answer rather than as its answer.
 _REMARK = re.compile(
-    r"^.*?\b(?:confidence|certainty|self-score|probability of being)\b.*$|\([^()]*\b(?:confiden|certain|sure|likely)[^()]*\)",
+    r"^.*?\b(?:confidence|certainty|self-score|probability of being)\b.*$"
+    r"|\([^()]*\b(?:confiden|certain|sure|likely)[^()]*\)",
     re.IGNORECASE | re.MULTILINE,
 )
 
