@@ -32,7 +32,12 @@ class Alarms:
             self._first_entropies.append(metrics["entropy"])
         if metrics["truncated"] > 0.5:
             self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
-        if metrics.get("dead_groups", 0.0) > 0.8:
+        if metrics.get("unscored", 0.0) > 0.5:
+            self._warn(
+                "More than half of the answers could not be scored, and nothing is learned from them: a reward gave "
+                "None for them. Look at rollouts/; if a reward applies to some rows only, set required: false in it."
+            )
+        elif metrics.get("dead_groups", 0.0) > 0.8:
             self._warn(
                 "In more than 80% of the groups all rewards are equal, and nothing is learned from them. If the model "
                 "has learned its prompts, end the run; otherwise choose prompts that it solves now and then, or set "

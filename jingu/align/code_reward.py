@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from jingu.align.code_blocks import extract_code
-from jingu.align.verifiers import Answer
 from jingu.config.sections.rewards import PythonTestsReward
 from jingu.errors import JinguError
 from jingu.runtime.python_tests import PythonTests, parse_tests
@@ -115,7 +114,7 @@ class SandboxScorer:
             fix="It needs Linux 5.12 with user namespaces, and libseccomp; in a container, allow unshare and mount.",
         )
 
-    def score(self, answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, answers: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return 1 for each answer that passes its tests, else 0."""
         # Equal answers to the same prompt run once.
         keys = [(answer["completion"], json.dumps(answer[self._settings.column])) for answer in answers]

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jingu.align.prompt_set import Prompt, PromptSet
-from jingu.align.reward_list import START_SECONDS, Worker
+from jingu.align.worker import START_SECONDS, Worker
 from jingu.chat.messages import ConversationError, JsonObject, Message
 from jingu.chat.tokenization import encode_continuation
-from jingu.chat.tool_calls import ToolCall, ToolCallParser
+from jingu.chat.tool_calls import OPEN_TAG, ToolCall, ToolCallParser
 from jingu.config.sections.policies import EnvironmentSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
@@ -27,9 +27,9 @@ _PLAIN_ANSWER = Message("assistant", "answer")
 class Environments:
     """The environments of a step's answers and their tools, in a process of their own.
 
-    Each environment is an object of the user's class, which has the methods `begin(row)`, with the prompt and the
-    columns of its row; `step(answer)`, which returns a text for the model to read, or None to end the answer; and
-    `score()`, which returns the reward of the answer.
+    Each environment is an object of the user's class, which has the methods `begin(row)`, with the prompt (also as
+    `messages`) and the columns of its row; `step(answer)`, which returns a text for the model to read, or None to end
+    the answer; and `score()`, which returns the reward of the answer.
 
     Attributes:
         tools: definitions of the tools.
@@ -55,7 +55,10 @@ class Environments:
     def begin(self, prompts: Mapping[int, Prompt]) -> None:
         """Start an environment for each answer, replacing all earlier ones."""
         if self._settings.path is not None:
-            rows = {key: {**prompt.columns, "prompt": prompt.text} for key, prompt in prompts.items()}
+            rows = {
+                key: {**prompt.columns, "prompt": prompt.text, "messages": prompt.conversation}
+                for key, prompt in prompts.items()
+            }
             self._call("begin", rows)
 
     def reply(self, turns: Mapping[int, str], prompts: Mapping[int, Prompt]) -> dict[int, tuple[Message, Reply] | None]:
@@ -79,6 +82,14 @@ class Environments:
     def score(self, keys: list[int]) -> dict[int, float]:
         """Return the rewards of answers by key."""
         return self._call("score", dict.fromkeys(keys))
+
+    def without_calls(self, turn: str, finish_reason: str) -> str:
+        """Return the text of a turn without its tool calls, and without one that was cut off."""
+        if not self._names:
+            return turn
+        parser = ToolCallParser(self._names)
+        text = parser.push(turn) + parser.finish()[0]
+        return text.partition(OPEN_TAG)[0] if finish_reason == "length" else text
 
     def _parse_calls(self, turn: str) -> list[ToolCall]:
         parser = ToolCallParser(self._names)
@@ -117,6 +128,16 @@ def _template_call(call: ToolCall, call_id: str) -> JsonObject:
     except ValueError:
         arguments = call.arguments
     return {"name": call.name, "arguments": arguments, "id": call_id}
+
+
+def reply_messages(reply: Reply) -> list[JsonObject]:
+    """Return a reply as messages of the conversation that rewards see."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}]
+    return [
+        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
+        for message in reply
+    ]
 
 
 def reply_text(reply: Reply) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,8 @@ from safetensors.torch import load_file
 
 from jingu.align.json_client import JsonClient, parse_reply
 from jingu.align.prompt_set import Prompt
-from jingu.align.reward_list import Worker
 from jingu.align.rollouts import Generator, Sample, merge_parts
+from jingu.align.worker import Worker
 from jingu.config.sections.policies import GenerationProcessesSettings, GenerationServerSettings
 from jingu.data.permutation import random_uint64
 from jingu.errors import JinguError
@@ -27,6 +28,8 @@ from jingu.runtime.ranks import count_ranks
 from jingu.training.run import Run
 
 _WHERE = "task.asynchronous"
+# Log-probabilities are at most 0, apart from rounding.
+_MAX_LOGPROB = 1e-4
 
 
 class GenerationProcesses:
@@ -160,20 +163,57 @@ class GenerationServer:
 
         def read(content: bytes) -> Sample:
             answer = parse_reply(content)["choices"][0]
-            ids, logprobs = tuple(answer["token_ids"]), tuple(answer["logprobs"]["token_logprobs"])
-            if len(ids) != len(logprobs) or not ids:
-                raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities")
-            finish_reason = "end" if ids[-1] in prompts.eos_token_ids else "stop"
-            if answer["finish_reason"] == "length":
-                finish_reason = "length"
-            return Sample(
-                prompt.text, prompt.row, choice, prompt.ids, ids, logprobs, str(answer["text"]), finish_reason
+            ids, logprobs, finish_reason = check_answer(
+                answer,
+                self._run.spec.vocab_size,
+                self._generator.settings.max_new_tokens,
+                prompts.eos_token_ids,
+                has_stop=bool(prompts.stop),
             )
+            return Sample(prompt.text, prompt.row, choice, prompt.ids, ids, logprobs, answer["text"], finish_reason)
 
         return self._client.post(f"{self._url}/completions", body, read, "answer with token ids and log-probabilities")
 
     def close(self) -> None:
         self._unload()
+
+
+def check_answer(
+    answer: dict[str, Any], vocab_size: int, max_tokens: int, eos_token_ids: Sequence[int], *, has_stop: bool
+) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    """Return the ids, log-probabilities and reason of the end of a server's answer.
+
+    Args:
+        eos_token_ids: ids that end an answer.
+        has_stop: whether a text may end an answer.
+
+    Raises:
+        ValueError: they cannot be an answer to the request.
+    """
+    ids, logprobs = answer["token_ids"], answer["logprobs"]["token_logprobs"]
+    reason = answer["finish_reason"]
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs) or not ids:
+        raise ValueError(f"token ids {str(ids)[:40]} and log-probabilities {str(logprobs)[:40]}, not one for each")
+    if not isinstance(answer["text"], str):
+        raise ValueError(f"the text is {answer['text']!r}")
+    if len(ids) > max_tokens:
+        raise ValueError(f"{len(ids)} tokens, more than max_tokens {max_tokens}")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValueError(f"the token id {token_id!r} is not in the vocabulary of {vocab_size}")
+    for value in logprobs:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value <= _MAX_LOGPROB:
+            raise ValueError(f"{value!r} is not the log-probability of a token")
+    if any(token_id in eos_token_ids for token_id in ids[:-1]):
+        raise ValueError("it goes on after its end token")
+    ends = ids[-1] in eos_token_ids
+    if reason not in ("stop", "length"):
+        raise ValueError(f"the finish reason is {reason!r}, neither stop nor length")
+    if reason == "length" and len(ids) < max_tokens:
+        raise ValueError(f"it was cut off after {len(ids)} of {max_tokens} tokens; is the server's context too short?")
+    if reason == "stop" and not ends and not has_stop:
+        raise ValueError("it stopped without an end token")
+    return tuple(ids), tuple(map(float, logprobs)), "end" if ends else reason
 
 
 def _write_adapter(run: Run, weights: str, folder: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -16,6 +14,7 @@ from urllib.parse import urlsplit
 
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import read_text
+from jingu.runtime.http import StatusError, post
 
 T = TypeVar("T")
 # Client errors (4xx) that are worth a retry: request timeout, conflict, too early, too many requests.
@@ -28,7 +27,7 @@ class JsonClient:
 
     Attributes:
         where: the setting that names the server.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request may take until the end of its reply.
         retries: further attempts after a failure.
         api_key_file: file with the key to send as a bearer token; None sends no key.
     """
@@ -49,24 +48,31 @@ class JsonClient:
         """Send a request, with retries, and return the reply as parsed by `read`.
 
         Args:
-            read: parses the reply; it raises ValueError, LookupError or TypeError for an invalid one.
+            read: parses the reply; it raises ValueError, LookupError, TypeError or AttributeError for an invalid one.
             what: the noun for the expected reply, in the error message.
 
         Raises:
             JinguError: no attempt succeeded.
         """
-        request = urllib.request.Request(url, json.dumps(body).encode(), self.headers())
+        content, headers = json.dumps(body).encode(), self.headers()
         for attempt in range(1 + self.retries):
             # Wait 0, 1, 3, 7 seconds and so on.
             time.sleep(min(2.0**attempt - 1.0, 30.0))
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return read(reply.read())
-            except urllib.error.HTTPError as error:
-                failure = f"{error}: {error.read(2_000).decode(errors='replace')[:300]}"
+                return read(post(url, content, headers, self.timeout))
+            except StatusError as error:
+                failure = str(error)
                 if error.code < 500 and error.code not in _TEMPORARY:
                     break
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
                 failure = f"{type(error).__name__}: {error}"
         raise JinguError(
             f"{url} gave no {what} in {pluralize(attempt + 1, 'attempt')} ({failure}).",
@@ -83,7 +89,7 @@ def check_url(url: str, where: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        # urllib has no place for a user name in the URL.
+        # There is no place for a user name in the URL.
         is_valid = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
     except ValueError:  # such as a port that is not a number up to 65,535
         is_valid = False

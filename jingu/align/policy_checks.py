@@ -7,7 +7,7 @@ from pathlib import Path
 from jingu.align.environment import Environments, encode_reply, tool_messages
 from jingu.align.json_client import check_url
 from jingu.align.prompt_set import PromptSet, load_prompts
-from jingu.align.reward_list import Rewards
+from jingu.align.reward_list import Rewards, check_columns
 from jingu.chat.tool_calls import ToolCall
 from jingu.config.sections.policies import (
     DistillationSettings,
@@ -21,6 +21,7 @@ from jingu.config.sections.policies import (
 from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
 from jingu.model.spec import BalancedRouter, Experts, Lora
+from jingu.runtime.ranks import is_first_process
 from jingu.training.run import Run
 
 
@@ -91,7 +92,14 @@ def check_policy_run(run: Run) -> None:
         if run.config.precision.type == "fp16":
             what = "fp16 scales the loss of one model, and the critic is another."
             raise JinguError(what, where="precision.type", fix="Set it to bf16 or fp32, or task.critic.type=shared.")
-    Rewards(settings.rewards, prompt_set.columns, run.tokenizer).close()
+    check_columns(settings.rewards, prompt_set.prompts, settings.prompts)
+    rewards = Rewards(settings.rewards, prompt_set.columns, run.tokenizer)
+    try:
+        # Reading many formulas takes long, so one process checks the rows.
+        if is_first_process():
+            rewards.check_rows(prompt_set.prompts, settings.prompts)
+    finally:
+        rewards.close()
 
 
 def can_share_prompts(run: Run) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_prompt
 
-# Names of values that every answer has. They hide columns of the same names from rewards.
-ANSWER_NAMES = ("prompt", "completion", "completion_ids", "prompt_ids")
+# Names of values that rewards receive for every answer, or for all answers. No column may have one of them.
+ANSWER_NAMES = frozenset(
+    ["prompt", "prompts", "prompt_ids", "completion", "completions", "completion_ids", "completion_mask", "messages"]
+)
 # A constant that seeds the order of resampled prompts, to make it independent of the ordinary order.
 _RESAMPLING = 7
 
@@ -36,6 +38,7 @@ class Prompt:
         columns: the other fields of the row.
         messages: all messages of the prompt, with the system message and the history that stand beside them in the
             row; None if it is a text. A last message of the assistant is continued by the answer.
+        line: number of its line in the file, from 1.
     """
 
     row: int
@@ -43,6 +46,12 @@ class Prompt:
     text: str
     columns: Mapping[str, Any]
     messages: Sequence[Any] | None = None
+    line: int = 0
+
+    @property
+    def conversation(self) -> list[Any]:
+        """The messages of the prompt; a text is one of the user."""
+        return [{"role": "user", "content": self.text}] if self.messages is None else list(self.messages)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class PromptSet:
     """All prompts of a run.
 
     Attributes:
-        columns: names of the columns that every row has, except those that an answer hides (`ANSWER_NAMES`).
+        columns: names of the columns that every row has.
         eos_token_ids: ids that end an answer.
         stop: texts that end an answer, for templates without an end token.
         chat_format: format of prompts that are messages.
@@ -96,9 +105,7 @@ def load_prompts(
     """
     path = Path(settings.prompts)
     content = read_text(path)
-    # The template renders prompts that are messages. Texts and messages may be mixed in a file.
-    template = None if settings.template == "auto" else settings.template
-    chat_format = find_chat_format(Path(model or settings.prompts), tokenizer, template)
+    chat_format = find_prompt_format(settings, tokenizer, model)
     prompts: list[Prompt] = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
@@ -119,7 +126,7 @@ def load_prompts(
                 where=path,
                 fix="Raise batch.sequence_length, lower task.max_new_tokens, or leave the row out.",
             )
-        prompts.append(prompt)
+        prompts.append(replace(prompt, line=number))
     if not prompts:
         raise JinguError("it has no rows.", where=path, fix="Write one prompt a line.")
     columns = common_columns([prompt.columns for prompt in prompts])
@@ -134,9 +141,41 @@ def load_prompts(
     )
 
 
+def find_prompt_format(settings: RolloutSettings, tokenizer: Tokenizer, model: str | None) -> ChatFormat | None:
+    """Return the format of prompts that are messages. Texts and messages may be mixed in a file.
+
+    Args:
+        model: as for `load_prompts`.
+    """
+    template = None if settings.template == "auto" else settings.template
+    return find_chat_format(Path(model or settings.prompts), tokenizer, template)
+
+
+def encode_prompt_row(
+    value: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat | None,
+    tools: tuple[JsonObject, ...] = (),
+) -> Prompt:
+    """Return the prompt of a row, as a run encodes it. Raises ConversationError if it has none."""
+    return _parse_prompt(0, json.dumps(value), tokenizer, chat_format, tools)
+
+
 def common_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the columns that every row has, except those that an answer hides."""
+    """Return the names of the columns that every row has, without the values of an answer (`ANSWER_NAMES`)."""
     return [name for name in rows[0] if name not in ANSWER_NAMES and all(name in row for row in rows)]
+
+
+def describe_messages(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation as a text: the role of each message, and its content."""
+    return "\n\n".join(f"{message.get('role')}: {_content(message)}" for message in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = message.get("tool_calls")
+    return f"{text}\n{json.dumps(calls, ensure_ascii=False)}".strip() if calls else text
 
 
 def encode_text_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -157,6 +196,10 @@ def _parse_prompt(
         value = json.loads(line)
     except ValueError as error:
         raise ConversationError(f"it is not JSON ({describe_json_error(error)})") from error
+    if isinstance(value, dict) and (names := sorted(ANSWER_NAMES & value.keys() - {"prompt"})):
+        raise ConversationError(
+            f"field {names[0]}: rewards receive a value of this name for the answer; give the column another name"
+        )
     row = parse_prompt(value)
     columns = {name: item for name, item in value.items() if name != "prompt"}
     if row.segments:

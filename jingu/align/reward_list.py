@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +18,9 @@ from torch import Tensor
 
 from jingu.align.code_reward import SandboxScorer, weak_fraction
 from jingu.align.json_client import JsonClient, check_url, parse_reply
-from jingu.align.prompt_set import ANSWER_NAMES, encode_text_prompt
-from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, VERIFIERS, Answer, last_number
+from jingu.align.prompt_set import ANSWER_NAMES, Prompt, describe_messages
+from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, Answer, check_expected, verify
+from jingu.align.worker import START_SECONDS, Worker, total_seconds
 from jingu.config.sections.rewards import (
     HttpReward,
     JudgeReward,
@@ -47,8 +41,15 @@ from jingu.text.tokenizer import Tokenizer
 
 Values = list[float | None]
 T = TypeVar("T")
-# Seconds that a worker process may take to start and to import a function.
-START_SECONDS = 120.0
+# Larger rewards are mistakes, and their sums and squares would not be finite.
+_MAX_REWARD = 1e100
+# A grade that stands alone, and one in a line of its own: 7, 7/10, "Score: 7", "**Grade: 7 / 10**".
+_GRADE = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?\s*\.?"
+_ALONE = re.compile(rf"\W*?(?:(?:score|grade|rating)\W*?)?{_GRADE}[\s*_`]*", re.IGNORECASE)
+_LINE = re.compile(
+    rf"^[\s*_#`]*(?:(?:final|overall|total)\s+)?(?:score|grade|rating)[\s*_`]*[:=][\s*_`]*{_GRADE}[\s*_`]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class RewardScorer(Protocol):
@@ -56,6 +57,10 @@ class RewardScorer(Protocol):
 
     def score(self, answers: Sequence[Answer]) -> Values:
         """Return the value of each answer, None if it cannot be scored. Raises JinguError if the reward fails."""
+
+    @property
+    def late(self) -> Sequence[int]:
+        """Indices of the last answers that took longer than the reward's timeout."""
 
     def close(self) -> None:
         """Stop the processes that it uses."""
@@ -91,7 +96,7 @@ class Rewards:
     ) -> None:
         self._rewards: list[NamedReward] = []
         names = _names(settings)
-        verifiers = Worker()
+        self._worker = Worker()
         for number, (name, reward) in enumerate(zip(names, settings, strict=True)):
             where = f"task.rewards[{number}]"
             _check_columns(reward, columns, where)
@@ -104,9 +109,9 @@ class Rewards:
             elif isinstance(reward, HttpReward):
                 scorer = ServerScorer(reward, columns, where)
             elif isinstance(reward, PythonReward):
-                scorer = FunctionScorer(reward, columns, where)
+                scorer = FunctionScorer(name, reward, columns, where)
             else:
-                scorer = VerifierScorer(reward, verifiers)
+                scorer = VerifierScorer(name, reward, self._worker)
             self._rewards.append(NamedReward(name, reward, scorer))
 
     @property
@@ -119,6 +124,50 @@ class Rewards:
         """Names of the rewards that are only measured."""
         return [reward.name for reward in self._rewards if reward.settings.audit]
 
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of the rewards that are trained on."""
+        return [reward.name for reward in self._rewards if not reward.settings.audit]
+
+    def check_rows(self, prompts: Sequence[Prompt], path: Path | str) -> None:
+        """Check the expected values of all rows.
+
+        Args:
+            path: the file of the rows, for error messages.
+
+        Raises:
+            JinguError: a reward cannot compare with the value in a row.
+        """
+        for name, settings in ((reward.name, reward.settings) for reward in self._rewards):
+            if isinstance(settings, VerifierBase) and not (isinstance(settings, RegexReward) and settings.pattern):
+                values = [prompt.columns[settings.column] for prompt in prompts]
+                problem = next(self._problems(name, settings, values), None)
+                if problem is not None:
+                    index, reason = problem
+                    raise JinguError(
+                        f"line {prompts[index].line}, column {settings.column}: {reason}.",
+                        where=path,
+                        fix=f"Correct the row, or leave it out: the reward {name} ({settings.type}) compares answers "
+                        "with this column.",
+                    )
+
+    def _problems(self, name: str, settings: VerifierBase, values: Sequence[Any]) -> Iterator[tuple[int, str]]:
+        """Yield the index of each value that a verifier cannot compare with, and the reason."""
+        if settings.type not in SLOW_VERIFIERS:
+            for index, value in enumerate(values):
+                try:
+                    check_expected(settings, value)
+                except ValueError as error:
+                    yield index, str(error)
+            return
+        # Reading some values takes long, and many rows have the same one.
+        keys = [json.dumps(value) for value in values]
+        unique = dict(zip(keys, values, strict=True))
+        problems = dict(zip(unique, self._worker.check(name, settings, [*unique.values()]), strict=True))
+        for index, key in enumerate(keys):
+            if problems[key]:
+                yield index, problems[key]
+
     def score(self, answers: Sequence[Answer]) -> list[dict[str, float | None]]:
         """Return the values of each answer by reward.
 
@@ -128,17 +177,31 @@ class Rewards:
         parts = {reward.name: _score(reward, answers) for reward in self._rewards}
         return [{name: values[index] for name, values in parts.items()} for index in range(len(answers))]
 
+    def late(self, count: int) -> list[list[str]]:
+        """Return the names of the rewards whose timeout an answer exceeded, for each of the last `count` answers."""
+        late = {reward.name: {*reward.scorer.late} for reward in self._rewards}
+        return [[name for name, indices in late.items() if index in indices] for index in range(count)]
+
     def total(self, parts: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum of all rewards except audits; None if all of these are None."""
-        values = [
-            reward.settings.weight * value
-            for reward in self._rewards
-            if not reward.settings.audit and (value := parts[reward.name]) is not None
-        ]
+        """Return the weighted sum of all rewards except audits; None if a required one of these, or every one, is None.
+
+        Raises:
+            JinguError: the sum is too large.
+        """
+        trained = [reward for reward in self._rewards if not reward.settings.audit]
+        if any(parts[reward.name] is None for reward in trained if reward.settings.required):
+            return None
+        values = [reward.settings.weight * value for reward in trained if (value := parts[reward.name]) is not None]
+        # Not fsum, which raises an exception if a partial sum overflows.
+        total = sum(values)
+        if not abs(total) <= _MAX_REWARD:
+            what = f"the weighted sum of the rewards of an answer, {total:g}, is too large."
+            raise JinguError(what, where="task.rewards", fix="Lower the weights, or the values that a reward returns.")
         return math.fsum(values) if values else None
 
     def close(self) -> None:
         """End all workers."""
+        self._worker.close()
         for reward in self._rewards:
             reward.scorer.close()
 
@@ -156,6 +219,21 @@ def weak_fractions(settings: Sequence[Reward], rows: Sequence[Mapping[str, Any]]
     }
 
 
+def check_columns(settings: Sequence[Reward], prompts: Sequence[Prompt], path: Path | str) -> None:
+    """Raise JinguError if only some rows have a column that a verifier compares with.
+
+    Args:
+        path: the file of the rows.
+    """
+    for reward in settings:
+        column = reward.column if isinstance(reward, VerifierBase) else None
+        without = [prompt.line for prompt in prompts if column not in prompt.columns]
+        is_needed = column is not None and not (isinstance(reward, RegexReward) and reward.pattern)
+        if is_needed and 0 < len(without) < len(prompts):
+            what = f"line {without[0]} has no column {column}, which the reward {reward.type} compares with."
+            raise JinguError(what, where=path, fix="Add it, or leave the row out.")
+
+
 def _names(settings: Sequence[Reward]) -> list[str]:
     names: list[str] = []
     for reward in settings:
@@ -171,6 +249,12 @@ def _names(settings: Sequence[Reward]) -> list[str]:
 
 
 def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
+    for name in sorted({*columns, *([reward.column] if isinstance(reward, VerifierBase) else [])} & ANSWER_NAMES):
+        raise JinguError(
+            f"the name {name} is that of the prompt or of the answer itself, and cannot be a column.",
+            where=f"{where}.column" if isinstance(reward, VerifierBase) else where,
+            fix="Give the column another name in the rows.",
+        )
     column = reward.column if isinstance(reward, VerifierBase) else None
     if isinstance(reward, RegexReward) and reward.pattern is not None:
         column = None
@@ -179,12 +263,6 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
         except re.error as error:
             what = f"it is not a regular expression ({error})."
             raise JinguError(what, where=f"{where}.pattern", fix="Correct it.") from error
-    if column in ANSWER_NAMES:
-        raise JinguError(
-            f"the name {column} is that of the prompt or of the answer itself, which hides a column of this name.",
-            where=f"{where}.column",
-            fix="Give the column of the expected answers another name in the rows, and set it here.",
-        )
     if column is not None and column not in columns:
         raise JinguError(
             f"the rows have no column {column}, which the reward {reward.type} compares with.",
@@ -218,120 +296,26 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
         )
     checked: Values = []
     for value, answer in zip(values, answers, strict=True):
-        if value is None or math.isfinite(value):
+        if value is None or abs(value) <= _MAX_REWARD:
             checked.append(value)
             continue
-        what = f"it returned {value} for an answer to the prompt {str(answer['prompt'])[:80]!r}."
+        what = f"it returned {value:g} for an answer to the prompt {str(answer['prompt'])[:80]!r}."
         if reward.settings.on_error == "stop":
-            raise JinguError(what, where=where, fix="Return a finite number, or None for what cannot be scored.")
+            raise JinguError(
+                what, where=where, fix=f"Return a number up to {_MAX_REWARD:g}, or None for what cannot be scored."
+            )
         log_warning(f"{where}: {what} The answer is not scored.")
         checked.append(None)
     return checked
 
 
-class Worker:
-    """A process that computes rewards. It starts with the first request.
-
-    It ends with `close`, or else when this object is garbage-collected.
-
-    Args:
-        module: the Python module to run, which replies to each line of JSON with another one.
-    """
-
-    def __init__(self, module: str = "jingu.align.reward_worker") -> None:
-        self._module = module
-        self._process: subprocess.Popen[str] | None = None
-        self._ready: set[str] = set()  # rewards that the process has imported
-        self._end: Callable[[], object] = lambda: None
-
-    def ask(self, settings: Reward, columns: Sequence[str], answers: Sequence[Answer], timeout: float) -> Values:
-        """Return the values of answers. If the process ends, by a timeout or by itself, the next call starts another.
-
-        Raises:
-            TimeoutError: the reward took longer than `timeout` seconds.
-            JinguError: the reward failed.
-        """
-        key = settings.model_dump_json()
-        if answers and key not in self._ready:
-            # The timeout is for scoring alone: start the process and import the reward before it begins.
-            self.ask(settings, columns, [], START_SECONDS)
-            self._ready.add(key)
-        request = {"settings": settings.model_dump(mode="json"), "columns": columns, "answers": answers}
-        reply = self.exchange(request, timeout)
-        if self._process is not None and self._process.poll() is not None:
-            # Unlike other requests to a process, those for rewards do not depend on earlier ones.
-            self.close()
-        if "error" in reply:
-            raise JinguError(f"{reply['error']}.", where=f"the reward {settings.type}", fix="Correct the reward.")
-        return list(reply["scores"])
-
-    def exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a request and return the reply. After `timeout` seconds, kill the process and raise TimeoutError."""
-        process = self._start()
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            _kill(process)
-
-        timer = threading.Timer(timeout, end)
-        timer.daemon = True
-        timer.start()
-        reply = _exchange(process, json.dumps(request) + "\n")
-        timer.cancel()
-        if is_late.is_set():
-            self.close()
-            raise TimeoutError
-        return reply
-
-    def _start(self) -> subprocess.Popen[str]:
-        """Return the process, after starting it if necessary."""
-        if self._process is None:
-            command = [sys.executable, "-m", self._module]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-            )
-            self._end = weakref.finalize(self, _end_process, self._process)
-        return self._process
-
-    def close(self) -> None:
-        """Kill the process."""
-        self._process = None
-        self._ready.clear()
-        self._end()
-
-
-# The following functions are finalizers or run in threads: a reference to the worker in one of them would keep the
-# worker from ever being garbage-collected.
-
-
-def _exchange(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
-    """Send a line to a worker's process and return its reply."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        return dict(json.loads(process.stdout.readline()))
-    except (OSError, ValueError):
-        return {"error": f"its process ended with exit code {process.wait()}"}
-
-
-def _end_process(process: subprocess.Popen[str]) -> None:
-    """Kill a worker's process and its children, and wait for it."""
-    _kill(process)
-    with suppress(OSError), process:
-        process.wait()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 class FunctionScorer:
     """A Python function, in a process of its own."""
 
-    def __init__(self, settings: PythonReward, columns: Sequence[str], where: str) -> None:
+    late: Sequence[int] = ()
+
+    def __init__(self, name: str, settings: PythonReward, columns: Sequence[str], where: str) -> None:
+        self._name = name
         self._settings = settings
         self._columns = list(columns)
         self._where = where
@@ -344,10 +328,10 @@ class FunctionScorer:
 
     def _ask(self, answers: Sequence[Answer], timeout: float) -> Values:
         try:
-            return self._worker.ask(self._settings, self._columns, answers, timeout)
+            return list(self._worker.ask(self._name, self._settings, self._columns, answers, timeout)["scores"])
         except TimeoutError:
             raise JinguError(
-                f"{self._settings.function} did not return within {timeout:g} seconds.",
+                f"the reward {self._name} ({self._settings.function}) did not return within {timeout:g} seconds.",
                 where=self._where,
                 fix="Make it faster, or raise its timeout.",
             ) from None
@@ -357,25 +341,26 @@ class FunctionScorer:
 
 
 class VerifierScorer:
-    """A verifier. Those that can hang run in a process that they share; an answer that takes too long scores 0."""
+    """A verifier. Those that can hang run in processes that they share; an answer that takes too long scores 0."""
 
-    def __init__(self, settings: Reward, worker: Worker) -> None:
+    def __init__(self, name: str, settings: Reward, worker: Worker) -> None:
+        self._name = name
         self._settings = settings
         self._worker = worker
+        self.late: Sequence[int] = ()
 
     def score(self, answers: Sequence[Answer]) -> Values:
         settings = self._settings
         if settings.type not in SLOW_VERIFIERS:
-            return [float(VERIFIERS[settings.type](settings, answer)) for answer in answers]
-        values: Values = []
-        for answer in answers:
-            try:
-                values += self._worker.ask(settings, (), [answer], settings.timeout)
-            except TimeoutError:
-                name, limit = settings.name or settings.type, f"{settings.timeout:g} seconds"
-                log_warning(f"The reward {name}: scoring an answer took longer than {limit}, so it scores 0.")
-                values.append(0.0)
-        return values
+            return [verify(settings, answer) for answer in answers]
+        names = ["completion", *([settings.column] if isinstance(settings, VerifierBase) else [])]
+        rows = [{name: answer.get(name) for name in names} for answer in answers]
+        reply = self._worker.ask(self._name, settings, (), rows, total_seconds(settings.timeout, len(rows)))
+        self.late = reply.get("late", ())
+        if self.late:
+            took = f"scoring {pluralize(len(self.late), 'answer')} took longer than {settings.timeout:g} seconds"
+            log_warning(f"The reward {self._name}: {took}; the value is 0.")
+        return list(reply["scores"])
 
     def close(self) -> None:
         self._worker.close()
@@ -384,9 +369,10 @@ class VerifierScorer:
 class ModelScorer:
     """A reward model, in this process."""
 
+    late: Sequence[int] = ()
+
     def __init__(self, settings: ModelReward, tokenizer: Tokenizer, where: str) -> None:
         self._stored = open_model(Path(settings.model))
-        self._tokenizer = tokenizer
         self._model: Decoder | None = None
         where = f"{where}.model"
         if not self._stored.spec.score_head:
@@ -407,8 +393,7 @@ class ModelScorer:
 
         values: Values = []
         for answer in answers:
-            prompt_ids = answer.get("prompt_ids") or encode_text_prompt(self._tokenizer, answer["prompt"])
-            tokens_BT = torch.tensor([[*prompt_ids, *answer["completion_ids"]]])
+            tokens_BT = torch.tensor([[*answer["prompt_ids"], *answer["completion_ids"]]])
             values += self._model(tokens_BT, loss=head).tolist()
         return values
 
@@ -418,6 +403,8 @@ class ModelScorer:
 
 class ServerScorer:
     """A server that scores answers."""
+
+    late: Sequence[int] = ()
 
     def __init__(self, settings: ServerBase, columns: Sequence[str], where: str) -> None:
         self._settings = settings
@@ -430,8 +417,8 @@ class ServerScorer:
 
     def score(self, answers: Sequence[Answer]) -> Values:
         lists = {f"{name}s": [answer[name] for answer in answers] for name in ("prompt", "completion")}
-        lists |= {name: [answer.get(name) for answer in answers] for name in self._columns}
-        return self._post(self._settings.url, lists, lambda reply: [_number(value) for value in reply["scores"]])
+        lists |= {name: [answer.get(name) for answer in answers] for name in ("messages", *self._columns)}
+        return self._post(self._settings.url, lists, lambda reply: _read_scores(reply, len(answers)))
 
     def close(self) -> None:
         """Nothing runs."""
@@ -448,15 +435,16 @@ class JudgeScorer(ServerScorer):
         super().__init__(settings, columns, where)
         self._judge = settings
         try:
-            unknown = _template_columns(settings.template) - {"prompt", "completion", *columns}
+            unknown = _template_columns(settings.template) - {"prompt", "completion", "messages", *columns}
         except ValueError as error:
             what = f"it has a brace that does not belong to a field ({error})."
             raise JinguError(what, where=f"{where}.template", fix="Write {{ and }} for braces.") from error
         if unknown:
+            fields = ", ".join(["prompt", "completion", "messages", *columns])
             raise JinguError(
                 f"it has a field that the rows lack: {{{min(unknown)}}}.",
                 where=f"{where}.template",
-                fix=f"The fields are {', '.join(['prompt', 'completion', *columns])}. Write {{{{ and }}}} for braces.",
+                fix=f"The fields are {fields}. Write {{{{ and }}}} for braces.",
             )
 
     def score(self, answers: Sequence[Answer]) -> Values:
@@ -465,7 +453,9 @@ class JudgeScorer(ServerScorer):
 
     def _grade(self, answer: Answer) -> float | None:
         try:
-            question = self._judge.template.format_map(answer)
+            question = self._judge.template.format_map(
+                {**answer, "messages": describe_messages(answer.get("messages") or ())}
+            )
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             raise JinguError(
                 f"it does not fit the row with the prompt {str(answer['prompt'])[:80]!r} "
@@ -477,9 +467,10 @@ class JudgeScorer(ServerScorer):
         body = {"model": self._judge.model, "messages": messages, "temperature": 0}
 
         def read(reply: Any) -> float | None:
-            return _number(last_number(reply["choices"][0]["message"]["content"]))
+            content = reply["choices"][0]["message"].get("content")
+            # A refusal, or reasoning alone, has no text.
+            return read_grade(content, self._judge) if isinstance(content, str) else None
 
-        # A reply without a number leaves the answer unscored.
         return self._post(f"{self._judge.url.rstrip('/')}/chat/completions", body, read)
 
 
@@ -496,5 +487,27 @@ def _template_columns(template: str) -> set[str]:
     return names
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def read_grade(reply: str, settings: JudgeReward) -> float | None:
+    """Return the grade in a judge's reply, which leaves the answer unscored (None) unless its form is clear: one number
+    within the limits, alone or in a line such as "Score: 7"; or N/M, where M is the highest grade.
+    """
+    text = reply.rpartition("</think>")[2].strip()
+    match = _ALONE.fullmatch(text)
+    grades = [match.groups()] if match is not None else [line.groups() for line in _LINE.finditer(text)]
+    values = {float(grade) for grade, _ in grades}
+    is_other_scale = any(limit is not None and float(limit) != settings.max_grade for _, limit in grades)
+    if len(values) != 1 or is_other_scale:
+        return None
+    (value,) = values
+    return value if settings.min_grade <= value <= settings.max_grade else None
+
+
+def _read_scores(reply: Any, count: int) -> Values:
+    """Return the scores in a server's reply. Raises ValueError if they are no list of numbers, one for each answer."""
+    scores = reply["scores"]
+    if not isinstance(scores, list) or len(scores) != count:
+        raise ValueError(f"expected a list of {pluralize(count, 'score')}, not {str(scores)[:80]}")
+    for score in scores:
+        if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+            raise ValueError(f"expected numbers as scores, not {str(score)[:80]}")
+    return [None if score is None else float(score) for score in scores]

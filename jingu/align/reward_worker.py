@@ -1,8 +1,9 @@
 """The process that computes rewards: user code in it can neither hang nor kill the run.
 
 It reads and writes one JSON object per line. A request has the settings of a reward, the names of the columns, and
-answers, and its reply is {"scores": [...]}; or it calls a method of environments or their tools, and its reply is
-{"values": [...]}. The reply to a failed request is {"error": "..."}.
+answers, and its reply is {"scores": [...], "late": [...]}, with the indices of answers that took too long; or it has
+expected values to check, and its reply is {"problems": [...]}; or it calls a method of environments or their tools, and
+its reply is {"values": [...]}. The reply to a failed request is {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,10 +27,11 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from jingu.align.verifiers import Answer
     from jingu.chat.messages import JsonObject
+    from jingu.config.sections.rewards import Reward
 
     Score = Callable[[Sequence[Answer]], Any]
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")
+ARGUMENTS = ("prompts", "completions", "completion_ids", "completion_mask", "messages")
 
 
 class RewardFunctionError(Exception):
@@ -73,47 +77,106 @@ def build_python_reward(path: str, columns: Sequence[str]) -> Score:
         raise RewardFunctionError(f"{error}; it can have {', '.join(names)}") from error
 
     def score(answers: Sequence[Answer]) -> Any:
-        lists = {name: [answer.get(name) for answer in answers] for name in columns}
-        lists |= {f"{name}s": [answer[name] for answer in answers] for name in ("prompt", "completion")}
-        lists["completion_ids"] = [answer["completion_ids"] for answer in answers]
-        result = function(**{name: lists[name] for name in accepted})
-        if not inspect.isawaitable(result):
-            return result
-        import asyncio
+        # The plural names are those of lists over all answers.
+        keys = {"prompts": "prompt", "completions": "completion"}
+        lists = {name: [answer.get(keys.get(name, name)) for answer in answers] for name in accepted}
+        result = function(**lists)
+        if inspect.isawaitable(result):
+            import asyncio
 
-        return asyncio.run(_wait(result))
+            result = asyncio.run(_wait(result))
+        return read_scores(result, len(answers))
 
     return score
+
+
+def read_scores(result: Any, count: int) -> list[float | None]:
+    """Return what a function returned as numbers: a list, a tuple, an iterator, or an array or tensor of one dimension.
+
+    Raises:
+        RewardFunctionError: it is something else, such as a dictionary, or an element is no number.
+    """
+    if hasattr(result, "tolist"):
+        values = result.tolist()
+    elif isinstance(result, Iterator):
+        # One more than needed shows that there are too many; an iterator may be endless.
+        values = list(islice(result, count + 1))
+    else:
+        values = result
+    if not isinstance(values, list | tuple):
+        raise RewardFunctionError(f"it returned {_describe(result)}, not a list of numbers")
+    return [None if value is None else _read_score(value) for value in values]
+
+
+def _read_score(value: Any) -> float:
+    """Return a number, or the value of an array or tensor with a single one."""
+    if hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise RewardFunctionError(f"it returned a list with {_describe(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _describe(value: Any) -> str:
+    """Return the type of a value and its beginning."""
+    return f"{type(value).__name__} {repr(value)[:60]}"
 
 
 async def _wait(result: Any) -> Any:
     return await result
 
 
-def build_score(settings: dict[str, Any], columns: Sequence[str]) -> Score:
-    """Return the function that scores answers, given the settings of a reward."""
-    if settings["type"] == "python":
-        return build_python_reward(settings["function"], columns)
+def build_verifier(settings: dict[str, Any]) -> Reward:
+    """Return the settings of a verifier, after importing what it needs: imports do not count towards its timeout."""
     from pydantic import TypeAdapter
 
-    from jingu.align.verifiers import REQUIRED_PACKAGES, VERIFIERS
+    from jingu.align.verifiers import REQUIRED_PACKAGES
     from jingu.config.sections.rewards import Reward
 
-    reward = TypeAdapter(Reward).validate_python(settings)
+    reward: Reward = TypeAdapter(Reward).validate_python(settings)
     if reward.type in REQUIRED_PACKAGES:
-        # Import it now, so that the import does not count towards the timeout of the first answer.
         importlib.import_module(REQUIRED_PACKAGES[reward.type])
-    verify = VERIFIERS[reward.type]
-    return lambda answers: [float(verify(reward, answer)) for answer in answers]
+    return reward
 
 
-def _score(functions: dict[str, Score], request: dict[str, Any]) -> Sequence[Any]:
-    """Return the scores that a request asks for."""
-    key = json.dumps(request["settings"])
-    if key not in functions:
-        functions[key] = build_score(request["settings"], request["columns"])
-    # A request without answers only checks that the function can be used.
-    return list(functions[key](request["answers"])) if request["answers"] else []
+class RewardFunctions:
+    """The rewards that this process has imported, by their settings."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Score] = {}
+        self._verifiers: dict[str, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Handle a request. One without answers only checks that the reward can be used."""
+        settings, answers = request["settings"], request["answers"]
+        key = json.dumps(settings)
+        if settings["type"] == "python":
+            if key not in self._functions:
+                self._functions[key] = build_python_reward(settings["function"], request["columns"])
+            return {"scores": self._functions[key](answers) if answers else []}
+        from jingu.align.process_pool import LATE, map_in_processes
+        from jingu.align.verifiers import check_expected, verify
+
+        if key not in self._verifiers:
+            self._verifiers[key] = build_verifier(settings)
+        reward = self._verifiers[key]
+        if "check" in request:
+
+            def check(value: Any) -> str:
+                try:
+                    check_expected(reward, value)
+                except ValueError as error:
+                    return str(error)
+                return ""
+
+            problems = map_in_processes(check, request["check"], reward.timeout)
+            return {"problems": ["it cannot be read in time" if text == LATE else text for text in problems]}
+        values = map_in_processes(lambda answer: verify(reward, answer), answers, reward.timeout)
+        late = [index for index, value in enumerate(values) if value == LATE]
+        return {"scores": [0.0 if isinstance(value, str) else value for value in values], "late": late}
 
 
 class EnvironmentWorker:
@@ -195,7 +258,7 @@ def main() -> None:
     # Redirect standard output to standard error, so that nothing a function prints gets between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    functions: dict[str, Score] = {}
+    rewards = RewardFunctions()
     environments = EnvironmentWorker()
     for line in sys.stdin:
         request = json.loads(line)
@@ -204,13 +267,12 @@ def main() -> None:
             if "method" in request:
                 reply = {"values": environments.answer(request)}
             else:
-                scores = _score(functions, request)
-                reply = {"scores": [None if value is None else float(value) for value in scores]}
+                reply = rewards.answer(request)
         except RewardFunctionError as error:
             reply = {"error": str(error)}
         except Exception as error:
             traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": f"{type(error).__name__}: {str(error)[:2_000]}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

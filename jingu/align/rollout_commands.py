@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import signal
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from jingu.align.environment import Environments
 from jingu.align.policy_checks import check_policy_run
 from jingu.align.policy_learning import PolicyLearning
-from jingu.align.prompt_set import Prompt, common_columns, load_prompts
-from jingu.align.reward_list import Rewards
-from jingu.chat.tokenization import encode_prompt_and_answer
+from jingu.align.prompt_set import Prompt, common_columns, encode_prompt_row, find_prompt_format, load_prompts
+from jingu.align.reward_list import Rewards, check_columns
+from jingu.align.rollouts import Sample, describe_answer, read_sample
+from jingu.chat.chat_format import ChatFormat
+from jingu.chat.messages import ConversationError, JsonObject
+from jingu.chat.tokenization import encode_continuation, encode_prompt_and_answer
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
 from jingu.config.load import load_stored_config
 from jingu.config.schema import RunConfig
@@ -30,6 +37,7 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.training.commands import train_on_rank
 from jingu.training.run import Run
 from jingu.training.task import TaskFactory
+from jingu.tune.row_fields import ROW_FIELDS
 
 
 def score(config: RunConfig, answers: Path | None = None, to: Path | None = None, best: bool = False) -> int:
@@ -45,25 +53,32 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         JinguError: the task has no rewards, or an environment; the file cannot be read, or a reward fails.
     """
     settings = _rollout_settings(config)
-    if settings.environment is not None or not settings.rewards:
-        what = "saved answers are scored by rewards alone, without an environment."
-        raise JinguError(what, where="task.rewards", fix="List rewards, and leave out task.environment.")
+    environments = Environments(settings.environment) if settings.environment is not None else None
+    if not settings.rewards or (environments is not None and environments.has_score):
+        what = "saved answers are scored by rewards alone, without the class of an environment."
+        raise JinguError(what, where="task.rewards", fix="List rewards, and leave out task.environment.path.")
+    tools = environments.tools if environments is not None else ()
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     if answers is None:
         folder = Path(config.runs_dir) / config.name / "rollouts"
         answers = max(folder.glob("step_*.jsonl"), key=lambda file: file.stat().st_mtime, default=None)
         if answers is None:
             raise JinguError("the run has no answers yet.", where=folder, fix="Name a file of answers with --answers.")
-    rows = _read_rows(answers)
-    if all({"row", "text", "ids"} <= row.keys() for row in rows):
-        prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_).prompts
-        sources = [prompts[row["row"]].messages or prompts[row["row"]].text for row in rows]
-        rows = [_rollout_answer(row, prompts[row["row"]]) for row in rows]
+    lines = _read_rows(answers)
+    model = config.initialize.from_
+    if all({"row", "text", "ids", "prompt_ids"} <= row.keys() for row in lines.values()):
+        prompt_set = load_prompts(settings, tokenizer, config.batch.sequence_length, model, tools)
+        prompts = _find_prompts(lines, prompt_set.prompts, answers, settings.prompts)
+        samples = [_read_sample(row, number, answers) for number, row in lines.items()]
     else:
-        rows = [_saved_answer(row, tokenizer) for row in rows]
-        sources = [row["prompt"] for row in rows]
-    rewards = Rewards(settings.rewards, common_columns(rows), tokenizer)
+        chat_format = find_prompt_format(settings, tokenizer, model)
+        pairs = [_saved_answer(row, number, answers, tokenizer, chat_format, tools) for number, row in lines.items()]
+        prompts, samples = [prompt for prompt, _ in pairs], [sample for _, sample in pairs]
+    rows = [describe_answer(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)]
+    check_columns(settings.rewards, prompts, answers)
+    rewards = Rewards(settings.rewards, common_columns([prompt.columns for prompt in prompts]), tokenizer)
     try:
+        rewards.check_rows(prompts, answers)
         parts = rewards.score(rows)
     finally:
         rewards.close()
@@ -76,27 +91,45 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
         print(f"{name + audit:30} {mean:>10}  {len(numbers):,} of {len(rows):,} answers")
     if to is not None:
         results = [
-            {**row, "rewards": scores, "reward": total} for row, scores, total in zip(rows, parts, totals, strict=True)
+            {
+                **prompt.columns,
+                "prompt": prompt.text if prompt.messages is None else prompt.messages,
+                **{name: row[name] for name in ("completion", "completion_ids")},
+                "rewards": scores,
+                "reward": total,
+            }
+            for row, prompt, scores, total in zip(rows, prompts, parts, totals, strict=True)
         ]
-        lines = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(results, sources) if best else results))
-        write_text_atomically(to, "".join(f"{line}\n" for line in lines))
+        # Halves of characters, which UTF-8 lacks, are written as the escapes of JSON.
+        texts = (json.dumps(row, ensure_ascii=False) for row in (_best_rows(results) if best else results))
+        write_text_atomically(to, "".join(f"{text}\n".encode(errors="backslashreplace").decode() for text in texts))
     return 0
 
 
-def _best_rows(rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
-    """Return the best answer to each prompt (the first of a tie) as a row of instruction data.
-
-    Args:
-        prompts: the prompt of each row: a text, or a list of messages.
-    """
+def _best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the best answer to each prompt (the first of a tie) as a row of instruction data."""
     best: dict[str, dict[str, Any]] = {}
-    for row, prompt in zip(rows, prompts, strict=True):
+    for row in rows:
+        prompt = row["prompt"]
         key = json.dumps(prompt)
         if row["reward"] is not None and (key not in best or row["reward"] > best[key]["reward"]):
-            answer = row["completion"]
-            completion = answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]
-            best[key] = {"prompt": prompt, "completion": completion, "reward": row["reward"]}
-    return list(best.values())
+            best[key] = row
+    return [_tuning_row(row) for row in best.values()]
+
+
+def _tuning_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer to a prompt as a row of instruction data, with what the template needs besides."""
+    prompt, answer = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "completion": answer, "reward": row["reward"]}
+    if prompt[-1]["role"] == "assistant":
+        # The answer continues a message that the prompt begins.
+        *prompt, beginning = prompt
+        answer = beginning["content"] + answer
+    names = {name for field in ROW_FIELDS if field.name in ("tools", "chat_template_kwargs") for name in field.names}
+    shape = {name: value for name, value in row.items() if name in names}
+    completion = [{"role": "assistant", "content": answer}]
+    return {"prompt": prompt, "completion": completion, "reward": row["reward"], **shape}
 
 
 def _rollout_settings(config: RunConfig) -> RolloutSettings:
@@ -106,13 +139,14 @@ def _rollout_settings(config: RunConfig) -> RolloutSettings:
     return config.task
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the rows of a file by the number of their line."""
+    rows = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                rows.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
+                rows[number] = dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError) as error:
                 fix = "Correct the line."
                 raise JinguError(f"line {number} is not a JSON object.", where=path, fix=fix) from error
     if not rows:
@@ -120,18 +154,85 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _rollout_answer(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
-    """Return a line of a rollout as rewards see it."""
-    answer = {"completion": row["text"], "completion_ids": row["ids"], "prompt_ids": row["prompt_ids"]}
-    return {**prompt.columns, "prompt": prompt.text, **answer}
+def _find_prompts(
+    lines: Mapping[int, Mapping[str, Any]], prompts: Sequence[Prompt], path: Path, source: str
+) -> list[Prompt]:
+    """Return the prompt of each answer of a rollout: the one with the same ids, wherever its row is now.
+
+    Raises:
+        JinguError: there is none, or there are several with different columns.
+    """
+    by_ids: dict[tuple[int, ...], list[Prompt]] = {}
+    for prompt in prompts:
+        by_ids.setdefault(tuple(prompt.ids), []).append(prompt)
+    matches = []
+    for number, row in lines.items():
+        same = by_ids.get(tuple(row["prompt_ids"]), [])
+        same = [prompt for prompt in same if prompt.row == row["row"]] or same
+        if not same or any(prompt.columns != same[0].columns for prompt in same):
+            problem = "has several rows for" if same else "no longer has"
+            raise JinguError(
+                f"line {number}: {source} {problem} its prompt {str(row.get('prompt'))[:80]!r}.",
+                where=path,
+                fix="Score it with the prompts that it answers (task.prompts), or as rows of prompt, completion and "
+                "columns.",
+            )
+        matches.append(same[0])
+    return matches
 
 
-def _saved_answer(row: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a row of a user's file as rewards see it."""
-    if not isinstance(row.get("prompt"), str) or not isinstance(row.get("completion"), str):
-        raise JinguError("a row lacks the texts prompt and completion.", where="--answers", fix="Add them.")
-    prompt_ids, completion_ids = encode_prompt_and_answer(tokenizer, row["prompt"], row["completion"])
-    return {"prompt_ids": [*tokenizer.prompt_prefix_ids, *prompt_ids], "completion_ids": completion_ids, **row}
+def _read_sample(row: dict[str, Any], number: int, path: Path) -> Sample:
+    """Return a line of a rollout. Raises JinguError if it is none."""
+    try:
+        return read_sample(row)
+    except ValidationError as error:
+        what = f"line {number} is no answer of a rollout ({error.errors()[0]['loc']}: {error.errors()[0]['msg']})."
+        raise JinguError(what, where=path, fix="Correct the line.") from error
+
+
+def _saved_answer(
+    row: dict[str, Any],
+    number: int,
+    path: Path,
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat | None,
+    tools: tuple[JsonObject, ...],
+) -> tuple[Prompt, Sample]:
+    """Return the prompt and the answer in a row of a user's file, with the ids that a run would have.
+
+    Raises:
+        JinguError: it lacks a prompt or a completion.
+    """
+    fields = {name: value for name, value in row.items() if name not in ("completion", "completion_ids", "prompt_ids")}
+    completion = row.get("completion")
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+        completion = completion[0].get("content")
+    try:
+        prompt = replace(encode_prompt_row(fields, tokenizer, chat_format, tools), line=number)
+        if not isinstance(completion, str):
+            raise ConversationError("field completion: expected a text, or a list with the message of the assistant")
+    except ConversationError as error:
+        raise JinguError(f"line {number}: {error}.", where=path, fix="Correct the row.") from error
+    ids = row.get("completion_ids")
+    if ids is None and prompt.messages is None:
+        prompt_ids, ids = encode_prompt_and_answer(tokenizer, prompt.text, completion)
+        prompt = replace(prompt, ids=(*tokenizer.prompt_prefix_ids, *prompt_ids))
+        ids = ids + _end_of_answer(row, prompt, tokenizer, chat_format)
+    elif ids is None:
+        ids = encode_continuation(tokenizer, completion) + _end_of_answer(row, prompt, tokenizer, chat_format)
+    reason = str(row.get("finish_reason", "end"))
+    return prompt, Sample(prompt.text, 0, 0, prompt.ids, tuple(ids), (0.0,) * len(ids), completion, reason)
+
+
+def _end_of_answer(
+    row: Mapping[str, Any], prompt: Prompt, tokenizer: Tokenizer, chat_format: ChatFormat | None
+) -> list[int]:
+    """Return the ids that end an answer in a run; none for an answer that was cut off."""
+    if row.get("finish_reason") == "length":
+        return []
+    if prompt.messages is None or chat_format is None:
+        return [tokenizer.eos_token_id]
+    return [*chat_format.eos_token_ids] or tokenizer.encode("".join(chat_format.stop))
 
 
 def replay(run: Path, step: int) -> int:

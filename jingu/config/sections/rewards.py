@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Discriminator, Field, model_validator
 
 from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings
 
@@ -20,9 +20,12 @@ class RewardBase(Settings):
         weight: Factor on the values of this reward in the sum of all rewards.
         audit: Whether to measure this reward only, and never train on it. An audit shows whether training exploits the
             other rewards.
-        timeout: Seconds that the reward may take for the answers of a step (a verifier: for one answer).
+        timeout: Seconds that the reward may take for the answers of a step (a verifier: for one answer; a server: for
+            one request, until the end of its reply).
         on_error: What to do if the reward fails during a run, or returns a number that is not finite: stop, after a
             checkpoint, or skip the answers that it could not score.
+        required: Whether an answer that this reward does not score (None) is left out of training; false: the other
+            rewards are summed without it.
     """
 
     type: str
@@ -31,11 +34,13 @@ class RewardBase(Settings):
     audit: bool = False
     timeout: Seconds = 60.0
     on_error: Literal["stop", "skip"] = "stop"
+    required: bool = True
 
 
 class PythonReward(RewardBase):
-    """A Python function. It receives lists as keyword arguments: `prompts`, `completions`, `completion_ids` and each
-    column of the rows. It returns a list of numbers, with None for an answer that cannot be scored. It may be async.
+    """A Python function. It receives lists as keyword arguments: `prompts`, `completions`, `completion_ids`,
+    `completion_mask`, `messages` and each column of the rows. It returns a list of numbers, with None for an answer
+    that cannot be scored. It may be async.
 
     Attributes:
         function: The function: `module:function` or `file.py:function`.
@@ -59,25 +64,38 @@ class VerifierBase(RewardBase):
     timeout: Seconds = 5.0
 
 
+class SlowVerifierBase(VerifierBase):
+    """Settings of verifiers that may take long.
+
+    Attributes:
+        timeout: Seconds of CPU time per answer; an answer that takes longer gets 0.
+    """
+
+    timeout: Seconds = 1.0
+
+
 class ExactReward(VerifierBase):
-    """The whole answer equals the expected text, apart from whitespace around it."""
+    """The whole answer equals the expected text, or one of a list of texts, apart from whitespace around it."""
 
     type: Literal["exact"] = "exact"
 
 
 class NumberReward(VerifierBase):
-    """The last number in the answer equals the expected number."""
+    """The final number of the answer equals the expected number. A marked answer counts: `\\boxed{...}`, `<answer>`, a
+    line `#### ...`, or "the answer is ..."; else the last number. 3/2, 1 1/2, 50% (0.5), 2^3, 1,000, 5 000 and 2e-3
+    are one number each."""
 
     type: Literal["number"] = "number"
 
 
-class MathReward(VerifierBase):
-    """The formula in the answer is equivalent to the expected one (needs the math-verify package)."""
+class MathReward(SlowVerifierBase):
+    """The final formula of the answer is equivalent to the expected one, which is LaTeX with or without dollar signs, a
+    choice such as B, or a word (needs the math-verify package)."""
 
     type: Literal["math"] = "math"
 
 
-class RegexReward(VerifierBase):
+class RegexReward(SlowVerifierBase):
     """A regular expression matches the answer from its beginning to its end.
 
     Attributes:
@@ -88,8 +106,9 @@ class RegexReward(VerifierBase):
     pattern: Text | None = None
 
 
-class JsonSchemaReward(VerifierBase):
-    """The answer is JSON that matches a JSON schema (needs the jsonschema-rs package).
+class JsonSchemaReward(SlowVerifierBase):
+    """The answer is JSON that matches a JSON schema (needs the jsonschema-rs package). NaN, Infinity and objects with
+    the same key twice are not JSON.
 
     Attributes:
         column: Column of the row that holds the schema.
@@ -116,7 +135,7 @@ class PythonTestsReward(VerifierBase):
 
 class LengthReward(RewardBase):
     """1 if the length of the answer is within the limits; otherwise 1 minus the distance to the nearer limit relative
-    to that limit, but at least 0.
+    to that limit, but at least 0. Only the model's own tokens count, not the replies of tools or an environment.
 
     Attributes:
         min_tokens: Minimum number of tokens.
@@ -126,6 +145,12 @@ class LengthReward(RewardBase):
     type: Literal["length"] = "length"
     min_tokens: NonNegative = 0
     max_tokens: Positive = 10**9
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> LengthReward:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self
 
 
 class ServerBase(RewardBase):
@@ -145,21 +170,24 @@ class ServerBase(RewardBase):
 
 
 class HttpReward(ServerBase):
-    """A server that scores answers: POST {"prompts": [...], "completions": [...], COLUMN: [...]} returns
-    {"scores": [...]}."""
+    """A server that scores answers: POST {"prompts": [...], "completions": [...], "messages": [...], COLUMN: [...]}
+    returns {"scores": [...]}, a number or null for each answer."""
 
     type: Literal["http"] = "http"
 
 
 class JudgeReward(ServerBase):
-    """A language model that grades each answer, behind a server with OpenAI's protocol (`url` ends in /v1). The last
-    number in its reply is the reward.
+    """A language model that grades each answer, behind a server with OpenAI's protocol (`url` ends in /v1). The reward
+    is the number that its reply consists of, or that has a line of its own, such as "Score: 7"; "7/10" is 7 if the
+    highest grade is 10. An answer without such a grade is not scored.
 
     Attributes:
         model: Name of the model.
-        template: The question to the judge. {prompt}, {completion} and names of columns in braces are replaced by their
-            values.
+        template: The question to the judge. {prompt}, {completion}, {messages} (the whole conversation) and names of
+            columns in braces are replaced by their values.
         concurrency: Maximum number of concurrent requests.
+        min_grade: Lowest grade. A reply with another number leaves the answer unscored.
+        max_grade: Highest grade.
     """
 
     type: Literal["judge"] = "judge"
@@ -169,6 +197,14 @@ class JudgeReward(ServerBase):
         "Question:\n{prompt}\n\nAnswer:\n{completion}"
     )
     concurrency: Positive = 8
+    min_grade: float = 0.0
+    max_grade: float = 10.0
+
+    @model_validator(mode="after")
+    def _check_grades(self) -> JudgeReward:
+        if self.min_grade >= self.max_grade:
+            raise ValueError(f"min_grade {self.min_grade:g} is not below max_grade {self.max_grade:g}")
+        return self
 
 
 class ModelReward(RewardBase):
