@@ -31,9 +31,9 @@ class Alarms:
         if len(self._first_entropies) < 10:
             self._first_entropies.append(metrics["entropy"])
         if metrics["truncated"] > 0.5:
-            self._warn("More than half of the answers are cut off: raise task.max_new_tokens.")
+            self.warn("More than half of the answers are cut off: raise task.max_new_tokens.")
         if metrics.get("dead_groups", 0.0) > 0.8:
-            self._warn(
+            self.warn(
                 "In more than 80% of the groups all rewards are equal, and nothing is learned from them. If the model "
                 "has learned its prompts, end the run; otherwise choose prompts that it solves now and then, or set "
                 "task.max_resampling."
@@ -44,7 +44,7 @@ class Alarms:
         for name in audit_names:
             change = self._change(f"rewards/{name}")
             if self._change("reward") > 0.0 and change < 0.0:
-                self._warn(
+                self.warn(
                     f"The reward rises while the audit {name} falls: the model may exploit the reward. Look at "
                     "rollouts/, and correct the reward or stop earlier."
                 )
@@ -57,12 +57,12 @@ class Alarms:
         """Compare the entropy of the last ten steps with that of the first ten."""
         ratio = fmean(metrics["entropy"] for metrics in self._history[10:]) / max(fmean(self._first_entropies), 1e-9)
         if ratio < _MIN_ENTROPY:
-            self._warn(
+            self.warn(
                 "The entropy has fallen below a tenth of what it was: answers to a prompt hardly differ, and little "
                 "can be learned from them. End the run, or raise task.clip_high and lower optimizer.lr."
             )
         elif ratio > _MAX_ENTROPY:
-            self._warn(
+            self.warn(
                 "The entropy has risen to more than three times what it was: answers turn into noise. Lower "
                 "optimizer.lr, or set task.kl."
             )
@@ -71,12 +71,12 @@ class Alarms:
         """Warn if the KL divergence of the last ten steps is large, or significantly negative."""
         mean = fmean(values)
         if mean > _MAX_KL:
-            self._warn(
+            self.warn(
                 f"The KL divergence from the reference exceeds {_MAX_KL:g} nats per token: answers may no longer be "
                 "the text that the rewards were made for. Raise task.kl.beta, or lower optimizer.lr."
             )
         elif mean < -0.01 and mean < -4 * stdev(values) / math.sqrt(len(values)):
-            self._warn(
+            self.warn(
                 "The KL divergence from the reference is estimated below 0, which it cannot be: answers are not "
                 "sampled from the probabilities that are trained. Look at mismatch_mean, and set precision.type=fp32 "
                 "or task.exact."
@@ -86,7 +86,9 @@ class Alarms:
         values = [metrics[name] for metrics in self._history]
         return fmean(values[10:]) - fmean(values[:10])
 
-    def _warn(self, message: str) -> None:
-        if message not in self._raised:
-            self._raised.add(message)
+    def warn(self, message: str) -> None:
+        """Issue a warning, unless it is empty or one of its kind (with the same first words) was issued."""
+        kind = " ".join(message.split()[:8])
+        if message and kind not in self._raised:
+            self._raised.add(kind)
             log_warning(message)

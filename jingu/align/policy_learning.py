@@ -35,6 +35,7 @@ from jingu.align.asynchronous import AsynchronousRollouts, Rollout
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
+from jingu.align.mismatch import choose_bounds
 from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_policy_batch, row_length
 from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
@@ -500,23 +501,21 @@ class PolicyLearning:
         The host waits for the device only in the first update of a step.
 
         Raises:
-            JinguError: generation and training disagree by more than `task.max_mismatch`.
+            JinguError: generation and training disagree by more than `task.max_mismatch` or `task.max_mean_mismatch`.
         """
         sums, largest = self._sums.clone(), self._largest.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         tokens, entropy, clipped, first, mismatch, importance = sums
-        bound = 0.0 if self.settings.exact else self.settings.max_mismatch
-        # Only the first update measures the mismatch. With stale rollouts a difference is expected.
-        if self._is_first_update and self._staleness == 0 and not float(largest[0]) <= bound:
-            raise JinguError(
-                f"the log-probabilities of a token in generation and in training differ by {largest[0]:.3g}, more "
-                f"than {bound:g}.",
-                where=self._run.folder,
-                fix="Compute in a wider precision (precision.type=fp32); or raise task.max_mismatch, without exact, "
-                "and set task.importance_cap=2.",
-            )
+        # Only the first update measures the mismatch.
+        if self._is_first_update:
+            precision = self._run.config.precision.type
+            bounds = choose_bounds(self.settings, self._run.spec, precision, self._staleness)
+            values = torch.stack([mismatch / first.clamp_min(1.0), largest[0]]).tolist()
+            warning = bounds.check(*values, self._run.folder)
+            if dist.get_rank() == 0:
+                self._alarms.warn(warning)
         critic: dict[str, Tensor | float] = {}
         if self._critic is not None and self._update is not None:
             # A checkpoint may be copied during the next step, but the policy's optimizer step has waited for the copy:

@@ -222,7 +222,7 @@ def test_whitening_and_overlong_penalty() -> None:
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k2_sequence"])
 def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
     """By exact gradients over 5 answers: both placements end at π_ref · exp(r / β) / Z."""
     generator = torch.Generator().manual_seed(3)
@@ -231,7 +231,6 @@ def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
     beta = 0.5
     optimum_A = (reference_A + reward_A / beta).softmax(0)
     logits_A = reference_A.clone().requires_grad_()
-    mask_A = torch.ones(5, dtype=torch.bool)
     for _ in range(3000):
         logprob_A = logits_A.log_softmax(0)
         probability_A = logprob_A.detach().exp()
@@ -240,12 +239,76 @@ def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
         if estimator == "k1":
             score_A -= beta * (logprob_A.detach() - reference_A)
         else:
-            loss_A = beta * kl_loss(logprob_A, reference_A, mask_A)
+            loss_A = beta * kl_loss((logprob_A - reference_A)[:, None], estimator)[:, 0]  # type: ignore[arg-type]
         score_A -= (probability_A * score_A).sum()
         gradient_A = torch.autograd.grad((probability_A * (loss_A - score_A * logprob_A)).sum(), logits_A)[0]
         with torch.no_grad():
             logits_A -= 1.0 * gradient_A
     assert 0.5 * (logits_A.softmax(0) - optimum_A).abs().sum() < 1e-3
+
+
+TWO_TOKENS = 4
+"""Vocabulary of the answers of two tokens."""
+
+
+def learn_two_tokens(estimator: Any, reference_A2: Tensor, reward_A: Tensor, beta: float, length_A: Tensor) -> Tensor:
+    """Train a table of logits by exact gradients over all answers of two tokens; return their probabilities [A].
+
+    Args:
+        reference_A2: log-probabilities of the tokens of each answer under the reference.
+        length_A: tokens of each answer; an answer of one token counts once for each second token.
+    """
+    first, second = (torch.zeros(*size, TWO_TOKENS, dtype=torch.float64) for size in ((), (TWO_TOKENS,)))
+    logits = [first.requires_grad_(), second.requires_grad_()]
+    token_A2 = torch.tensor(list(product(range(TWO_TOKENS), repeat=2)))
+    mask_A2 = torch.arange(2) < length_A[:, None]
+    optimizer = torch.optim.Adam(logits, lr=0.03)
+    for step in range(3000):
+        optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / 3000)
+        logprob_A2 = torch.stack(
+            [logits[0].log_softmax(0)[token_A2[:, 0]], logits[1].log_softmax(1)[token_A2[:, 0], token_A2[:, 1]]], 1
+        )
+        probability_A = logprob_A2.detach().sum(1).exp()
+        ratio_A2 = (logprob_A2 - reference_A2).where(mask_A2, 0.0)
+        score_A = reward_A.clone()
+        penalty_A = torch.zeros_like(score_A)
+        if estimator == "k1":
+            score_A -= beta * ratio_A2.detach().sum(1)
+        else:
+            penalty_A = beta * kl_loss(ratio_A2, estimator).sum(1)
+        score_A -= (probability_A * score_A).sum()
+        loss = (probability_A * (penalty_A - score_A * (logprob_A2 * mask_A2).sum(1))).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return probability_A
+
+
+@pytest.mark.parametrize("has_short_answers", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2_sequence", "k2"])
+def test_kl_of_answers_of_two_tokens(estimator: str, has_short_answers: bool) -> None:
+    """With later tokens, k1 and k2_sequence end at π_ref · exp(r / β) / Z. The per-token k2 does not."""
+    generator = torch.Generator().manual_seed(4)
+    token_A2 = torch.tensor(list(product(range(TWO_TOKENS), repeat=2)))
+    logits, logits_next = torch.randn(2, TWO_TOKENS, TWO_TOKENS, generator=generator, dtype=torch.float64)
+    reference_A2 = torch.stack(
+        [logits[0].log_softmax(0)[token_A2[:, 0]], logits_next.log_softmax(1)[token_A2[:, 0], token_A2[:, 1]]], 1
+    )
+    reward_A = torch.rand(TWO_TOKENS**2, generator=generator, dtype=torch.float64)
+    length_A = torch.full((TWO_TOKENS**2,), 2)
+    if has_short_answers:
+        # The first token 0 ends the answer.
+        length_A[:TWO_TOKENS] = 1
+        reward_A[:TWO_TOKENS] = reward_A[0].item()
+    beta = 0.3
+    optimum_A = (reference_A2.sum(1) + reward_A / beta).softmax(0)
+    result_A = learn_two_tokens(estimator, reference_A2, reward_A, beta, length_A)
+    if has_short_answers:
+        optimum_A, result_A = (
+            torch.cat([x_A[:TWO_TOKENS].sum()[None], x_A[TWO_TOKENS:]]) for x_A in (optimum_A, result_A)
+        )
+    variation = 0.5 * float((result_A - optimum_A).abs().sum())
+    assert (variation < 1e-3) == (estimator != "k2"), variation
 
 
 def test_estimators_of_kl_that_mislead_are_not_offered() -> None:

@@ -99,7 +99,7 @@ def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: Ra
     others = [[line for _, line in waits] for waits in updates]
     num_updates = config.task.updates_per_step
     for update, lines in enumerate(others):
-        expected_lines = ["float(largest[0])"] if update % num_updates == 0 else []
+        expected_lines = ["torch.stack([mismatch"] if update % num_updates == 0 else []
         if "task.updates_per_step" in changes and update % num_updates == 0:
             expected_lines = ["torch.cat(values).cpu()"] * 2 + expected_lines
         assert len(lines) == len(expected_lines), lines

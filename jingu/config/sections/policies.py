@@ -30,18 +30,21 @@ class NoKlSettings(Settings):
 class KlSettings(Settings):
     """KL penalty: the objective minus beta times the KL divergence from a reference model.
 
-    Of the usual estimators, only two have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 =
-    (log π/π_ref)²/2 in the loss (Tang and Munos, 2025).
+    A token changes the divergence in two ways: by its own log π/π_ref, and by those of the tokens that follow it. An
+    estimator with both parts has the gradient of the divergence of whole answers (Tang and Munos, 2025).
 
     Attributes:
-        estimator: Estimator of the divergence: k1 in the reward, or k2 in the loss; no others, because k1 in the loss
-            has no gradient on average, and k3 has that of another divergence.
+        estimator: Estimator of the divergence. k1: log π/π_ref in the reward, which counts later tokens too.
+            k2_sequence: in the loss, each token with the sum of log π/π_ref over itself and all later tokens; its
+            expected gradient is that of k1 in the reward. k2: (log π/π_ref)²/2 of each token in the loss, without its
+            effect on later tokens: less noise, and equal to the others only for answers of one token. No others: k1 in
+            the loss has no gradient on average, and k3 has that of another divergence.
         beta: Coefficient of the KL divergence.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """
 
     type: Literal["kl"] = "kl"
-    estimator: Literal["k1", "k2"] = "k2"
+    estimator: Literal["k1", "k2", "k2_sequence"] = "k2"
     beta: AboveZero = 0.001
     reference: PathText | None = None
 
@@ -173,7 +176,12 @@ class RolloutSettings(Settings):
         environment: Environment that replies to each turn of an answer; its class also scores the answer. null: an
             answer has one turn.
         max_mismatch: Largest allowed difference between the log-probabilities of a token in generation and in training,
-            in nats. The run stops at a larger one.
+            in nats. The run stops at a larger one. null: by precision: 1e-6 for fp64, 0.1 for fp32, 1 for narrower
+            ones, mixtures of experts and quantized weights, 2 for a generation server; no bound for answers by older
+            weights.
+        max_mean_mismatch: Largest allowed mean of this difference over the tokens of a step, in nats. null: by
+            precision: 1e-8 for fp64, 1e-3 for fp32, 0.1 for narrower ones and quantized weights, 0.2 for a generation
+            server, 1 for answers by older weights.
         exact: Use the operations of generation in training, so that both compute the same log-probabilities: on CPUs
             bit for bit. The run stops if they differ. Training takes longer.
     """
@@ -189,7 +197,8 @@ class RolloutSettings(Settings):
     max_num_seqs: Positive = 64
     rewards: list[Reward] = []
     environment: EnvironmentSettings | None = None
-    max_mismatch: AboveZero = 0.5
+    max_mismatch: AboveZero | None = None
+    max_mean_mismatch: AboveZero | None = None
     exact: bool = False
 
     @property
