@@ -27,6 +27,7 @@ from jingu.align.advantages import (
     leave_one_out_advantages,
     overlong_penalty,
     returns_to_go,
+    separate_advantages,
     whiten,
 )
 from jingu.align.alarms import Alarms
@@ -42,7 +43,14 @@ from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
 from jingu.align.reference import load_reference_model
 from jingu.align.reward_list import Rewards
-from jingu.align.rollout_rewards import add_rewards, describe_answers, is_dead, rewards_of, split_groups
+from jingu.align.rollout_rewards import (
+    add_rewards,
+    describe_answers,
+    is_dead,
+    rewards_of,
+    separate_rewards,
+    split_groups,
+)
 from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
@@ -345,7 +353,9 @@ class PolicyLearning:
             assert isinstance(settings, GrpoSettings)
             reward_R -= penalty_RT.sum(1)
             reward_PG = reward_R.view(-1, settings.answers_per_prompt)
-            if settings.advantage == "rloo":
+            if settings.advantage == "gdpo":
+                advantage_PG = self._separate_advantages(settings, samples, reward_R)
+            elif settings.advantage == "rloo":
                 advantage_PG = leave_one_out_advantages(reward_PG)
             elif settings.advantage == "remax":
                 advantage_PG = greedy_advantages(reward_PG, rewards_of(greedy))
@@ -362,6 +372,19 @@ class PolicyLearning:
             )
             for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
         ]
+
+    def _separate_advantages(self, settings: GrpoSettings, samples: list[Sample], reward_R: Tensor) -> Tensor:
+        """Return the advantages [P, G] of rewards that are normalized one by one.
+
+        Penalties, which are differences of the shaped reward from the sum, count as one more reward.
+        """
+        reward_KR, weight_K = separate_rewards(samples, settings.rewards)
+        shaping_R = reward_R - rewards_of(samples)
+        if shaping_R.nan_to_num(0.0).any():
+            reward_KR = torch.cat([reward_KR, shaping_R[None]])
+            weight_K = torch.cat([weight_K, torch.ones(1, dtype=weight_K.dtype)])
+        reward_KPG = reward_KR.view(len(reward_KR), -1, settings.answers_per_prompt)
+        return separate_advantages(reward_KPG, weight_K)
 
     def _critic_advantages(self, settings: PpoSettings, reward_RT: Tensor, scorable_RT: Tensor) -> Tensor:
         """Return GAE advantages of tokens from the critic's predictions, and store the critic's targets."""

@@ -88,6 +88,8 @@ def surrogate_loss(
     if settings.ratio == "sequence":
         log_ratio_RA = sequence_ratios(log_ratio_RA, mask_RA)
     ratio_RA = log_ratio_RA.exp()
+    if settings.objective == "gmpo":
+        return geometric_surrogate(log_ratio_RA, advantage_RA, mask_RA, settings)
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     if settings.objective == "cispo":
         weight_RA = ratio_RA.detach().clamp(low, high)
@@ -95,6 +97,21 @@ def surrogate_loss(
     surrogate_RA = ratio_RA * advantage_RA
     clipped_RA = ratio_RA.clamp(low, high) * advantage_RA
     return -torch.minimum(surrogate_RA, clipped_RA), (clipped_RA < surrogate_RA) & mask_RA
+
+
+def geometric_surrogate(
+    log_ratio_RA: Tensor, advantage_RA: Tensor, mask_RA: Tensor, settings: PolicySettings
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token with the geometric mean of its answer's clipped ratios (GMPO, Zhao et al., 2025).
+
+    Logarithms are clipped on the side on which the advantage would push them further. Also returns whether a token is
+    clipped.
+    """
+    clamped_RA = log_ratio_RA.clamp(-settings.clip_low, settings.clip_high)
+    is_better_RA = advantage_RA > 0
+    clipped_RA = torch.minimum(log_ratio_RA, clamped_RA).where(is_better_RA, torch.maximum(log_ratio_RA, clamped_RA))
+    ratio_RA = sequence_ratios(clipped_RA, mask_RA).exp()
+    return -ratio_RA * advantage_RA, (clipped_RA != log_ratio_RA) & mask_RA
 
 
 def kl_loss(log_ratio_RA: Tensor, estimator: Literal["k2", "k2_sequence"]) -> Tensor:

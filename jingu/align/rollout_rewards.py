@@ -18,6 +18,7 @@ from torch import Tensor
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
 from jingu.align.rollouts import ENVIRONMENT, Sample, describe_error, raise_error
+from jingu.config.sections.rewards import Reward
 from jingu.errors import JinguError
 from jingu.runtime.futures import fulfill
 from jingu.runtime.ranks import gather_from_all, wait_until_all_done
@@ -91,6 +92,22 @@ def rewards_of(samples: list[Sample]) -> Tensor:
     return torch.tensor(
         [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
     )
+
+
+def separate_rewards(samples: list[Sample], settings: Sequence[Reward]) -> tuple[Tensor, Tensor]:
+    """Return the trained rewards [K, R] of samples one by one, and their weights [K].
+
+    A missing reward is NaN, and so are all rewards of a sample that is not scored.
+    """
+    audits = [False] * (ENVIRONMENT in samples[0].rewards) + [reward.audit for reward in settings]
+    weights = [1.0] * (ENVIRONMENT in samples[0].rewards) + [reward.weight for reward in settings]
+    rows = [
+        [math.nan if value is None or sample.reward is None else value for value in sample.rewards.values()]
+        for sample in samples
+    ]
+    is_trained_K = ~torch.tensor(audits)
+    reward_RK = torch.tensor(rows, dtype=torch.float64)
+    return reward_RK.t()[is_trained_K], torch.tensor(weights, dtype=torch.float64)[is_trained_K]
 
 
 def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str, float]:

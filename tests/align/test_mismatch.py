@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jingu.align.alarms import Alarms
 from jingu.align.commands import train
-from jingu.align.mismatch import choose_bounds
 from jingu.align.rollouts import Generator
 from jingu.config.schema import RunConfig
-from jingu.config.sections.policies import GrpoSettings
 from jingu.errors import JinguError
 from tests.conftest import Done, MakeRun
 
@@ -38,7 +34,7 @@ def test_a_wrong_temperature_stops_the_run(
     # A base with logits far from uniform, where a temperature matters.
     config = make({"precision": {"type": precision}, "model.initializer_range": 0.6, "train.steps": 1})
     scale_temperature(monkeypatch, factor)
-    with pytest.raises(JinguError, match="nats on average over the tokens of a step, more than .*raise task.max_mean_"):
+    with pytest.raises(JinguError, match=r"nats on average over the tokens of a step, more than .*raise task.max_mean_"):
         train(config)
 
 

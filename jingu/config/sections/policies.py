@@ -216,9 +216,10 @@ class PolicySettings(RolloutSettings):
         ratio: Importance ratio of the new to the old policy: token: of each token's probability; sequence: the
             geometric mean of these ratios over the answer (GSPO, Zheng et al., 2025).
         objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
-            (MiniMax, 2025).
-        clip_low: The ratio is clipped below 1 - clip_low.
-        clip_high: The ratio is clipped above 1 + clip_high.
+            (MiniMax, 2025); gmpo: the geometric mean of the clipped ratios of an answer's tokens (Zhao et al., 2025,
+            who clip at 0.4 on both sides).
+        clip_low: The ratio is clipped below 1 - clip_low; with gmpo its logarithm below -clip_low.
+        clip_high: The ratio is clipped above 1 + clip_high; with gmpo its logarithm above clip_high.
         importance_cap: Upper bound of the weights that correct for the difference between generation and training
             (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
             2.
@@ -227,7 +228,7 @@ class PolicySettings(RolloutSettings):
 
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     ratio: Literal["token", "sequence"] = "token"
-    objective: Literal["clip", "cispo"] = "clip"
+    objective: Literal["clip", "cispo", "gmpo"] = "clip"
     clip_low: Coefficient = 0.2
     clip_high: Coefficient = 0.28
     importance_cap: AboveZero | None = None
@@ -330,7 +331,9 @@ class GrpoSettings(RewardedSettings):
     Attributes:
         answers_per_prompt: Answers to each prompt, at least 2, because their rewards are compared.
         advantage: group: reward minus the mean of the group (all answers to the prompt). rloo: reward minus the mean of
-            the other answers (Ahmadian et al., 2024). reinforce++: the return of each token, normalized over all tokens
+            the other answers (Ahmadian et al., 2024). gdpo: each reward is normalized within the group by itself, then
+            their weighted sum over the step, so that a reward of small range counts as much as others (Liu et al.,
+            2026). reinforce++: the return of each token, normalized over all tokens
             of the step (Hu, 2025). remax: reward minus that of the greedy answer (Li et al., 2023). best: 1 for the
             best answer to a prompt if there is a worse one, and 0 for all others: rejection sampling (RAFT, Dong et
             al., 2023).
@@ -342,6 +345,6 @@ class GrpoSettings(RewardedSettings):
 
     type: Literal["grpo"] = "grpo"
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
-    advantage: Literal["group", "rloo", "reinforce++", "remax", "best"] = "group"
+    advantage: Literal["group", "rloo", "gdpo", "reinforce++", "remax", "best"] = "group"
     scale: Literal["group", "none"] = "group"
     max_resampling: NonNegative = 0
