@@ -9,6 +9,8 @@ from jingu.runtime.log import log_warning
 
 # Nats per token. At 0.5, an answer of 100 tokens is e^50 times as likely as under the reference.
 _MAX_KL = 0.5
+# Share of pairs of answers that reward and audit rank alike.
+_MIN_AGREEMENT = 0.6
 # Bounds on the entropy, relative to its mean over the first ten steps.
 _MIN_ENTROPY, _MAX_ENTROPY = 0.1, 3.0
 
@@ -49,6 +51,15 @@ class Alarms:
                     "rollouts/, and correct the reward or stop earlier."
                 )
 
+            # Without pairs of answers that an audit tells apart, there is no agreement.
+            values = [earlier.get(f"agreement/{name}", math.nan) for earlier in self._history[10:]]
+            values = [value for value in values if not math.isnan(value)]
+            if self._change("reward") > 0.0 and change <= 0.0 and values and fmean(values) < _MIN_AGREEMENT:
+                self.warn(
+                    f"The reward and the audit {name} rank only {fmean(values):.0%} of the pairs of answers alike "
+                    "(50% is chance): what is learned is not what the audit measures. Correct the reward, or train the "
+                    "reward model on more pairs, also of answers by this model."
+                )
         self._check_entropy()
         if "kl" in metrics:
             self._check_kl([earlier["kl"] for earlier in self._history[10:]])

@@ -45,7 +45,9 @@ from jingu.align.reference import load_reference_model
 from jingu.align.reward_list import Rewards
 from jingu.align.rollout_rewards import (
     add_rewards,
+    agreement,
     describe_answers,
+    find_audits,
     is_dead,
     rewards_of,
     separate_rewards,
@@ -105,6 +107,10 @@ class PolicyLearning:
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
         # Only the first rank scores answers, and sends the rewards to the others.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
+        audits = [f"rewards/{name}" for name in self._rewards.audit_names] if self._rewards else []
+        self.headline = ("reward", *audits, "kl", "length")
+        if isinstance(settings, DistillationSettings):
+            self.headline = ("loss", "kl", "length")
         self._asynchronous: AsynchronousRollouts | None = None
         if settings.generation_source is not None:
             self._asynchronous = AsynchronousRollouts(run, self._generator, torch.device(mesh.device_type))
@@ -576,6 +582,8 @@ class PolicyLearning:
             metrics["explained_variance"] = self._explained
         if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
             metrics["resampled_groups"] = num_resampled
+        for name in find_audits(samples[0], self.settings.rewards):
+            metrics[f"agreement/{name}"] = agreement(samples, name, self.settings.answers_per_prompt)
         if self._reference_logprobs:
             differences = [
                 sampled - reference

@@ -94,20 +94,42 @@ def rewards_of(samples: list[Sample]) -> Tensor:
     )
 
 
+def find_audits(sample: Sample, settings: Sequence[Reward]) -> list[str]:
+    """Return the names of the rewards that are only measured."""
+    names = (name for name in sample.rewards if name != ENVIRONMENT)
+    return [name for name, reward in zip(names, settings, strict=True) if reward.audit]
+
+
 def separate_rewards(samples: list[Sample], settings: Sequence[Reward]) -> tuple[Tensor, Tensor]:
     """Return the trained rewards [K, R] of samples one by one, and their weights [K].
 
     A missing reward is NaN, and so are all rewards of a sample that is not scored.
     """
-    audits = [False] * (ENVIRONMENT in samples[0].rewards) + [reward.audit for reward in settings]
-    weights = [1.0] * (ENVIRONMENT in samples[0].rewards) + [reward.weight for reward in settings]
+    names = [name for name in samples[0].rewards if name != ENVIRONMENT]
+    weights = {name: reward.weight for name, reward in zip(names, settings, strict=True) if not reward.audit}
+    if ENVIRONMENT in samples[0].rewards:
+        weights[ENVIRONMENT] = 1.0
     rows = [
-        [math.nan if value is None or sample.reward is None else value for value in sample.rewards.values()]
-        for sample in samples
+        [math.nan if sample.reward is None or (value := sample.rewards[name]) is None else value for sample in samples]
+        for name in weights
     ]
-    is_trained_K = ~torch.tensor(audits)
-    reward_RK = torch.tensor(rows, dtype=torch.float64)
-    return reward_RK.t()[is_trained_K], torch.tensor(weights, dtype=torch.float64)[is_trained_K]
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(list(weights.values()), dtype=torch.float64)
+
+
+def agreement(samples: list[Sample], audit: str, answers_per_prompt: int) -> float:
+    """Return the share of pairs of answers that the reward and an audit rank alike: 0.5 is chance.
+
+    The pairs are those of answers to one prompt, or, with one answer to each prompt, of the whole step. Pairs that the
+    audit does not tell apart do not count, and equal rewards count half. Without any pair it is NaN.
+    """
+    size = answers_per_prompt if answers_per_prompt > 1 else len(samples)
+    audits = [math.nan if sample.rewards[audit] is None else sample.rewards[audit] for sample in samples]
+    audit_PG = torch.tensor(audits, dtype=torch.float64).view(-1, size)
+    reward_PG = rewards_of(samples).view(-1, size)
+    audit_PGG, reward_PGG = (x_PG[:, :, None] - x_PG[:, None, :] for x_PG in (audit_PG, reward_PG))
+    counts_PGG = (audit_PGG > 0) & reward_PGG.isfinite()
+    agrees_PGG = (reward_PGG > 0).double() + 0.5 * (reward_PGG == 0)
+    return float(agrees_PGG[counts_PGG].mean()) if counts_PGG.any() else math.nan
 
 
 def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str, float]:

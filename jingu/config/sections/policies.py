@@ -34,11 +34,11 @@ class KlSettings(Settings):
     estimator with both parts has the gradient of the divergence of whole answers (Tang and Munos, 2025).
 
     Attributes:
-        estimator: Estimator of the divergence. k1: log π/π_ref in the reward, which counts later tokens too.
-            k2_sequence: in the loss, each token with the sum of log π/π_ref over itself and all later tokens; its
-            expected gradient is that of k1 in the reward. k2: (log π/π_ref)²/2 of each token in the loss, without its
-            effect on later tokens: less noise, and equal to the others only for answers of one token. No others: k1 in
-            the loss has no gradient on average, and k3 has that of another divergence.
+        estimator: Estimator of the divergence: k1 in the reward, or k2_sequence or k2 in the loss; no others, because
+            k1 in the loss has no gradient on average, and k3 has that of another divergence. k1: log π/π_ref, which
+            the rewards of earlier tokens include. k2_sequence: the same gradient in the loss: each token counts with
+            the sum of log π/π_ref over itself and all later tokens. k2: (log π/π_ref)²/2 of each token, without its
+            effect on later tokens: less noise, but the gradient of the divergence only for answers of one token.
         beta: Coefficient of the KL divergence.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """
