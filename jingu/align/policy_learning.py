@@ -541,8 +541,8 @@ class PolicyLearning:
         if self._is_first_update:
             precision = self._run.config.precision.type
             bounds = choose_bounds(self.settings, self._run.spec, precision, self._staleness)
-            values = torch.stack([mismatch / first.clamp_min(1.0), largest[0]]).tolist()
-            warning = bounds.check(*values, self._run.folder)
+            mean, maximum = torch.stack([mismatch / first.clamp_min(1.0), largest[0]]).tolist()
+            warning = bounds.check(mean, maximum, self._run.folder)
             if dist.get_rank() == 0:
                 self._alarms.warn(warning)
         critic: dict[str, Tensor | float] = {}

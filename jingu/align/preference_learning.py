@@ -59,7 +59,7 @@ class PreferenceLearning(StatelessTask):
     # The first term is minimized; the others are only logged.
     TERMS: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
-    headline = ("loss", "accuracy")
+    headline: tuple[str, ...] = ("loss", "accuracy")
 
     def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
         self.run = run
