@@ -1,7 +1,8 @@
 """Write rows for examples/align/preferences.yaml and examples/rlhf.yaml: `python examples/align/rows.py [FOLDER]`.
 
-The task is to count. In `sft.jsonl`, an answer counts up or down at random. In `pairs.jsonl`, the chosen answer counts
-up and the rejected one counts down. `prompts.jsonl` has only the questions.
+The task is to count. In `sft.jsonl`, an answer counts up or down at random. In `pairs.jsonl`, one of two answers that
+count up, down or in any order is chosen: the one with more numbers larger than the previous one. `prompts.jsonl` has
+only the questions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def write_rows(folder: Path) -> None:
     tuning = []
     pairs = []
     prompts = []
-    for _ in range(2000):
+    for _ in range(4000):
         start = pick.randrange(10, 80)
         numbers = [str(number) for number in range(start, start + pick.randrange(3, 6))]
         prompt = f"Count from {numbers[0]} to {numbers[-1]}."
@@ -28,7 +29,13 @@ def write_rows(folder: Path) -> None:
         down = " ".join(reversed(numbers))
         tuning.append({"instruction": prompt, "output": pick.choice([up, down])})
         messages = [{"role": "user", "content": prompt}]
-        pairs.append({"prompt": messages, "chosen": up, "rejected": down})
+        # Without answers in any order, a reward model learns to tell the first number from the last, and no more.
+        mixed = " ".join(pick.sample(numbers, len(numbers)))
+        first, second = pick.sample([up, down, mixed], 2)
+        scores = counts_up([first, second])
+        if scores[0] != scores[1]:
+            chosen, rejected = (first, second) if scores[0] > scores[1] else (second, first)
+            pairs.append({"prompt": messages, "chosen": chosen, "rejected": rejected})
         prompts.append({"prompt": messages})
     for name, rows in (("sft.jsonl", tuning), ("pairs.jsonl", pairs), ("prompts.jsonl", prompts)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

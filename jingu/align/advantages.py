@@ -39,6 +39,26 @@ def leave_one_out_advantages(reward_PG: Tensor) -> Tensor:
     return group_advantages(reward_PG, "none") * (count_P1 / (count_P1 - 1).clamp_min(1))
 
 
+def separate_advantages(reward_KPG: Tensor, weight_K: Tensor) -> Tensor:
+    """Return advantages from rewards that are normalized one by one (GDPO, Liu et al., 2026).
+
+    Each reward is normalized within its group, then the weighted sum over all answers. An answer without any reward
+    gets 0.
+
+    Args:
+        reward_KPG: K rewards of each answer.
+        weight_K: their weights.
+    """
+    scaled_KPG = torch.stack([group_advantages(reward_PG, "group") for reward_PG in reward_KPG])
+    total_PG = (scaled_KPG * weight_K[:, None, None]).sum(0)
+    scored_PG = reward_KPG.isfinite().any(0)
+    values_N = total_PG[scored_PG]
+    if len(values_N) < 2:
+        return torch.zeros_like(total_PG)
+    scaled_PG = (total_PG - values_N.mean()) / (values_N.std() + GROUP_EPSILON)
+    return scaled_PG.where(scored_PG, 0.0)
+
+
 def greedy_advantages(reward_PG: Tensor, greedy_P: Tensor) -> Tensor:
     """Return rewards minus that of the greedy answer (ReMax, Li et al., 2023)."""
     return (reward_PG - greedy_P.unsqueeze(1)).nan_to_num(0.0)

@@ -42,15 +42,33 @@ class AnswerBatch(Batch):
 
     @property
     def is_last(self) -> Tensor:
-        """[B, T] whether a token is the last one of its answer."""
+        """[B, T] whether a token is the last one of its answer.
+
+        What a template writes after it, such as a line break after the end token, does not count: an answer that a
+        model generates ends without it.
+        """
         assert self.documents is not None
-        following_BT = torch.cat([self.documents[:, 1:], torch.full_like(self.documents[:, :1], -1)], 1)
-        return self.documents != following_BT
+        # A label is the next token.
+        is_trained_BT = torch.cat([torch.zeros_like(self.labels[:, :1]), self.labels[:, :-1].ge(0).long()], 1)
+        last_BK = self.answer_tokens.long().cumsum(1)
+        answer_BT = self.documents.clamp(0, self.num_answers - 1).long()
+        return (is_trained_BT > 0) & (is_trained_BT.cumsum(1) == last_BK.gather(1, answer_BT))
 
     @property
     def answer_tokens(self) -> Tensor:
         """[B, K] trained tokens of each answer."""
         return self.sum_by_answer((self.labels >= 0).double())
+
+    def weigh_tails(self, values_BT: Tensor, weight: float) -> Tensor:
+        """Multiply values of tokens by a weight where the other answer of the pair has ended already (LD-DPO)."""
+        assert self.documents is not None
+        count_BK = self.answer_tokens.long()
+        shared_BP = torch.minimum(count_BK[:, 0::2], count_BK[:, 1::2])
+        # The number, from 1, of the last common token of each answer among the trained tokens of the row.
+        last_BK = count_BK.cumsum(1) - count_BK + shared_BP.repeat_interleave(2, 1)
+        answer_BT = self.documents.clamp(0, self.num_answers - 1).long()
+        is_tail_BT = (self.labels >= 0).cumsum(1) > last_BK.gather(1, answer_BT)
+        return torch.where(is_tail_BT, weight * values_BT, values_BT)
 
 
 class AnswerScorer:
@@ -59,9 +77,13 @@ class AnswerScorer:
     Attributes:
         share: factor for a loss over answers: every rank of `context` computes the whole loss, and the training loop
             sums it over them.
+
+    Args:
+        tail_weight: weight of tokens beyond the common length of a pair.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, *, compile: bool) -> None:
+    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, *, compile: bool, tail_weight: float = 1.0) -> None:
+        self._tail_weight = tail_weight
         self._log_probs = TokenLogProbs(spec.vocab_size, mesh, compile=compile)
         self.share = self._log_probs.share
 
@@ -69,6 +91,8 @@ class AnswerScorer:
         """Return the log-probabilities of all answers [B, K]. Call it while the head's weight is gathered."""
         assert batch.reference is not None
         log_probs_BT, _ = self._log_probs(hidden_BCD, weight_VD, batch.labels)
+        if self._tail_weight != 1.0:
+            log_probs_BT = batch.weigh_tails(log_probs_BT, self._tail_weight)
         reference_BK = batch.reference.to(log_probs_BT.dtype)
         return AnswerLogProbs(batch.sum_by_answer(log_probs_BT), reference_BK, batch.answer_tokens)
 

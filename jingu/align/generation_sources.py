@@ -143,9 +143,10 @@ class GenerationServer:
     def _ask(self, prompt: Prompt, choice: int, seed: int, greedy: bool) -> Sample:
         """Return an answer."""
         assert self._adapter is not None
+        adapter = self._adapter[0]
         prompts = self._generator.prompts
         body = {
-            "model": self._adapter[0],
+            "model": adapter,
             "prompt": prompt.ids,
             "max_tokens": self._generator.settings.max_new_tokens,
             "seed": seed,
@@ -162,7 +163,10 @@ class GenerationServer:
         }
 
         def read(content: bytes) -> Sample:
-            answer = parse_reply(content)["choices"][0]
+            reply = parse_reply(content)
+            if reply["model"] != adapter:
+                raise ValueError(f"the answer has the weights of {reply['model']}, not of {adapter}")
+            answer = reply["choices"][0]
             ids, logprobs, finish_reason = check_answer(
                 answer,
                 self._run.spec.vocab_size,

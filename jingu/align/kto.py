@@ -41,6 +41,8 @@ class KtoLearning(PreferenceLearning):
 
     def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
         super().__init__(run, mesh, compile)
+        if self.settings.loss == "bco":
+            self.TERMS = ("loss", "accuracy", "threshold", "margin")  # type: ignore[misc]
         self._divergence = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
@@ -54,21 +56,37 @@ class KtoLearning(PreferenceLearning):
         self._estimate_divergence(model, located)
 
     def _estimate_divergence(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
-        """Set the divergence to the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7)."""
+        """Set the divergence from a forward pass over the rows.
+
+        KTO: the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7). BCO: halfway between the
+        mean log ratios of desirable and of undesirable answers.
+        """
+        is_bco = self.settings.loss == "bco"
         device = torch.device(self.mesh.device_type)
-        sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        # Columns of answers alternate between desirable and undesirable ones.
+        sides = [slice(0, None, 2), slice(1, None, 2)] if is_bco else [slice(None)]
+        # S sides: sums of log ratios, and numbers of answers.
+        sums_S2 = torch.zeros(len(sides), 2, dtype=torch.float64, device=device)
         with eval_mode(model), force_eager():
             for datasets, rows, is_real in located:
-                parts = [dataset.read_mismatched(rows[[index]]) for index, dataset in enumerate(datasets)]
+                parts = [
+                    dataset.read(rows[[index]]) if is_bco else dataset.read_mismatched(rows[[index]])
+                    for index, dataset in enumerate(datasets)
+                ]
                 fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
                 batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                attached = self.attach(batch, datasets, rows, mismatched=True)
+                attached = self.attach(batch, datasets, rows, mismatched=not is_bco)
                 answers = self.scorer.score(model, to_answer_device(attached, device))
                 exists_BK = answers.exists
-                sums_2 += torch.stack([answers.log_ratio.where(exists_BK, 0.0).sum(), exists_BK.sum()])
-        total, count = sum_over_ranks(sums_2)
-        self._divergence = (total / count.clamp_min(1)).clamp_min(0)
+                values_BK = answers.log_ratio.where(exists_BK, 0.0)
+                sums_S2 += torch.stack(
+                    [torch.stack([x[:, side].sum() for x in (values_BK, exists_BK)]) for side in sides]
+                )
+        total_S, count_S = sum_over_ranks(sums_S2).unbind(1)
+        # BCO: without answers of one kind, the mean of the other.
+        mean = (total_S / count_S.clamp_min(1)).sum() / (count_S > 0).sum().clamp_min(1)
+        self._divergence = mean if is_bco else mean.clamp_min(0)
 
     def units_per_row(self, batch: AnswerBatch) -> Tensor:
         return (batch.answer_tokens > 0).sum(1)

@@ -27,6 +27,7 @@ from jingu.align.advantages import (
     leave_one_out_advantages,
     overlong_penalty,
     returns_to_go,
+    separate_advantages,
     whiten,
 )
 from jingu.align.alarms import Alarms
@@ -35,13 +36,23 @@ from jingu.align.asynchronous import AsynchronousRollouts, Rollout
 from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
+from jingu.align.mismatch import choose_bounds
 from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_policy_batch, row_length
 from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
 from jingu.align.reference import load_reference_model
 from jingu.align.reward_list import Rewards, weak_fractions
-from jingu.align.rollout_rewards import add_rewards, describe_answers, is_dead, rewards_of, split_groups
+from jingu.align.rollout_rewards import (
+    add_rewards,
+    agreement,
+    describe_answers,
+    find_audits,
+    is_dead,
+    rewards_of,
+    separate_rewards,
+    split_groups,
+)
 from jingu.align.rollouts import Generator, Sample, write_rollout
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
@@ -96,6 +107,10 @@ class PolicyLearning:
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
         # Only the first rank scores answers, and sends the rewards to the others.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
+        audits = [f"rewards/{name}" for name in self._rewards.audit_names] if self._rewards else []
+        self.headline = ("reward", *audits, "kl", "length")
+        if isinstance(settings, DistillationSettings):
+            self.headline = ("loss", "kl", "length")
         self._asynchronous: AsynchronousRollouts | None = None
         if settings.generation_source is not None:
             self._asynchronous = AsynchronousRollouts(run, self._generator, torch.device(mesh.device_type))
@@ -344,7 +359,9 @@ class PolicyLearning:
             assert isinstance(settings, GrpoSettings)
             reward_R -= penalty_RT.sum(1)
             reward_PG = reward_R.view(-1, settings.answers_per_prompt)
-            if settings.advantage == "rloo":
+            if settings.advantage == "gdpo":
+                advantage_PG = self._separate_advantages(settings, samples, reward_R)
+            elif settings.advantage == "rloo":
                 advantage_PG = leave_one_out_advantages(reward_PG)
             elif settings.advantage == "remax":
                 advantage_PG = greedy_advantages(reward_PG, rewards_of(greedy))
@@ -361,6 +378,19 @@ class PolicyLearning:
             )
             for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
         ]
+
+    def _separate_advantages(self, settings: GrpoSettings, samples: list[Sample], reward_R: Tensor) -> Tensor:
+        """Return the advantages [P, G] of rewards that are normalized one by one.
+
+        Penalties, which are differences of the shaped reward from the sum, count as one more reward.
+        """
+        reward_KR, weight_K = separate_rewards(samples, settings.rewards)
+        shaping_R = reward_R - rewards_of(samples)
+        if shaping_R.nan_to_num(0.0).any():
+            reward_KR = torch.cat([reward_KR, shaping_R[None]])
+            weight_K = torch.cat([weight_K, torch.ones(1, dtype=weight_K.dtype)])
+        reward_KPG = reward_KR.view(len(reward_KR), -1, settings.answers_per_prompt)
+        return separate_advantages(reward_KPG, weight_K)
 
     def _critic_advantages(self, settings: PpoSettings, reward_RT: Tensor, scorable_RT: Tensor) -> Tensor:
         """Return GAE advantages of tokens from the critic's predictions, and store the critic's targets."""
@@ -500,23 +530,21 @@ class PolicyLearning:
         The host waits for the device only in the first update of a step.
 
         Raises:
-            JinguError: generation and training disagree by more than `task.max_mismatch`.
+            JinguError: generation and training disagree by more than `task.max_mismatch` or `task.max_mean_mismatch`.
         """
         sums, largest = self._sums.clone(), self._largest.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         tokens, entropy, clipped, first, mismatch, importance = sums
-        bound = 0.0 if self.settings.exact else self.settings.max_mismatch
-        # Only the first update measures the mismatch. With stale rollouts a difference is expected.
-        if self._is_first_update and self._staleness == 0 and not float(largest[0]) <= bound:
-            raise JinguError(
-                f"the log-probabilities of a token in generation and in training differ by {largest[0]:.3g}, more "
-                f"than {bound:g}.",
-                where=self._run.folder,
-                fix="Compute in a wider precision (precision.type=fp32); or raise task.max_mismatch, without exact, "
-                "and set task.importance_cap=2.",
-            )
+        # Only the first update measures the mismatch.
+        if self._is_first_update:
+            precision = self._run.config.precision.type
+            bounds = choose_bounds(self.settings, self._run.spec, precision, self._staleness)
+            mean, maximum = torch.stack([mismatch / first.clamp_min(1.0), largest[0]]).tolist()
+            warning = bounds.check(mean, maximum, self._run.folder)
+            if dist.get_rank() == 0:
+                self._alarms.warn(warning)
         critic: dict[str, Tensor | float] = {}
         if self._critic is not None and self._update is not None:
             # A checkpoint may be copied during the next step, but the policy's optimizer step has waited for the copy:
@@ -556,6 +584,8 @@ class PolicyLearning:
             metrics["explained_variance"] = self._explained
         if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
             metrics["resampled_groups"] = num_resampled
+        for name in find_audits(samples[0], self.settings.rewards):
+            metrics[f"agreement/{name}"] = agreement(samples, name, self.settings.answers_per_prompt)
         if self._reference_logprobs:
             differences = [
                 sampled - reference

@@ -5,6 +5,8 @@ Shapes: R answers, A tokens of the longest one.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,10 @@ def batch_loss(batch: PolicyBatch, logprob_RA: Tensor, settings: PolicySettings)
     if settings.importance_cap is not None:
         assert batch.sampled is not None
         loss_RA = loss_RA * importance_weights(old_RA, batch.sampled.to(dtype), settings.importance_cap)
-    if settings.penalty is not None and settings.penalty.estimator == "k2":
+    if settings.penalty is not None and settings.penalty.estimator != "k1":
         assert batch.reference is not None
-        loss_RA = loss_RA + settings.penalty.beta * kl_loss(logprob_RA, batch.reference.to(dtype), mask_RA)
+        log_ratio_RA = (logprob_RA - batch.reference.to(dtype)).where(mask_RA, 0.0)
+        loss_RA = loss_RA + settings.penalty.beta * kl_loss(log_ratio_RA, settings.penalty.estimator)
     if settings.loss == "grpo":
         loss_RA = loss_RA / mask_RA.sum(1, keepdim=True).clamp_min(1)
     return loss_RA.where(mask_RA, 0.0).sum(), clipped_RA
@@ -85,6 +88,8 @@ def surrogate_loss(
     if settings.ratio == "sequence":
         log_ratio_RA = sequence_ratios(log_ratio_RA, mask_RA)
     ratio_RA = log_ratio_RA.exp()
+    if settings.objective == "gmpo":
+        return geometric_surrogate(log_ratio_RA, advantage_RA, mask_RA, settings)
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     if settings.objective == "cispo":
         weight_RA = ratio_RA.detach().clamp(low, high)
@@ -94,9 +99,34 @@ def surrogate_loss(
     return -torch.minimum(surrogate_RA, clipped_RA), (clipped_RA < surrogate_RA) & mask_RA
 
 
-def kl_loss(logprob_RA: Tensor, reference_RA: Tensor, mask_RA: Tensor) -> Tensor:
-    """Return k2 = (log π/π_ref)² / 2 of each token: its expected gradient is that of the KL divergence."""
-    return 0.5 * (logprob_RA - reference_RA).where(mask_RA, 0.0).square()
+def geometric_surrogate(
+    log_ratio_RA: Tensor, advantage_RA: Tensor, mask_RA: Tensor, settings: PolicySettings
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token with the geometric mean of its answer's clipped ratios (GMPO, Zhao et al., 2025).
+
+    Logarithms are clipped on the side on which the advantage would push them further. Also returns whether a token is
+    clipped.
+    """
+    clamped_RA = log_ratio_RA.clamp(-settings.clip_low, settings.clip_high)
+    is_better_RA = advantage_RA > 0
+    clipped_RA = torch.minimum(log_ratio_RA, clamped_RA).where(is_better_RA, torch.maximum(log_ratio_RA, clamped_RA))
+    ratio_RA = sequence_ratios(clipped_RA, mask_RA).exp()
+    return -ratio_RA * advantage_RA, (clipped_RA != log_ratio_RA) & mask_RA
+
+
+def kl_loss(log_ratio_RA: Tensor, estimator: Literal["k2", "k2_sequence"]) -> Tensor:
+    """Return the KL penalty of each token in the loss.
+
+    k2 is x²/2, whose gradient x · ∇log π ignores that a token changes the divergence of the tokens after it. For
+    k2_sequence the factor x is replaced by its sum over this token and all later ones, so that the expected gradient is
+    that of the divergence of whole answers.
+
+    Args:
+        log_ratio_RA: x = log π/π_ref of each token; 0 after the end of an answer.
+    """
+    if estimator == "k2":
+        return 0.5 * log_ratio_RA.square()
+    return log_ratio_RA.detach().flip(1).cumsum(1).flip(1) * log_ratio_RA
 
 
 def importance_weights(trained_RA: Tensor, sampled_RA: Tensor, cap: float) -> Tensor:

@@ -59,11 +59,14 @@ class PreferenceLearning(StatelessTask):
     # The first term is minimized; the others are only logged.
     TERMS: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 
+    headline: tuple[str, ...] = ("loss", "accuracy")
+
     def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
         self.run = run
         self.mesh = mesh
         self.settings: Any = run.config.task
-        self.scorer = AnswerScorer(run.spec, mesh, compile=compile)
+        tail_weight = self.settings.tail_weight if isinstance(self.settings, DpoSettings) else 1.0
+        self.scorer = AnswerScorer(run.spec, mesh, compile=compile, tail_weight=tail_weight)
         self._references = References({})
         if isinstance(self.settings, DpoSettings | KtoSettings):
             self._references = load_references(run, mesh, self.scorer, self.settings.reference)
@@ -277,6 +280,9 @@ def check_run(run: Run) -> None:
             raise JinguError(
                 f"the task {task.type} does not support it, and it is {value}.", where=name, fix="Set it to 0."
             )
+    if isinstance(task, DpoSettings) and task.tail_weight != 1.0 and task.sft_weight:
+        what = "the likelihood of the chosen answer would have this weight too."
+        raise JinguError(what, where="task.tail_weight", fix="Set it to 1, or task.sft_weight to 0.")
     if isinstance(task, DpoSettings | KtoSettings) and not (task.reference or config.initialize.from_):
         raise JinguError(
             f"the task {task.type} needs a model to start from, which also serves as the reference.",

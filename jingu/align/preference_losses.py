@@ -43,14 +43,10 @@ class AnswerLogProbs:
     @property
     def policy_mean(self) -> Tensor:
         """Mean log-probability of a token under the policy; -1 where there is no answer."""
-        return self._mean(self.policy)
+        return self.per_token(self.policy)
 
-    @property
-    def log_ratio_mean(self) -> Tensor:
-        """Mean log ratio of a token."""
-        return self._mean(self.log_ratio)
-
-    def _mean(self, sums: Tensor) -> Tensor:
+    def per_token(self, sums: Tensor) -> Tensor:
+        """Divide values of answers by their numbers of tokens; -1 where there is no answer."""
         # Absent answers are masked later. Any value works here as long as every loss of it is finite.
         return (sums / self.tokens.clamp_min(1)).where(self.exists, -1.0)
 
@@ -72,11 +68,12 @@ def pair_losses(settings: PairSettings, chosen: AnswerLogProbs, rejected: Answer
 
 
 def _dpo_losses(settings: DpoSettings, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
+    chosen_score, rejected_score = (divergence_scores(settings, side.log_ratio) for side in (chosen, rejected))
     if settings.loss == "ipo":
         # Means over tokens: sums would depend on the length. The authors of IPO confirmed this to those of TRL.
-        difference = chosen.log_ratio_mean - rejected.log_ratio_mean
+        difference = chosen.per_token(chosen_score) - rejected.per_token(rejected_score)
         return (difference - 1 / (2 * settings.beta)).square()
-    margin = settings.beta * (chosen.log_ratio - rejected.log_ratio)
+    margin = settings.beta * (chosen_score - rejected_score)
     if settings.loss == "hinge":
         return torch.relu(1 - margin)
     smoothing = settings.label_smoothing
@@ -85,6 +82,24 @@ def _dpo_losses(settings: DpoSettings, chosen: AnswerLogProbs, rejected: AnswerL
     if settings.loss == "robust":
         return (right - swapped) / (1 - 2 * smoothing)
     return right + swapped
+
+
+# Largest exponent in the scores of divergences: its exponential is finite in fp32.
+_MAX_EXPONENT = 80.0
+
+
+def divergence_scores(settings: DpoSettings, log_ratio: Tensor) -> Tensor:
+    """Return f'(policy / reference) for the f-divergence of the settings, up to a constant (Wang et al., 2024).
+
+    Args:
+        log_ratio: log(policy / reference) of answers.
+    """
+    if settings.divergence == "js":
+        return F.logsigmoid(log_ratio)
+    power = {"reverse_kl": 0.0, "forward_kl": -1.0, "alpha": settings.alpha - 1.0}[settings.divergence]
+    if power == 0.0:
+        return log_ratio
+    return torch.expm1((power * log_ratio).clamp_max(_MAX_EXPONENT)) / power
 
 
 def reward_losses(chosen: Tensor, rejected: Tensor, margin: Tensor, centering: float) -> Tensor:
@@ -108,12 +123,16 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 def kto_losses(settings: KtoSettings, answers: AnswerLogProbs, is_desirable: Tensor, divergence: Tensor) -> Tensor:
-    """Return KTO's loss of each answer.
+    """Return KTO's or BCO's loss of each answer.
 
     Args:
-        divergence: estimated KL divergence of policy and reference; no gradient flows through it.
+        divergence: estimated KL divergence of policy and reference; for BCO the threshold of the log ratio. No gradient
+            flows through it.
     """
     advantage = settings.beta * (answers.log_ratio - divergence)
+    if settings.loss == "bco":
+        desirable = -settings.desirable_weight * F.logsigmoid(advantage)
+        return desirable.where(is_desirable, -settings.undesirable_weight * F.logsigmoid(-advantage))
     desirable = settings.desirable_weight * torch.sigmoid(-advantage)
     undesirable = settings.undesirable_weight * torch.sigmoid(advantage)
     return desirable.where(is_desirable, undesirable)

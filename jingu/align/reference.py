@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.align.answers import AnswerBatch, AnswerScorer
 from jingu.checkpoint.resume import complete_steps
 from jingu.config.batch_plan import MAX_AUTO_TOKENS
-from jingu.config.sections.tasks import KtoSettings
+from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.data.batch import Batch
 from jingu.data.dataset_manifest import sample_checksum
 from jingu.data.permutation import Int64Array
@@ -113,8 +113,10 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
         fingerprint = fingerprint_model(stored, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
     datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
-    has_labels = isinstance(run.config.task, KtoSettings)
-    folders = {_split_path(dataset): _folder(dataset, fingerprint, has_labels) for dataset in datasets}
+    task = run.config.task
+    has_labels = isinstance(task, KtoSettings)
+    tail_weight = task.tail_weight if isinstance(task, DpoSettings) else 1.0
+    folders = {_split_path(dataset): _folder(dataset, fingerprint, has_labels, tail_weight) for dataset in datasets}
     missing = [dataset for dataset in datasets if not (folders[_split_path(dataset)] / _FILE).is_file()]
     if missing:
         stored = stored or open_model(Path(source))
@@ -190,16 +192,19 @@ def fingerprint_model(stored: StoredModel, run: Run) -> str:
     return digest.hexdigest()
 
 
-def _folder(dataset: PreferenceDataset, fingerprint: str, has_labels: bool) -> Path:
+def _folder(dataset: PreferenceDataset, fingerprint: str, has_labels: bool, tail_weight: float = 1.0) -> Path:
     """Return the folder of the log-probabilities of a split; its name has a hash of the model and the data.
 
     Args:
         has_labels: whether answers are labeled, so that those of mismatched answers are stored too.
+        tail_weight: weight of tokens beyond the common length of a pair.
     """
     split = dataset.dataset.split
     entry = dataset.dataset.manifest.split(split)
     checksums = " ".join(shard.bin_xxh3 for shard in (*entry.shards, *entry.sidecars))
     version = f" {_MISMATCH_VERSION}" if has_labels else ""
+    if tail_weight != 1.0:
+        version += f" tails {tail_weight}"
     key = xxhash.xxh3_64_hexdigest(f"{fingerprint} {checksums}{version}".encode())
     return dataset.dataset.path / f"reference-{split}-{key}"
 

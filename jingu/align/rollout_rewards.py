@@ -18,6 +18,7 @@ from torch import Tensor
 from jingu.align.prompt_set import Prompt
 from jingu.align.reward_list import Rewards
 from jingu.align.rollouts import ENVIRONMENT, Sample, describe_answer, describe_error, raise_error
+from jingu.config.sections.rewards import Reward
 from jingu.errors import JinguError
 from jingu.runtime.futures import fulfill
 from jingu.runtime.ranks import gather_from_all, wait_until_all_done
@@ -95,6 +96,44 @@ def rewards_of(samples: list[Sample]) -> Tensor:
     return torch.tensor(
         [math.nan if sample.reward is None else sample.reward for sample in samples], dtype=torch.float64
     )
+
+
+def find_audits(sample: Sample, settings: Sequence[Reward]) -> list[str]:
+    """Return the names of the rewards that are only measured."""
+    names = (name for name in sample.rewards if name != ENVIRONMENT)
+    return [name for name, reward in zip(names, settings, strict=True) if reward.audit]
+
+
+def separate_rewards(samples: list[Sample], settings: Sequence[Reward]) -> tuple[Tensor, Tensor]:
+    """Return the trained rewards [K, R] of samples one by one, and their weights [K].
+
+    A missing reward is NaN, and so are all rewards of a sample that is not scored.
+    """
+    names = [name for name in samples[0].rewards if name != ENVIRONMENT]
+    weights = {name: reward.weight for name, reward in zip(names, settings, strict=True) if not reward.audit}
+    if ENVIRONMENT in samples[0].rewards:
+        weights[ENVIRONMENT] = 1.0
+    rows = [
+        [math.nan if sample.reward is None or (value := sample.rewards[name]) is None else value for sample in samples]
+        for name in weights
+    ]
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(list(weights.values()), dtype=torch.float64)
+
+
+def agreement(samples: list[Sample], audit: str, answers_per_prompt: int) -> float:
+    """Return the share of pairs of answers that the reward and an audit rank alike: 0.5 is chance.
+
+    The pairs are those of answers to one prompt, or, with one answer to each prompt, of the whole step. Pairs that the
+    audit does not tell apart do not count, and equal rewards count half. Without any pair it is NaN.
+    """
+    size = answers_per_prompt if answers_per_prompt > 1 else len(samples)
+    audits = [math.nan if sample.rewards[audit] is None else sample.rewards[audit] for sample in samples]
+    audit_PG = torch.tensor(audits, dtype=torch.float64).view(-1, size)
+    reward_PG = rewards_of(samples).view(-1, size)
+    audit_PGG, reward_PGG = (x_PG[:, :, None] - x_PG[:, None, :] for x_PG in (audit_PG, reward_PG))
+    counts_PGG = (audit_PGG > 0) & reward_PGG.isfinite()
+    agrees_PGG = (reward_PGG > 0).double() + 0.5 * (reward_PGG == 0)
+    return float(agrees_PGG[counts_PGG].mean()) if counts_PGG.any() else math.nan
 
 
 def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str, float]:

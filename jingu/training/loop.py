@@ -318,7 +318,9 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
     progress.loss_steps = 0
     speed = trainer.meter.tokens_per_second(progress)
     share = trainer.meter.peak_share(speed)
-    message = f"loss {loss:.3f}, {format_rounded(speed)} tokens/s, {share:.0%} of peak"
+    metrics = {name: float(value) for name, value in result.metrics.items()}
+    headline = _format_headline(trainer.task.headline, {**metrics, "loss": loss})
+    message = f"{headline}, {format_rounded(speed)} tokens/s, {share:.0%} of peak"
     bar.set_postfix_str(message)
     if bar.disable and trainer.ranks.is_first:
         # Without a progress bar, each logged step is a line.
@@ -327,7 +329,6 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
         seconds_left = tokens_left / max(trainer.meter.average_tokens_per_second(), 1e-9)
         time_left = f", {format_duration(seconds_left)} left" if seconds_left else ""
         log_info(f"step {progress.step} of {steps}: {message}{time_left}")
-    metrics = {name: float(value) for name, value in result.metrics.items()}
     if trainer.run.config.precision.type == "fp16":
         metrics["loss_scale"] = progress.loss_scale.value
         metrics["skipped"] = progress.loss_scale.skipped
@@ -351,6 +352,13 @@ def _log(trainer: Trainer, progress: Progress, result: StepResult, write: WriteM
             f"{progress.lowest_loss:.3f}. If it stays there, resume from an earlier step with a lower optimizer.lr."
         )
         write("divergence", progress.step, action="none", loss=loss, lowest_loss=progress.lowest_loss)
+
+
+def _format_headline(names: tuple[str, ...], metrics: Mapping[str, float]) -> str:
+    """Return the metrics of these names as text, such as `reward 0.512, kl 0.031, length 12.3`."""
+    digits = {"length": 1}
+    values = ((name, metrics[name]) for name in names if name in metrics)
+    return ", ".join(f"{name.removeprefix('rewards/')} {value:.{digits.get(name, 3)}f}" for name, value in values)
 
 
 def _evaluate(trainer: Trainer, progress: Progress, write: WriteMetrics) -> None:

@@ -39,7 +39,12 @@ class Task(Protocol):
     """Batches, their loss, and an evaluation.
 
     Every rank has a task, and all ranks must call its methods in the same order.
+
+    Attributes:
+        headline: names of the metrics that the progress of a run shows, where a step has them.
     """
+
+    headline: tuple[str, ...]
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
         """Prepare a step before its batches are read, such as by generating answers or checking the reference model.
@@ -103,6 +108,8 @@ class StatelessTask:
 
     By default they average the loss over trained tokens, prepare nothing before a step, and have no further metrics.
     """
+
+    headline: tuple[str, ...] = ("loss",)
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
         """Do nothing."""

@@ -34,6 +34,17 @@ def test_alarms_name_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     assert "raise task.max_new_tokens" in caplog.text and "set task.max_resampling" in caplog.text
 
 
+@pytest.mark.parametrize(("agreement", "growth", "warns"), [(0.55, 0.0, True), (0.55, 0.01, False), (0.7, 0.0, False)])
+def test_a_reward_that_does_not_rank_as_its_audit_warns(
+    agreement: float, growth: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    alarms = Alarms()
+    for step in range(25):
+        metrics = {"reward": step / 30, "rewards/truth": 0.5 + growth * step, "agreement/truth": agreement}
+        alarms.check({**NORMAL, **metrics}, ["truth"])
+    assert ("rank only 55% of the pairs" in caplog.text) == warns
+
+
 HACKED_REWARDS = """
 def fluent(completions):
     return [float(text.count("e")) for text in completions]

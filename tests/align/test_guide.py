@@ -65,7 +65,7 @@ def test_guide_runs_as_written(tmp_path: Path) -> None:
     assert "⟦-1:" in outputs["jingu align preview run.yaml"]
     # Instruction tuning, reward model and PPO.
     rlhf = Done(tmp_path / "build" / "rlhf" / "runs" / "ppo")
-    for name, gain in (("reward", 0.5), ("rewards/counts_up", 0.05)):
+    for name, gain in (("reward", 0.5), ("rewards/counts_up", 0.25)):
         assert fmean(rlhf.column(name)[-3:]) > fmean(rlhf.column(name)[:3]) + gain
     # Sorted digits: questions that are answered before and after.
     before, after = re.findall(r"^(?:sort|grpo): (\d+)% of 200", outputs["python examples/grpo.py"], re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import xxhash
 from jingu.align.preference_losses import AnswerLogProbs, kto_losses
 from jingu.align.reference import _folder
 from jingu.config.schema import RunConfig
-from jingu.config.sections.tasks import KtoSettings
+from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.data.open_sources import open_sources
 from jingu.data.supervised import PreferenceDataset
 from jingu.text.tokenizer import Tokenizer
@@ -96,8 +97,16 @@ def test_stored_references_of_other_mismatched_answers_are_not_used(tiny_run: Ma
 
 
 @pytest.mark.slow
-def test_layouts_are_equal(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any, ranks: RankPool) -> None:
-    changes = {**LABELS, "initialize.from": base, "train.steps": 3, "evaluation.every": 3}
+@pytest.mark.parametrize("loss", ["kto", "bco"])
+def test_layouts_are_equal(loss: str, tiny_run: MakeRun, base: str, tmp_path: Path, done: Any, ranks: RankPool) -> None:
+    reference_point = "kl" if loss == "kto" else "threshold"
+    changes = {
+        **LABELS,
+        "task": {"type": "kto", "loss": loss},
+        "initialize.from": base,
+        "train.steps": 3,
+        "evaluation.every": 3,
+    }
     one = preference_run(tiny_run, tmp_path, changes, name="one")
     train_here(one)
     layouts = [
@@ -112,7 +121,7 @@ def test_layouts_are_equal(tiny_run: MakeRun, base: str, tmp_path: Path, done: A
         assert ranks.run(train_on_ranks, 1 if "batch" in str(layout) else 2, config)[0] == 0
         for name in ("loss", "grad_norm"):
             assert done(config).column(name) == pytest.approx(done(one).column(name), rel=1e-9), (layout, name)
-        for name in ("loss", "kl"):
+        for name in ("loss", reference_point):
             own, expected = (done(item).column(name, "evaluation") for item in (config, one))
             assert own == pytest.approx(expected, rel=1e-9), (layout, name)
 
@@ -147,6 +156,47 @@ def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 SETTINGS = KtoSettings(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
 DESIRABLE = torch.tensor([True, False, False, True])
+BCO = KtoSettings(loss="bco", beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+
+
+def test_bco_equals_the_formula_of_the_paper() -> None:
+    """-log σ(r - δ) for desirable answers and -log σ(δ - r) for the others, with rewards r = β · log(π / π_ref)."""
+    policy, reference, *_ = draw()
+    rewards = 0.3 * (policy - reference).sum(-1)
+    threshold = 0.5 * (rewards[DESIRABLE].mean() + rewards[~DESIRABLE].mean()).detach()
+    desirable = 1.2 * torch.log(1 + torch.exp(threshold - rewards))
+    expected = torch.where(DESIRABLE, desirable, 0.7 * torch.log(1 + torch.exp(rewards - threshold))).mean()
+    answers = AnswerLogProbs(policy.sum(-1), reference.sum(-1), torch.full((4,), 3))
+    loss = kto_losses(BCO, answers, DESIRABLE, threshold / 0.3).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(value, policy)[0] for value in (loss, expected)))
+
+
+@pytest.mark.slow
+def test_bco_of_pairs_equals_trl() -> None:
+    """TRL has the loss for pairs alone, with a threshold of 0."""
+    from tests.align.test_preference_losses import PAIRS, _from_dpo_trainer
+    from tests.align.test_preference_losses import draw as draw_pairs
+
+    policy, reference = draw_pairs()
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    pairs = DpoSettings(beta=0.3).model_copy(update={"loss": "bco_pair"})
+    expected = _from_dpo_trainer(pairs, policy, reference, accelerator)
+    answers = AnswerLogProbs(policy.sum(-1).flatten(), reference.sum(-1).flatten(), torch.full((2 * PAIRS,), 4))
+    losses = kto_losses(KtoSettings(loss="bco", beta=0.3), answers, torch.arange(6) < PAIRS, torch.zeros(()))
+    torch.testing.assert_close(losses.view(2, PAIRS).sum(0).mean(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_bco_sets_its_threshold_between_the_means(tiny_run: MakeRun, base: str, tmp_path: Path, done: Any) -> None:
+    changes = {**LABELS, "initialize.from": base, "train.steps": 4, "optimizer.lr": 3e-3, "evaluation.every": 4}
+    changes |= {"task": {"type": "kto", "loss": "bco"}}
+    config = preference_run(tiny_run, tmp_path, changes, name="bco")
+    train_here(config)
+    run = done(config)
+    # At the start, policy and reference agree: log 2.
+    assert run.column("loss")[0] == pytest.approx(math.log(2), abs=1e-9) and run.column("threshold")[0] == 0.0
+    assert run.column("loss")[-1] < run.column("loss")[0] and run.column("threshold")[-1] != 0.0
+    assert "kl" not in run.lines("train")[0]
 
 
 def compute() -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -22,12 +23,16 @@ from jingu.align.advantages import (
     leave_one_out_advantages,
     overlong_penalty,
     returns_to_go,
+    separate_advantages,
     whiten,
 )
 from jingu.align.distillation import generalized_jsd
 from jingu.align.policy_batch import PolicyBatch
 from jingu.align.policy_loss import batch_loss, importance_weights, kl_loss, loss_denominator, value_loss
+from jingu.align.rollout_rewards import agreement, separate_rewards
+from jingu.align.rollouts import Sample
 from jingu.config.sections.policies import GrpoSettings, KlSettings
+from jingu.config.sections.rewards import LengthReward
 
 LENGTHS = (3, 5, 1, 4)
 
@@ -58,13 +63,13 @@ def loss_and_gradient(settings: GrpoSettings) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.autograd.grad(loss, logprob_BT)[0]
 
 
-def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
+def trl_loss_and_gradient(trainer: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
     """The same by GRPOTrainer, which gets the log-probabilities in the place of those of a model."""
     trl = pytest.importorskip("trl")
     batch, logprob_BT = make_batch()
     mask_BT = (batch.labels >= 0).long()
     assert batch.advantages is not None
-    trainer = SimpleNamespace(
+    fake = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprob_BT, torch.zeros(4, 5), None),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
         model=SimpleNamespace(training=True),
@@ -85,7 +90,7 @@ def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
         vllm_importance_sampling_clip_max=2.0,
         max_completion_length=9,
     )
-    vars(trainer).update(options)
+    vars(fake).update(options)
     inputs = {
         "prompt_ids": torch.zeros(4, 2, dtype=torch.long),
         "prompt_mask": torch.ones(4, 2, dtype=torch.long),
@@ -98,8 +103,8 @@ def trl_loss_and_gradient(**options: Any) -> tuple[Tensor, Tensor]:
     assert batch.old is not None and batch.sampled is not None
     # TRL computes it with the rollout, and multiplies the loss by it.
     ratio_BT = (batch.old - batch.sampled).exp()
-    inputs["importance_sampling_ratio"] = ratio_BT.clamp_max(trainer.vllm_importance_sampling_clip_max)
-    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    inputs["importance_sampling_ratio"] = ratio_BT.clamp_max(fake.vllm_importance_sampling_clip_max)
+    loss = (trainer or trl.GRPOTrainer)._compute_loss(fake, None, inputs)
     return loss.detach(), torch.autograd.grad(loss, logprob_BT)[0]
 
 
@@ -222,7 +227,7 @@ def test_whitening_and_overlong_penalty() -> None:
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k2_sequence"])
 def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
     """By exact gradients over 5 answers: both placements end at π_ref · exp(r / β) / Z."""
     generator = torch.Generator().manual_seed(3)
@@ -231,7 +236,6 @@ def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
     beta = 0.5
     optimum_A = (reference_A + reward_A / beta).softmax(0)
     logits_A = reference_A.clone().requires_grad_()
-    mask_A = torch.ones(5, dtype=torch.bool)
     for _ in range(3000):
         logprob_A = logits_A.log_softmax(0)
         probability_A = logprob_A.detach().exp()
@@ -240,12 +244,76 @@ def test_kl_reaches_the_optimum_of_regularized_learning(estimator: str) -> None:
         if estimator == "k1":
             score_A -= beta * (logprob_A.detach() - reference_A)
         else:
-            loss_A = beta * kl_loss(logprob_A, reference_A, mask_A)
+            loss_A = beta * kl_loss((logprob_A - reference_A)[:, None], estimator)[:, 0]  # type: ignore[arg-type]
         score_A -= (probability_A * score_A).sum()
         gradient_A = torch.autograd.grad((probability_A * (loss_A - score_A * logprob_A)).sum(), logits_A)[0]
         with torch.no_grad():
             logits_A -= 1.0 * gradient_A
     assert 0.5 * (logits_A.softmax(0) - optimum_A).abs().sum() < 1e-3
+
+
+TWO_TOKENS = 4
+"""Vocabulary of the answers of two tokens."""
+
+
+def learn_two_tokens(estimator: Any, reference_A2: Tensor, reward_A: Tensor, beta: float, length_A: Tensor) -> Tensor:
+    """Train a table of logits by exact gradients over all answers of two tokens; return their probabilities [A].
+
+    Args:
+        reference_A2: log-probabilities of the tokens of each answer under the reference.
+        length_A: tokens of each answer; an answer of one token counts once for each second token.
+    """
+    first, second = (torch.zeros(*size, TWO_TOKENS, dtype=torch.float64) for size in ((), (TWO_TOKENS,)))
+    logits = [first.requires_grad_(), second.requires_grad_()]
+    token_A2 = torch.tensor(list(product(range(TWO_TOKENS), repeat=2)))
+    mask_A2 = torch.arange(2) < length_A[:, None]
+    optimizer = torch.optim.Adam(logits, lr=0.03)
+    for step in range(3000):
+        optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / 3000)
+        logprob_A2 = torch.stack(
+            [logits[0].log_softmax(0)[token_A2[:, 0]], logits[1].log_softmax(1)[token_A2[:, 0], token_A2[:, 1]]], 1
+        )
+        probability_A = logprob_A2.detach().sum(1).exp()
+        ratio_A2 = (logprob_A2 - reference_A2).where(mask_A2, 0.0)
+        score_A = reward_A.clone()
+        penalty_A = torch.zeros_like(score_A)
+        if estimator == "k1":
+            score_A -= beta * ratio_A2.detach().sum(1)
+        else:
+            penalty_A = beta * kl_loss(ratio_A2, estimator).sum(1)
+        score_A -= (probability_A * score_A).sum()
+        loss = (probability_A * (penalty_A - score_A * (logprob_A2 * mask_A2).sum(1))).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return probability_A
+
+
+@pytest.mark.parametrize("has_short_answers", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2_sequence", "k2"])
+def test_kl_of_answers_of_two_tokens(estimator: str, has_short_answers: bool) -> None:
+    """With later tokens, k1 and k2_sequence end at π_ref · exp(r / β) / Z. The per-token k2 does not."""
+    generator = torch.Generator().manual_seed(4)
+    token_A2 = torch.tensor(list(product(range(TWO_TOKENS), repeat=2)))
+    logits, logits_next = torch.randn(2, TWO_TOKENS, TWO_TOKENS, generator=generator, dtype=torch.float64)
+    reference_A2 = torch.stack(
+        [logits[0].log_softmax(0)[token_A2[:, 0]], logits_next.log_softmax(1)[token_A2[:, 0], token_A2[:, 1]]], 1
+    )
+    reward_A = torch.rand(TWO_TOKENS**2, generator=generator, dtype=torch.float64)
+    length_A = torch.full((TWO_TOKENS**2,), 2)
+    if has_short_answers:
+        # The first token 0 ends the answer.
+        length_A[:TWO_TOKENS] = 1
+        reward_A[:TWO_TOKENS] = reward_A[0].item()
+    beta = 0.3
+    optimum_A = (reference_A2.sum(1) + reward_A / beta).softmax(0)
+    result_A = learn_two_tokens(estimator, reference_A2, reward_A, beta, length_A)
+    if has_short_answers:
+        optimum_A, result_A = (
+            torch.cat([x_A[:TWO_TOKENS].sum()[None], x_A[TWO_TOKENS:]]) for x_A in (optimum_A, result_A)
+        )
+    variation = 0.5 * float((result_A - optimum_A).abs().sum())
+    assert (variation < 1e-3) == (estimator != "k2"), variation
 
 
 def test_estimators_of_kl_that_mislead_are_not_offered() -> None:
@@ -312,3 +380,79 @@ def test_divergences_equal_their_formula(beta: float) -> None:
     losses_M, gradient_MV = generalized_jsd(student_MV.detach(), teacher_MV, beta)
     assert torch.allclose(losses_M, expected_M, rtol=1e-12)
     assert torch.allclose(gradient_MV, torch.autograd.grad(expected_M.sum(), student_MV)[0], rtol=1e-9, atol=1e-14)
+
+
+# Members of the families with rewards apart
+
+
+def test_gdpo_equals_trl_and_its_formula() -> None:
+    """Each reward is normalized in its group, and the weighted sum over the batch, as TRL's normalize_then_sum does."""
+    generator = torch.Generator().manual_seed(9)
+    reward_KPG = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    reward_KPG[1] *= 100.0
+    weight_K = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    mean_KP1, std_KP1 = reward_KPG.mean(2, keepdim=True), reward_KPG.std(2, keepdim=True)
+    total_PG = (weight_K[:, None, None] * (reward_KPG - mean_KP1) / (std_KP1 + 1e-4)).sum(0)
+    expected_PG = (total_PG - total_PG.mean()) / (total_PG.std() + 1e-4)
+    torch.testing.assert_close(separate_advantages(reward_KPG, weight_K), expected_PG, rtol=1e-12, atol=1e-12)
+    # A reward whose range is 100 times larger counts no more.
+    scaled_KPG = reward_KPG * torch.tensor([1.0, 1000.0])[:, None, None]
+    torch.testing.assert_close(separate_advantages(scaled_KPG, weight_K), expected_PG, rtol=1e-4, atol=1e-4)
+    # An answer that is not scored gets 0, and the others are normalized without it.
+    reward_KPG[:, 1, 2] = torch.nan
+    advantage_PG = separate_advantages(reward_KPG, weight_K)
+    assert advantage_PG[1, 2] == 0.0 and advantage_PG.isfinite().all()
+    assert advantage_PG.sum().item() == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.5], [1.0, 1.0]])
+def test_rewards_are_separated_without_audits(weights: list[float]) -> None:
+    settings = [
+        LengthReward(name="first", max_tokens=3, weight=weights[0]),
+        LengthReward(name="truth", max_tokens=3, audit=True),
+        LengthReward(name="second", max_tokens=3, weight=weights[1]),
+    ]
+    values = [
+        {"first": 1.0, "truth": 0.0, "second": None},
+        {"environment": 2.0, "first": 3.0, "truth": 1.0, "second": 4.0},
+    ]
+    samples = [Sample("", 0, 0, (1,), (2,), (-1.0,), "", "end", rewards=value, reward=1.0) for value in values]
+    reward_KR, weight_K = separate_rewards(samples[:1], settings)
+    assert weight_K.tolist() == weights and reward_KR[0].tolist() == [1.0] and reward_KR[1].isnan().all()
+    reward_KR, weight_K = separate_rewards(samples[1:], settings)
+    assert weight_K.tolist() == [*weights, 1.0] and reward_KR[:, 0].tolist() == [3.0, 4.0, 2.0]
+
+
+@pytest.mark.slow
+def test_gmpo_equals_trl() -> None:
+    """With the geometric mean's clipping in log space, and with answers on both sides of it."""
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    settings = GrpoSettings(loss="grpo", objective="gmpo", clip_low=0.2, clip_high=0.3)
+    theirs = trl_loss_and_gradient(trainer=gmpo.GMPOTrainer, epsilon_low=0.2, epsilon_high=0.3)
+    for one, other in zip(loss_and_gradient(settings), theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def make_samples(rewards: list[float], audits: list[float | None]) -> list[Sample]:
+    return [
+        Sample("", 0, 0, (1,), (2,), (-1.0,), "", "end", rewards={"r": reward, "truth": audit}, reward=reward)
+        for reward, audit in zip(rewards, audits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "audits", "size", "share"),
+    [
+        ([1, 2, 3, 4], [0, 0, 1, 1], 4, 1.0),
+        ([4, 3, 2, 1], [0, 0, 1, 1], 4, 0.0),
+        ([1, 1, 1, 1], [0, 0, 1, 1], 4, 0.5),
+        ([1, 2, 0, 3], [0, 1, 1, 0], 2, 0.5),  # one pair in each group: alike, and not
+        ([1, 2, 0, 3], [0, 1, 0, 2], 1, 1.0),  # all pairs of a step
+        ([1, 2, 0, 3], [None, 1, None, 0], 1, 0.0),
+        ([1, 2], [1, 1], 2, math.nan),
+    ],
+)
+def test_agreement_of_reward_and_audit(
+    rewards: list[float], audits: list[float | None], size: int, share: float
+) -> None:
+    assert agreement(make_samples(rewards, audits), "truth", size) == pytest.approx(share, nan_ok=True)

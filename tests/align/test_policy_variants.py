@@ -129,6 +129,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "grpo", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0, "importance_cap": 2.0},
     "reinforce++": {"advantage": "reinforce++", "kl": {"type": "kl", "estimator": "k1", "beta": 0.1}},
+    "gmpo": {"loss": "grpo", "objective": "gmpo", "clip_low": 0.01, "clip_high": 0.01},
+    "gdpo": {"advantage": "gdpo", "kl": {"type": "kl", "estimator": "k2_sequence", "beta": 0.1}, "overlong_tokens": 2},
     "remax": {"advantage": "remax", "overlong_tokens": 2},
 }
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.align.preference_losses import AnswerLogProbs, pair_losses, reward_losses
+from jingu.align.answers import AnswerBatch
+from jingu.align.preference_losses import AnswerLogProbs, divergence_scores, pair_losses, reward_losses
 from jingu.config.sections.tasks import CpoSettings, DpoSettings, OrpoSettings, SimpoSettings
 
 PAIRS = 3
@@ -25,6 +26,11 @@ SETTINGS = [
     DpoSettings(loss="hinge", beta=0.7),
     DpoSettings(loss="ipo", beta=0.2),
     DpoSettings(sft_weight=0.5),
+    DpoSettings(divergence="forward_kl", beta=0.4),
+    DpoSettings(divergence="js"),
+    DpoSettings(divergence="alpha", alpha=0.3, loss="hinge"),
+    DpoSettings(divergence="alpha", alpha=1.7, loss="ipo"),
+    DpoSettings(divergence="js", loss="robust", label_smoothing=0.1),
     SimpoSettings(beta=2.5, gamma=1.0),
     OrpoSettings(beta=0.2),
     CpoSettings(beta=0.4, sft_weight=0.3),
@@ -58,7 +64,7 @@ def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
     elif isinstance(settings, CpoSettings):
         losses = torch.log(1 + torch.exp(settings.beta * (rejected - chosen))) - settings.sft_weight * chosen_mean
     else:
-        ratio_chosen, ratio_rejected = (policy - reference).sum(-1)
+        ratio_chosen, ratio_rejected = derivative_of_divergence(settings, (policy - reference).sum(-1).exp())
         margin = settings.beta * (ratio_chosen - ratio_rejected)
         right, swapped = torch.log(1 + torch.exp(-margin)), torch.log(1 + torch.exp(margin))
         share = settings.label_smoothing
@@ -70,6 +76,17 @@ def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
         }[settings.loss]
         losses = losses - settings.sft_weight * chosen_mean
     return losses.mean()
+
+
+def derivative_of_divergence(settings: DpoSettings, u: Tensor) -> Tensor:
+    """The derivative f'(u) of each divergence in table 1 of Wang et al. (2024); they give alpha as 1 - alpha."""
+    if settings.divergence == "reverse_kl":
+        return u.log() + 1
+    if settings.divergence == "forward_kl":
+        return -1 / u
+    if settings.divergence == "js":
+        return torch.log(2 * u / (1 + u))
+    return (u ** (settings.alpha - 1) - 1) / (settings.alpha - 1)
 
 
 def check_loss(
@@ -115,10 +132,18 @@ def from_trl(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
     return _from_dpo_trainer(settings, policy, reference, accelerator)
 
 
-def _from_dpo_trainer(settings: DpoSettings, policy: Tensor, reference: Tensor, accelerator: Any) -> Tensor:
+def _from_dpo_trainer(
+    settings: DpoSettings, policy: Tensor, reference: Tensor, accelerator: Any, lengths: Tensor | None = None
+) -> Tensor:
+    """The same by TRL's trainer.
+
+    Args:
+        lengths: tokens of each answer [2, pairs]; None: all of them. The reference then counts no tail.
+    """
     from trl import DPOTrainer
 
-    log_probs = policy.flatten(0, 1)
+    # TRL's exponents are clamped by a table without float64.
+    log_probs = policy.flatten(0, 1).to(torch.float32 if settings.divergence == "alpha" else torch.float64)
     outputs = SimpleNamespace(
         log_probs=log_probs,
         entropy=log_probs.detach(),
@@ -129,9 +154,12 @@ def _from_dpo_trainer(settings: DpoSettings, policy: Tensor, reference: Tensor, 
         model=SimpleNamespace(training=True),
         accelerator=accelerator,
         aux_loss_enabled=False,
-        ld_alpha=None,
+        ld_alpha=None if settings.tail_weight == 1.0 else settings.tail_weight,
         precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
+        f_divergence_type={"js": "js_divergence", "alpha": "alpha_divergence"}.get(
+            settings.divergence, settings.divergence
+        ),
+        f_alpha_divergence_coef=settings.alpha,
         loss_types=[settings.loss, "sft"],
         loss_weights=[1.0, settings.sft_weight],
         beta=settings.beta,
@@ -144,7 +172,10 @@ def _from_dpo_trainer(settings: DpoSettings, policy: Tensor, reference: Tensor, 
     ids = torch.ones(2 * PAIRS, TOKENS + 1, dtype=torch.long)
     mask = ids.clone()
     mask[:, 0] = 0
-    chosen, rejected = reference.sum(-1)
+    if lengths is not None:
+        mask *= torch.arange(TOKENS + 1) <= lengths.flatten()[:, None]
+        outputs.log_probs = log_probs * mask[:, 1:]  # the model gives 0 where there is no label
+    chosen, rejected = reference.sum(-1).to(log_probs.dtype)
     inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
@@ -152,7 +183,7 @@ def _from_dpo_trainer(settings: DpoSettings, policy: Tensor, reference: Tensor, 
         "ref_chosen_logps": chosen,
         "ref_rejected_logps": rejected,
     }
-    return DPOTrainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    return DPOTrainer._compute_loss(fake, lambda **_: outputs, inputs, False).double()
 
 
 # TRL computes these in other places: cDPO it has no longer, of a batch.
@@ -165,6 +196,66 @@ TRL_SETTINGS = [
 @pytest.mark.parametrize("settings", TRL_SETTINGS, ids=str)
 def test_equals_trl(settings: Any) -> None:
     check_loss(settings, from_trl, (1e-6, 1e-6), atol=1e-6)
+
+
+LENGTHS = torch.tensor([[4, 1, 3], [2, 3, 3]])
+"""Tokens of the chosen and the rejected answer of each pair."""
+
+
+def weigh_tails(values: Tensor, weight: float) -> Tensor:
+    """The sums of tokens [2, pairs] of answers with the batch's function; the pairs lie in one row, behind prompts."""
+    labels, documents, places = [], [], []
+    for number, (pair, side) in enumerate((pair, side) for pair in range(PAIRS) for side in range(2)):
+        length = int(LENGTHS[side, pair])
+        labels += [-100] * 2 + [5] * length
+        documents += [number] * (2 + length)
+        places += [(side, pair, None)] * 2 + [(side, pair, token) for token in range(length)]
+    labels, documents = [*labels, -100, -100], [*documents, -1, -1]
+    rows = torch.tensor([labels]), torch.tensor([documents])
+    batch = AnswerBatch(rows[0], rows[0], documents=rows[1], reference=torch.zeros(1, 2 * PAIRS))
+    zero = values.sum() * 0.0
+    tokens = [values[place[0], place[1], place[2]] if place[2] is not None else zero for place in places]
+    sums = batch.sum_by_answer(batch.weigh_tails(torch.stack([*tokens, zero, zero])[None], weight))[0]
+    return torch.stack([sums[0::2], sums[1::2]])
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_tails_of_the_longer_answer_weigh_less(weight: float) -> None:
+    policy, _ = draw()
+    expected = torch.zeros(2, PAIRS, dtype=torch.float64)
+    for side in range(2):
+        for pair in range(PAIRS):
+            shared = int(LENGTHS[:, pair].min())
+            whole = policy[side, pair, : LENGTHS[side, pair]]
+            expected[side, pair] = weight * whole.sum() + (1 - weight) * whole[:shared].sum()
+    torch.testing.assert_close(weigh_tails(policy, weight), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_length_desensitized_losses_equal_trl(weight: float) -> None:
+    policy, reference = draw()
+    settings = DpoSettings(tail_weight=weight)
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    expected = _from_dpo_trainer(settings, policy, reference, accelerator, LENGTHS)
+    chosen, rejected = (
+        AnswerLogProbs(sums, side.sum(-1), lengths)
+        for sums, side, lengths in zip(weigh_tails(policy, weight), reference, LENGTHS, strict=True)
+    )
+    loss = pair_losses(settings, chosen, rejected).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients = [torch.autograd.grad(value, policy)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+def test_the_limits_of_the_alpha_divergence() -> None:
+    ratio = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    at_0, at_1 = (divergence_scores(DpoSettings(divergence="alpha", alpha=alpha), ratio) for alpha in (0.0, 1.0))
+    torch.testing.assert_close(at_0, divergence_scores(DpoSettings(divergence="forward_kl"), ratio))
+    assert torch.equal(at_1, ratio)
+    # An answer that has become impossible gives a finite loss.
+    far = divergence_scores(DpoSettings(divergence="forward_kl"), torch.tensor([-1e4, 1e4]))
+    assert far.isfinite().all()
 
 
 @pytest.mark.parametrize("margin", [0.0, 1.5])

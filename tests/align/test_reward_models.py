@@ -6,14 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
 
 from jingu.align.commands import train
+from jingu.align.reference import References
 from jingu.align.reward_list import Rewards
 from jingu.config.sections.model import ModelSettings
 from jingu.config.sections.rewards import Reward
+from jingu.data.open_sources import open_sources
+from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.formats.export import convert, export_hf
 from jingu.formats.models import open_model
@@ -23,6 +27,7 @@ from jingu.model.decoder import build_model
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.batch_transforms import model_inputs
 from tests.align.preferences import preference_run, train_here
 from tests.conftest import Library, MakeRun
 
@@ -109,3 +114,42 @@ def test_a_reward_model_scores_answers_of_a_rollout(tiny_run: MakeRun, tmp_path:
     assert train(plain) == 0
     with pytest.raises(JinguError, match="has no score head"):
         Rewards([settings.model_copy(update={"model": str(done(plain).folder)})], (), tokenizer)
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "plain"])
+def test_rewards_of_training_are_those_of_generated_answers(
+    template: str, tiny_run: MakeRun, tmp_path: Path, done: Any
+) -> None:
+    """A template may write something after the end of an answer, such as a line break, which no generated one has."""
+    changes = {
+        "data.objective.template": template,
+        "train.steps": 2,
+        "evaluation.every": 0,
+        "batch.sequence_length": 96,
+    }
+    config = reward_run(tiny_run, tmp_path, **changes)
+    train_here(config)
+    folder = done(config).folder
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    settings = TypeAdapter(Reward).validate_python({"type": "model", "model": str(folder)})
+    rewards = Rewards([settings], (), tokenizer)
+    (dataset,) = open_sources(config, tokenizer).sources
+    assert isinstance(dataset, PreferenceDataset)
+    batch = References({}).attach(dataset.read(np.array([0, 1])).to_batch(), [dataset] * 2, np.array([0, 1]))
+    assert batch.documents is not None
+    model = load_decoder(folder)
+    with torch.no_grad():
+        scores_BT = (model(model_inputs(batch)) @ model.head_weight().t())[..., 0]
+    trained_BK = batch.sum_by_answer(scores_BT * batch.is_last)
+    for row, number in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        is_own_T = batch.documents[row] == number
+        ids, labels = batch.tokens[row, is_own_T].tolist(), batch.labels[row, is_own_T]
+        start = int((labels >= 0).nonzero()[0]) + 1
+        answer = {
+            "prompt_ids": ids[:start],
+            "completion_ids": labels[labels >= 0].tolist(),
+            "prompt": "",
+            "completion": "",
+        }
+        value = rewards.score([answer])[0]["model"]
+        assert trained_BK[row, number].item() == pytest.approx(value, abs=1e-5)

@@ -325,3 +325,10 @@ def test_out_of_memory_is_told_apart_from_other_errors():
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_progress_shows_what_the_task_names() -> None:
+    metrics = {"loss": 0.0, "reward": 0.5123, "rewards/truth": 0.25, "length": 12.34, "entropy": 1.0}
+    names = ("reward", "rewards/truth", "kl", "length")
+    assert loop._format_headline(names, metrics) == "reward 0.512, truth 0.250, length 12.3"
+    assert loop._format_headline(("loss",), metrics) == "loss 0.000"

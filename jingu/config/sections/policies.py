@@ -30,18 +30,21 @@ class NoKlSettings(Settings):
 class KlSettings(Settings):
     """KL penalty: the objective minus beta times the KL divergence from a reference model.
 
-    Of the usual estimators, only two have the gradient of this divergence: k1 = log π/π_ref in the reward, and k2 =
-    (log π/π_ref)²/2 in the loss (Tang and Munos, 2025).
+    A token changes the divergence in two ways: by its own log π/π_ref, and by those of the tokens that follow it. An
+    estimator with both parts has the gradient of the divergence of whole answers (Tang and Munos, 2025).
 
     Attributes:
-        estimator: Estimator of the divergence: k1 in the reward, or k2 in the loss; no others, because k1 in the loss
-            has no gradient on average, and k3 has that of another divergence.
+        estimator: Estimator of the divergence: k1 in the reward, or k2_sequence or k2 in the loss; no others, because
+            k1 in the loss has no gradient on average, and k3 has that of another divergence. k1: log π/π_ref, which
+            the rewards of earlier tokens include. k2_sequence: the same gradient in the loss: each token counts with
+            the sum of log π/π_ref over itself and all later tokens. k2: (log π/π_ref)²/2 of each token, without its
+            effect on later tokens: less noise, but the gradient of the divergence only for answers of one token.
         beta: Coefficient of the KL divergence.
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """
 
     type: Literal["kl"] = "kl"
-    estimator: Literal["k1", "k2"] = "k2"
+    estimator: Literal["k1", "k2", "k2_sequence"] = "k2"
     beta: AboveZero = 0.001
     reference: PathText | None = None
 
@@ -173,7 +176,12 @@ class RolloutSettings(Settings):
         environment: Environment that replies to each turn of an answer; its class also scores the answer. null: an
             answer has one turn.
         max_mismatch: Largest allowed difference between the log-probabilities of a token in generation and in training,
-            in nats. The run stops at a larger one.
+            in nats. The run stops at a larger one. null: by precision: 1e-6 for fp64, 0.1 for fp32, 1 for narrower
+            ones, mixtures of experts and quantized weights, 2 for a generation server; no bound for answers by older
+            weights.
+        max_mean_mismatch: Largest allowed mean of this difference over the tokens of a step, in nats. null: by
+            precision: 1e-8 for fp64, 1e-3 for fp32, 0.1 for narrower ones and quantized weights, 0.2 for a generation
+            server, 1 for answers by older weights.
         exact: Use the operations of generation in training, so that both compute the same log-probabilities: on CPUs
             bit for bit. The run stops if they differ. Training takes longer.
     """
@@ -189,7 +197,8 @@ class RolloutSettings(Settings):
     max_num_seqs: Positive = 64
     rewards: list[Reward] = []
     environment: EnvironmentSettings | None = None
-    max_mismatch: AboveZero = 0.5
+    max_mismatch: AboveZero | None = None
+    max_mean_mismatch: AboveZero | None = None
     exact: bool = False
 
     @property
@@ -207,9 +216,10 @@ class PolicySettings(RolloutSettings):
         ratio: Importance ratio of the new to the old policy: token: of each token's probability; sequence: the
             geometric mean of these ratios over the answer (GSPO, Zheng et al., 2025).
         objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
-            (MiniMax, 2025).
-        clip_low: The ratio is clipped below 1 - clip_low.
-        clip_high: The ratio is clipped above 1 + clip_high.
+            (MiniMax, 2025); gmpo: the geometric mean of the clipped ratios of an answer's tokens (Zhao et al., 2025,
+            who clip at 0.4 on both sides).
+        clip_low: The ratio is clipped below 1 - clip_low; with gmpo its logarithm below -clip_low.
+        clip_high: The ratio is clipped above 1 + clip_high; with gmpo its logarithm above clip_high.
         importance_cap: Upper bound of the weights that correct for the difference between generation and training
             (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
             2.
@@ -218,7 +228,7 @@ class PolicySettings(RolloutSettings):
 
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     ratio: Literal["token", "sequence"] = "token"
-    objective: Literal["clip", "cispo"] = "clip"
+    objective: Literal["clip", "cispo", "gmpo"] = "clip"
     clip_low: Coefficient = 0.2
     clip_high: Coefficient = 0.28
     importance_cap: AboveZero | None = None
@@ -321,7 +331,9 @@ class GrpoSettings(RewardedSettings):
     Attributes:
         answers_per_prompt: Answers to each prompt, at least 2, because their rewards are compared.
         advantage: group: reward minus the mean of the group (all answers to the prompt). rloo: reward minus the mean of
-            the other answers (Ahmadian et al., 2024). reinforce++: the return of each token, normalized over all tokens
+            the other answers (Ahmadian et al., 2024). gdpo: each reward is normalized within the group by itself, then
+            their weighted sum over the step, so that a reward of small range counts as much as others (Liu et al.,
+            2026). reinforce++: the return of each token, normalized over all tokens
             of the step (Hu, 2025). remax: reward minus that of the greedy answer (Li et al., 2023). best: 1 for the
             best answer to a prompt if there is a worse one, and 0 for all others: rejection sampling (RAFT, Dong et
             al., 2023).
@@ -333,6 +345,6 @@ class GrpoSettings(RewardedSettings):
 
     type: Literal["grpo"] = "grpo"
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
-    advantage: Literal["group", "rloo", "reinforce++", "remax", "best"] = "group"
+    advantage: Literal["group", "rloo", "gdpo", "reinforce++", "remax", "best"] = "group"
     scale: Literal["group", "none"] = "group"
     max_resampling: NonNegative = 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import PathText, Settings, default_type
+from jingu.config.sections.base import Fraction, PathText, Settings, default_type
 from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PpoSettings
 
 Coefficient = Annotated[float, Field(ge=0)]
@@ -40,6 +40,13 @@ class DpoSettings(Settings):
         loss: sigmoid: DPO, or with label_smoothing conservative DPO (cDPO, Mitchell, 2023). robust: unbiased if a
             fraction `label_smoothing` of the pairs is swapped (Chowdhury et al., 2024). hinge: SLiC (Zhao et al.,
             2023). ipo: squared error of the margin, with log-probabilities averaged over tokens (Azar et al., 2023).
+        divergence: Divergence from the reference model that beta weights (f-DPO, Wang et al., 2024): reverse_kl: that
+            of DPO; forward_kl, js (Jensen-Shannon), or alpha. Each replaces log(policy / reference) by another
+            increasing function of the ratio.
+        alpha: Parameter of the alpha divergence: 1 gives the reverse KL divergence, and 0 the forward one.
+        tail_weight: Weight of the tokens of the longer answer that lie beyond the length of the shorter one
+            (length-desensitized DPO, LD-DPO, Liu et al., 2024): 1: all tokens count alike; 0: only the common length
+            counts.
         beta: Strength of the KL constraint: a larger beta keeps the model closer to the reference model.
         label_smoothing: Assumed fraction of pairs whose preference is swapped.
         sft_weight: Coefficient of the mean negative log-probability per token of the chosen answer (RPO, Pang et al.,
@@ -49,6 +56,9 @@ class DpoSettings(Settings):
 
     type: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    alpha: float = 0.5
+    tail_weight: Fraction = 1.0
     beta: Temperature = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     sft_weight: Coefficient = 0.0
@@ -99,6 +109,8 @@ class KtoSettings(Settings):
     """KTO on single answers that are labeled desirable or undesirable (default beta as in Ethayarajh et al., 2024).
 
     Attributes:
+        loss: kto: KTO. bco: binary classifier optimization (Jung et al., 2024): the log-likelihood of a classifier
+            whose threshold is halfway between the mean rewards of the desirable and the undesirable answers of a step.
         beta: Strength of the KL constraint: a larger beta keeps the model closer to the reference model.
         desirable_weight: Factor on the loss of desirable answers. Choose both factors so that (desirable_weight ×
             number of desirable answers) : (undesirable_weight × number of undesirable answers) is between 1:1 and 4:3.
@@ -107,6 +119,7 @@ class KtoSettings(Settings):
     """
 
     type: Literal["kto"] = "kto"
+    loss: Literal["kto", "bco"] = "kto"
     beta: Temperature = 0.1
     desirable_weight: Coefficient = 1.0
     undesirable_weight: Coefficient = 1.0
