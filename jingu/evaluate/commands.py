@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from jingu.evaluate.evaluation import (
 from jingu.evaluate.held_out import describe_evidence
 from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, model_fingerprint
 from jingu.evaluate.task_file import TaskGroup, TaskIndex
-from jingu.evaluate.task_metrics import MetricResult
+from jingu.evaluate.task_metrics import MetricResult, format_result
 from jingu.formats.models import open_model
 from jingu.formats.provenance import read_provenance
 from jingu.formatting import print_table
@@ -183,13 +182,7 @@ def _default_folder(model: Path) -> Path:
 def _table_rows(name: str, shots: str, metrics: dict[str, MetricResult]) -> list[list[str]]:
     rows = []
     for key, metric in metrics.items():
-        numbers = [
-            f"{number:.4g}" if abs(number) > 1e4 else f"{number:.4f}" for number in (metric.value, metric.stderr)
-        ]
-        interval = "{:.4g} to {:.4g}".format(*metric.interval)
-        if math.isnan(metric.stderr):
-            numbers[1] = interval = "N/A"
-        rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), *numbers, interval])
+        rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), *format_result(metric)])
     return rows
 
 

@@ -26,12 +26,12 @@ from jingu.data.dataset_manifest import MANIFEST_NAME
 from jingu.data.permutation import Int64Array
 from jingu.data.task_pool import map_tasks
 from jingu.errors import JinguError, pluralize
-from jingu.evaluate import task_metrics
-from jingu.evaluate.evaluation import read_json_lines, read_results
+from jingu.evaluate.evaluation import aggregate_records, read_json_lines, read_results
 from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, hash_words, text_ngrams
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
-from jingu.evaluate.task_file import Options, TaskIndex, TaskSettings
+from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.evaluate.task_metrics import format_result
 from jingu.formatting import print_table
 from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.gpus import num_usable_cores
@@ -319,25 +319,14 @@ def compare_clean(results: Path, contamination: Path) -> None:
             "clean": [record for record in records if record["hash"] not in dirty],
             "dirty": [record for record in records if record["hash"] in dirty],
         }
-        options = {task_metrics.name_of(metric): metric for metric in result["settings"].get("metric_list", [])}
+        metric_list = result["settings"].get("metric_list", [])
+        columns = {part: aggregate_records(members, metric_list) for part, members in parts.items()}
         for key in result["results"] if task in tasks else ():
-            metric = options.get(key.rpartition(",")[0], {"metric": key.rpartition(",")[0]})
             for part, members in parts.items():
-                rows.append(
-                    [task, key.removesuffix(",none"), part, f"{len(members):,}", *_scores(metric, key, members)]
-                )
+                cells = format_result(columns[part][key]) if key in columns[part] else ["", "", ""]
+                rows.append([task, key.removesuffix(",none"), part, f"{len(members):,}", *cells])
     if not rows:
         fix = "Search for the tasks that were evaluated."
         raise JinguError("the two folders have no tasks in common.", where=f"{results}, {contamination}", fix=fix)
     header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval")
     print_table(header, rows, right=(3, 4, 5))
-
-
-def _scores(metric: Options, key: str, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return value, error and interval of a metric over some documents, as cells of a table."""
-    if not records:
-        return ["", "", ""]
-    clusters = [record["cluster"] for record in records]
-    values = [record["metrics"][key] for record in records]
-    result = task_metrics.aggregate(metric, values, None if clusters[0] is None else clusters)
-    return [f"{result.value:.4f}", f"{result.stderr:.4f}", "{:.4g} to {:.4g}".format(*result.interval)]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.evaluate.task_file import TaskSettings
+from jingu.evaluate.task_file import TaskSettings, describe_function
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 Row = dict[str, Any]
 _PACKAGE = "package:"
 # JSON can contain half of a surrogate pair ("\ud800"), which UTF-8 cannot encode and no tokenizer reads.
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _PARSE_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
 
 
@@ -76,7 +76,8 @@ def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] |
     if function is None:
         return rows
     datasets = import_optional("datasets", "process_docs", task.task)
-    return [dict(row) for row in function(datasets.Dataset.from_list(rows))]
+    result = task.call("process_docs", function, datasets.Dataset.from_list(rows))
+    return [dict(row) for row in result]
 
 
 def read_split(task: TaskSettings, split: str) -> list[Row]:
@@ -126,7 +127,7 @@ def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
     except (*_PARSE_ERRORS, *read_errors()) as error:
         raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
     for number, row in enumerate(rows, 1) if kind == "json" else ():
-        if match := next(filter(None, map(_SURROGATE.search, collect_texts(row))), None):
+        if match := next(filter(None, map(SURROGATE.search, collect_texts(row))), None):
             what = f"row {number:,} has the escape \\u{ord(match[0]):04x}, which is half a character."
             raise JinguError(what, where=path, fix="Correct the row.")
     return rows
@@ -189,11 +190,12 @@ def collect_texts(value: Any) -> Iterator[str]:
             yield from collect_texts(item)
 
 
+def describe_value(value: Any) -> str:
+    """Return a text for a value that JSON lacks, such as a function."""
+    return describe_function(value) if callable(value) else str(value)
+
+
 def fingerprint_of(value: object) -> str:
     """Return a hash of plain values, as 32 hex digits. A function is hashed by its name."""
-
-    def describe(item: Any) -> str:
-        return str(item.__qualname__ if callable(item) else item)
-
-    content = json.dumps(value, sort_keys=True, default=describe)
+    content = json.dumps(value, sort_keys=True, default=describe_value)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -160,6 +160,41 @@ class TaskSettings(BaseModel):
         """Return an error that names this task and its file."""
         return JinguError(what, where=f"{self.task} ({self.file})", fix=fix)
 
+    def call(self, key: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a function of a trusted file. Raise JinguError for whatever it raises.
+
+        Args:
+            key: what the function computes, for the message.
+        """
+        try:
+            return function(*arguments)
+        except JinguError:
+            raise
+        except (Exception, SystemExit) as error:
+            fix = "Correct that function, or the data that it reads."
+            raise self.error(f"the code of its {key} fails: {describe_failure(error)}.", fix) from error
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the one inside a partial function or a callable object."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """Return a text that is the same in each process: the function's name, and the arguments of a partial function."""
+    inner = getattr(function, "func", function)
+    name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
+    if inner is function:
+        return name
+    return f"{name}({', '.join(map(str, function.args))}, {sorted(function.keywords.items())})"  # type: ignore[attr-defined]
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the kind of an exception of foreign code, and its first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
 
 @dataclass(frozen=True)
 class TaskGroup:
@@ -204,6 +239,9 @@ def _import_names(file: Path) -> Options:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise JinguError(f"it needs a package that is missing ({error}).", where=file, fix="Install it.") from None
+    except (Exception, SystemExit) as error:
+        what = f"it fails while it is imported: {describe_failure(error)}."
+        raise JinguError(what, where=file, fix="Correct it, or install what it needs.") from error
     return vars(module)
 
 

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.evaluate.prompts import compile_template
+from jingu.evaluate.prompts import render_template
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
 from jingu.runtime.sandbox import Limits, SandboxError, run_python
@@ -150,7 +150,7 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 
 def render_program(row: Row, text: str, metric: Options) -> str:
     """Return the program of an answer. Raises an exception of `TEMPLATE_ERRORS` if the template is wrong."""
-    return str(compile_template(metric["program"]).render(**row, answer=text))
+    return render_template(metric["program"], {**row, "answer": text})
 
 
 def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:
