@@ -324,9 +324,10 @@ def compare_clean(results: Path, contamination: Path) -> None:
         for key in result["results"] if task in tasks else ():
             for part, members in parts.items():
                 cells = format_result(columns[part][key]) if key in columns[part] else ["", "", ""]
-                rows.append([task, key.removesuffix(",none"), part, f"{len(members):,}", *cells])
+                precision = result.get("model", {}).get("precision", "")
+                rows.append([task, key.removesuffix(",none"), part, f"{len(members):,}", *cells, precision])
     if not rows:
         fix = "Search for the tasks that were evaluated."
         raise JinguError("the two folders have no tasks in common.", where=f"{results}, {contamination}", fix=fix)
-    header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval")
+    header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval", "precision")
     print_table(header, rows, right=(3, 4, 5))

@@ -97,6 +97,7 @@ class TaskResult:
         records: one record per sample, with prompts, answers and metrics.
         counts: numbers of truncated contexts, of continuations without a token, and of documents that were left out.
         evidence: "held out", or the reason why this is not proved; empty if it was not checked.
+        precision: of the computation, such as fp32; empty if it is not known.
     """
 
     prepared: PreparedTask
@@ -104,6 +105,7 @@ class TaskResult:
     records: list[dict[str, Any]]
     counts: dict[str, int]
     evidence: str = ""
+    precision: str = ""
 
 
 def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
@@ -222,7 +224,7 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
     # beside the new samples.
     (folder / f"{name}{RESULT_SUFFIX}").unlink(missing_ok=True)
     write_text_atomically(folder / f"{name}{SAMPLES_SUFFIX}", "".join(f"{line}\n" for line in lines))
-    _write_json(content, folder / f"{name}{RESULT_SUFFIX}")
+    write_json(content, folder / f"{name}{RESULT_SUFFIX}")
 
 
 def _file_name(task: str) -> str:
@@ -243,7 +245,8 @@ def _replace_unknown(value: Any) -> Any:
     return [*map(_replace_unknown, value)] if isinstance(value, list | tuple) else value
 
 
-def _write_json(content: Any, file: Path) -> None:
+def write_json(content: Any, file: Path) -> None:
+    """Write plain values to a JSON file, in which an unknown number is null."""
     write_text_atomically(file, _to_json(content, indent=2) + "\n")
 
 
@@ -256,6 +259,7 @@ class Spread:
     lowest: float
     highest: float
     values: dict[str, float]
+    precision: str = ""
 
 
 def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
@@ -270,7 +274,8 @@ def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spr
             numbers = list(values.values())
             if len(numbers) > 1:
                 deviation = float(np.std(numbers, ddof=1))
-                spread = Spread(float(np.mean(numbers)), deviation, min(numbers), max(numbers), values)
+                precision = ", ".join(dict.fromkeys(results[name].precision for name in values))
+                spread = Spread(float(np.mean(numbers)), deviation, min(numbers), max(numbers), values, precision)
                 spreads.setdefault(task, {})[metric] = spread
     return spreads
 
@@ -279,7 +284,7 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
     """Write the spread of each task as a JSON file to a folder."""
     for task, metrics in spreads.items():
         content = {"task": task, "results": {metric: asdict(spread) for metric, spread in metrics.items()}}
-        _write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
+        write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
 
 
 def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:

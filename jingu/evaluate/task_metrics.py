@@ -472,7 +472,7 @@ class MetricResult:
     signature: str = ""
 
 
-def format_number(value: float) -> str:
+def format_score(value: float) -> str:
     """Return a value or an error as a cell of a table; N/A if it is unknown."""
     if not math.isfinite(value):
         return "N/A"
@@ -484,7 +484,7 @@ def format_result(result: MetricResult) -> list[str]:
     interval = "{:.4g} to {:.4g}".format(*result.interval)
     if not all(map(math.isfinite, result.interval)):
         interval = "N/A"
-    return [format_number(result.value), format_number(result.stderr), interval]
+    return [format_score(result.value), format_score(result.stderr), interval]
 
 
 def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None = None) -> MetricResult:
@@ -582,7 +582,9 @@ def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> Me
     elif stderr == 0:
         # Combine the limits of the tasks (Zou and Donner, 2008): equal scores have an error of 0, but are not certain.
         widths = [
-            math.hypot(*(w * (result.value - result.interval[side]) for w, result in zip(weights, results, strict=True)))
+            math.hypot(
+                *(w * (result.value - result.interval[side]) for w, result in zip(weights, results, strict=True))
+            )
             for side in (0, 1)
         ]
         interval = (value - widths[0], value + widths[1])
