@@ -140,7 +140,7 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
         )
     metrics = aggregate_records(records, task_metrics.metrics_of(task))
     counts = {what: count - counts_before[what] for what, count in scorer.counts.items()}
-    counts["left_out"] = len(prepared.data.rows) - len(records)
+    counts["left_out"] = len(prepared.data.rows) - len(records) + prepared.data.num_left_out
     return TaskResult(prepared, metrics, records, counts)
 
 

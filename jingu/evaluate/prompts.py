@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from typing import Any, Literal
 
-from jinja2 import StrictUndefined, TemplateError, UndefinedError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import UndefinedError
 
 from jingu.chat.messages import ConversationError, Message
 from jingu.chat.templates import ChatTemplate
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_data import SURROGATE, Row, TaskData
 from jingu.evaluate.task_file import TaskSettings, Template
-from jingu.runtime.time_limit import TimeLimitError, time_limit
+from jingu.evaluate.templates import TEMPLATE_ERRORS, render_template
 
 # The harness's seed for shots.
 SHOT_SEED = 1234
-# What a wrong template can raise, beside the names of missing columns.
-TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, re.error),
-    *(MemoryError, TimeLimitError),
-)
-# CPU seconds of a template for one document, which takes less than a millisecond.
-TEMPLATE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,24 +49,6 @@ class Turn:
     role: Literal["system", "user", "assistant"]
     content: str
     delimiter: str = ""
-
-
-@cache
-def compile_template(template: str) -> Any:
-    """Return a Jinja template, which runs in a sandbox."""
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-
-    def replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
-        return re.sub(pattern, replacement, text, count=count)
-
-    environment.filters["regex_replace"] = replace
-    return environment.from_string(template)
-
-
-def render_template(template: str, variables: Row) -> str:
-    """Return the text of a template. Raise an exception of `TEMPLATE_ERRORS` if it is wrong, or does not end."""
-    with time_limit(TEMPLATE_SECONDS):
-        return str(compile_template(template).render(**variables))
 
 
 class PromptRenderer:

@@ -104,6 +104,7 @@ class TaskSettings(BaseModel):
     jingu reads these keys of `metadata`, which the harness ignores:
 
     - `licence`, `description`, `language`
+    - `leave_out`: a template, such as `{{label == '-'}}`; documents for which it is `True` are left out
     - `cluster`: a column; documents with equal values in it are correlated, for clustered standard errors
     - `templates`: by name, values that override keys of the task; `inverted: true` if it is for training only
     - `chat`: whether prompts are messages in the model's chat template

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from jingu.errors import JinguError, join_words
 from jingu.evaluate import statistics, text_metrics
-from jingu.evaluate.prompts import TEMPLATE_ERRORS, EvaluationSample
+from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
+from jingu.evaluate.templates import TEMPLATE_ERRORS
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
@@ -131,6 +132,8 @@ def _measure_generated(task: TaskSettings, sample: EvaluationSample, answers: Se
     for metric in metrics_of(task):
         if callable(metric["metric"]):
             values |= _measure_own(task, sample, answers[0].text, metric)
+        elif metric["metric"] in _LABEL_METRICS:
+            values[name_of(metric)] = float(sample.is_list) or (sample.gold[0], answers[0].text)
         elif is_pass_at_k(metric):
             values[name_of(metric)] = _measure_code(sample, answers[1:], metric)
         else:
@@ -365,7 +368,7 @@ def metrics_of(task: TaskSettings) -> list[Options]:
         aggregation = metric.get("aggregation")
         if is_pass_at_k(metric) and task.output_type == "generate_until":
             _check_pass_at_k(task, metric)
-        elif name not in names and not (callable(name) and task.output_type == "generate_until"):
+        elif name not in names and not (task.output_type == "generate_until" and _gives_texts(metric)):
             what = f"the metric {name} does not fit tasks of type {task.output_type}."
             raise task.error(what, f"Those that do: {join_words(names, 'and')}.")
         if not callable(aggregation):
@@ -378,6 +381,12 @@ def metrics_of(task: TaskSettings) -> list[Options]:
             what = f"the metric {name} has an average {metric['average']}."
             raise task.error(what, "Use binary, macro, micro or weighted.")
     return task.metric_list or [{"metric": name} for name in names[: _NUM_DEFAULTS.get(task.output_type)]]
+
+
+def _gives_texts(metric: Options) -> bool:
+    """Return whether a metric of generated text is the task's own: a function, or a name whose aggregation is one. In
+    the harness, such a name only passes on the right answer and the text."""
+    return callable(metric["metric"]) or (metric["metric"] in _LABEL_METRICS and callable(metric.get("aggregation")))
 
 
 def _check_aggregation(task: TaskSettings, metric: Options) -> None:
@@ -416,7 +425,7 @@ def _check_options(task: TaskSettings, sample: EvaluationSample) -> None:
             if is_pass_at_k(metric):
                 text_metrics.render_program(sample.row, "", metric)
                 float(metric.get("timeout", 0))
-            elif not callable(metric["metric"]):
+            elif not _gives_texts(metric):
                 _measure_text(("1",), "1", metric)
             if metric["metric"] in _SACREBLEU:
                 text_metrics.corpus_scorer(metric)
@@ -431,6 +440,8 @@ def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> No
         return
     if task.output_type == "generate_until":
         _check_options(task, samples[0])
+    if task.output_type == "loglikelihood_rolling" and not any(text for sample in samples for _, text in sample.pairs):
+        raise task.error("all of its texts are empty, and an empty text has no likelihood.", "Check doc_to_target.")
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
     if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
         raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")

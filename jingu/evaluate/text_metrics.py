@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.evaluate.prompts import render_template
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
+from jingu.evaluate.templates import render_template
 from jingu.runtime.sandbox import Limits, SandboxError, run_python
 from jingu.text.corpus_file import import_optional
 
