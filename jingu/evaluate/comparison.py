@@ -83,7 +83,7 @@ def compare(first: Path, others: Sequence[Path]) -> None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class StoredEvaluation:
     """The results of a task, of jingu or of the harness.
 
     Attributes:
@@ -97,7 +97,7 @@ class Evaluation:
     settings: dict[str, Any] | None = None
 
 
-def read_evaluations(folder: Path) -> dict[str, Evaluation]:
+def read_evaluations(folder: Path) -> dict[str, StoredEvaluation]:
     """Return the results of all tasks in a folder, of jingu or of the harness."""
     results = {}
     for name, (result, records) in read_results(folder).items():
@@ -111,7 +111,7 @@ def read_evaluations(folder: Path) -> dict[str, Evaluation]:
             "chat template": bool(metadata.get("chat")),
             "data": result.get("hashes", {}).get("data"),
         }
-        results[name] = Evaluation(about, records, settings)
+        results[name] = StoredEvaluation(about, records, settings)
     about_harness: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.rglob("results_*.json")):
         content = read_json(file, "Evaluate the task again.")
@@ -124,7 +124,7 @@ def read_evaluations(folder: Path) -> dict[str, Evaluation]:
     for file in sorted(folder.rglob("samples_*.jsonl")):
         if match := _HARNESS_SAMPLES.fullmatch(file.name):
             # The names end with a time, so the newest evaluation of a task comes last and wins.
-            results[match[1]] = Evaluation(about_harness.get(match[1], {}), _read_harness(file))
+            results[match[1]] = StoredEvaluation(about_harness.get(match[1], {}), _read_harness(file))
     return results
 
 
@@ -133,7 +133,9 @@ def read_records(folder: Path) -> dict[str, list[Record]]:
     return {name: evaluation.records for name, evaluation in read_evaluations(folder).items()}
 
 
-def describe_settings(first: Evaluation, second: Evaluation, pairs: Sequence[tuple[Record, Record]]) -> list[str]:
+def describe_settings(
+    first: StoredEvaluation, second: StoredEvaluation, pairs: Sequence[tuple[Record, Record]]
+) -> list[str]:
     """Return in words in which settings two evaluations differ, so that their scores are not those of two models on
     the same questions.
 

@@ -15,7 +15,7 @@ from jingu.chat.templates import ChatTemplate
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_data import SURROGATE, Row, TaskData
 from jingu.evaluate.task_file import TaskSettings, Template
-from jingu.evaluate.templates import TEMPLATE_ERRORS, render_template
+from jingu.evaluate.task_templates import TEMPLATE_ERRORS, render_template
 
 # The harness's seed for shots.
 SHOT_SEED = 1234

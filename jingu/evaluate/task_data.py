@@ -15,7 +15,7 @@ from jinja2 import UndefinedError
 
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_file import TaskSettings, describe_failure, describe_function
-from jingu.evaluate.templates import TEMPLATE_ERRORS, render_template
+from jingu.evaluate.task_templates import TEMPLATE_ERRORS, render_template
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 Row = dict[str, Any]

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -23,6 +24,8 @@ OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling"
 # A column, a Jinja template, a constant, or a function of the document.
 Template = str | int | list[str] | dict[str, str] | Callable[..., Any] | None
 Options = dict[str, Any]
+# Callables that have a name; partial functions and callable objects have none.
+_NAMED = (FunctionType, BuiltinFunctionType, type)
 
 # The name of a task or group, to index files without parsing them.
 _NAME = re.compile(r"^(?:task|group):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
@@ -178,17 +181,16 @@ class TaskSettings(BaseModel):
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, or of the one inside a partial function or a callable object."""
-    inner = getattr(function, "func", function)
-    return str(getattr(inner, "__name__", type(inner).__name__))
+    inner = function.func if isinstance(function, partial) else function
+    return inner.__name__ if isinstance(inner, _NAMED) else type(inner).__name__
 
 
 def describe_function(function: Callable[..., Any]) -> str:
     """Return a text that is the same in each process: the function's name, and the arguments of a partial function."""
-    inner = getattr(function, "func", function)
-    name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-    if inner is function:
-        return name
-    return f"{name}({', '.join(map(str, function.args))}, {sorted(function.keywords.items())})"  # type: ignore[attr-defined]
+    if isinstance(function, partial):
+        arguments = ", ".join(map(str, [*function.args, *sorted(function.keywords.items())]))
+        return f"{describe_function(function.func)}({arguments})"
+    return function.__qualname__ if isinstance(function, _NAMED) else type(function).__qualname__
 
 
 def describe_failure(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from jingu.errors import JinguError, join_words
 from jingu.evaluate import statistics, text_metrics
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
-from jingu.evaluate.templates import TEMPLATE_ERRORS
+from jingu.evaluate.task_templates import TEMPLATE_ERRORS
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]

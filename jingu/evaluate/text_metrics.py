@@ -15,7 +15,7 @@ from typing import Any
 from jingu.errors import JinguError
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
-from jingu.evaluate.templates import render_template
+from jingu.evaluate.task_templates import render_template
 from jingu.runtime.sandbox import Limits, SandboxError, run_python
 from jingu.text.corpus_file import import_optional
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jingu.errors import JinguError
-from jingu.evaluate import answer_filters, statistics, task_file, templates
+from jingu.evaluate import answer_filters, statistics, task_file, task_templates
 from jingu.evaluate.evaluation import evaluate_task, prepare_task, write_result
 from jingu.evaluate.scoring import AnswerCache, Scorer, check_continuations_fit, evaluation_precision, precision_name
 from jingu.evaluate.task_file import CATALOGUE, TaskIndex
@@ -180,7 +180,7 @@ def test_characters_beyond_the_basic_plane_stay_whole(text: str, tiny: Inference
     ],
 )
 def test_templates_end(template: str, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr(task_templates, "TEMPLATE_SECONDS", 0.05)
     for key in ("doc_to_text", "description"):
         with pytest.raises(JinguError, match=rf"its {key} cannot be rendered: it runs for more than 0\.05 s"):
             prepare_task(load_task(write_task(**{key: template})))
