@@ -106,10 +106,12 @@ def columns_of(config: Row) -> dict[str, str]:
     fields = [config, shots if isinstance(shots, dict) else {}]
     keys = ("doc_to_text", "doc_to_target", "doc_to_choice", "description", "gen_prefix")
     templates = [str(each[key]) for each in fields for key in keys if isinstance(each.get(key), str | list | dict)]
+    # Words alone are a description or a prefix, not a column.
+    words = {str(each.get(key)) for each in fields for key in ("description", "gen_prefix")}
     columns: dict[str, str] = {}
     environment = Environment(autoescape=False)
     for template in templates:
-        if _NAME.fullmatch(template) and "{{" not in template:
+        if _NAME.fullmatch(template) and template not in words:
             columns.setdefault(template, "")
         try:
             names = meta.find_undeclared_variables(environment.parse(template))
