@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import lm_eval
@@ -9,6 +11,7 @@ import pytest
 
 from bench.harness_tasks import Comparison, Outcome, format_outcomes
 from bench.task_rows import columns_of, make_rows
+from jingu.evaluate import statistics
 
 ROOT = Path(lm_eval.__file__).parent / "tasks"
 QUICK = ["belebele/belebele_ars_Arab.yaml", "eus_exams/eus_exams_eu_opebilbaoeu.yaml", "arc/arc_easy.yaml"]
@@ -19,8 +22,12 @@ SLOW = [
 
 
 @pytest.fixture(scope="module")
-def comparison() -> Comparison:
-    return Comparison()
+def comparison() -> Iterator[Comparison]:
+    draws = statistics.BOOTSTRAP_DRAWS
+    yield Comparison()
+    # What a benchmark sets for its process.
+    statistics.BOOTSTRAP_DRAWS = draws
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("path", [*QUICK, *(pytest.param(path, marks=pytest.mark.slow) for path in SLOW)])
