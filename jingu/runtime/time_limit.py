@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+# Seconds between two signals after the limit.
+_INTERVAL = 0.1
+
+
 class TimeLimitError(Exception):
     """Code ran longer than its limit."""
 
@@ -28,9 +32,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimitError(f"it runs for more than {seconds:g} s")
 
     previous = signal.signal(signal.SIGVTALRM, stop)
-    outer_seconds, _ = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    # It repeats: the code may drop the first exception, as Jinja does when it computes constants.
+    outer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _INTERVAL)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, outer_seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *outer)
         signal.signal(signal.SIGVTALRM, signal.SIG_DFL if previous is None else previous)
