@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-
 # Seconds between two signals after the limit.
 _INTERVAL = 0.1
 
