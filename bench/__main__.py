@@ -40,6 +40,7 @@ TITLES = {
     "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
     "evaluate": "Evaluation of SmolLM2-135M compared with lm-evaluation-harness at its best batch size,"
     " CPU time on one thread",
+    "harness_tasks": "Parity with lm-evaluation-harness on its packaged task files, with generated rows (target: 95%)",
     "busy": "Training the quickstart's model beside programs that keep the cores busy: tokens/s, and their share of"
     " the rate without such programs, 2 threads",
     "watch_overhead": "Watching a run of four CPU ranks (2 × 128, 8 × 128 tokens per step): CPU time (must be at most"

@@ -12,9 +12,12 @@ from typing import Any
 
 from jingu.errors import join_words
 from jingu.evaluate.task_file import Options, TaskSettings
+from jingu.runtime.time_limit import TimeLimitError, time_limit
 
 _GSM8K_ANSWER = r"#### (\-?[0-9\.\,]+)"
 _INVALID = "[invalid]"
+# CPU seconds of a filter for the answers to one document.
+FILTER_SECONDS = 10.0
 
 
 def _regex(
@@ -125,8 +128,9 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
             re.compile(step.get("regex_pattern", ""))
             # Wrong values of options fail with any text.
             if name != "custom":
-                apply_filter([step], [""], {CHOICES: [""]})
-        except (TypeError, ValueError, AttributeError, LookupError, re.error) as error:
+                with time_limit(FILTER_SECONDS):
+                    apply_filter([step], [""], {CHOICES: [""]})
+        except (TimeLimitError, TypeError, ValueError, AttributeError, LookupError, re.error) as error:
             raise task.error(f"its filter {name} is wrong: {error}.", "Correct it.") from None
     return filters or {"none": [{"function": "take_first"}]}
 
@@ -156,6 +160,19 @@ def apply_filter(steps: Sequence[Options], answers: list[str], row: Mapping[str,
         else:
             results = FILTERS[name](results, **_options(step))
     return results[0] if results else ""
+
+
+def filter_answers(
+    task: TaskSettings, name: str, steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]
+) -> Any:
+    """Apply a filter as `apply_filter` does. Raise JinguError if it fails, or a pattern does not end."""
+    if any(step["function"] == "custom" for step in steps):
+        return task.call(f"filter {name}", apply_filter, steps, answers, row)
+    try:
+        with time_limit(FILTER_SECONDS):
+            return apply_filter(steps, answers, row)
+    except (TimeLimitError, TypeError, ValueError, AttributeError, LookupError, re.error, MemoryError) as error:
+        raise task.error(f"its filter {name} fails with an answer: {error}.", "Correct its options.") from None
 
 
 def _options(step: Options) -> Options:

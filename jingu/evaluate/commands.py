@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +23,17 @@ from jingu.evaluate.evaluation import (
     write_spread,
 )
 from jingu.evaluate.held_out import describe_evidence
-from jingu.evaluate.scoring import AnswerCache, Scorer, check_generation_fits, model_fingerprint
+from jingu.evaluate.scoring import (
+    AnswerCache,
+    Scorer,
+    check_continuations_fit,
+    check_generation_fits,
+    evaluation_precision,
+    model_fingerprint,
+    precision_name,
+)
 from jingu.evaluate.task_file import TaskGroup, TaskIndex
-from jingu.evaluate.task_metrics import MetricResult
+from jingu.evaluate.task_metrics import MetricResult, format_result, format_score
 from jingu.formats.models import open_model
 from jingu.formats.provenance import read_provenance
 from jingu.formatting import print_table
@@ -92,11 +99,16 @@ def prepare_tasks(model: Path, options: TaskOptions, index: TaskIndex) -> list[P
         if index.tasks[name].output_type == "generate_until":
             check_generation_fits(index.tasks[name], stored.spec)
     prepared = [prepare_task(index.tasks[name], options.num_fewshot, options.limit) for name in names]
+    tokenizer = Tokenizer.load(stored.tokenizer())
     if any(task.settings.metadata.get("chat") for task in prepared):
-        template = load_template("auto", Tokenizer.load(stored.tokenizer()), where=str(model))
+        template = load_template("auto", tokenizer, where=str(model))
         prepared = [
             apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in prepared
         ]
+    for task in prepared:
+        if task.settings.output_type in ("loglikelihood", "multiple_choice"):
+            pairs = (pair for sample in task.samples for pair in sample.pairs)
+            check_continuations_fit(task.settings, pairs, tokenizer, stored.spec)
     return prepared
 
 
@@ -114,12 +126,15 @@ def evaluate_model(
     """
     # 1. Load the whole model on each rank, and the answers that an earlier evaluation has cached.
     stored = open_model(model)
+    inference = replace(inference, precision=evaluation_precision(inference.precision, stored))
     inference_model = inference.load(model)
     parameter = inference_model.parameter
-    computes = f"{inference.precision}, {parameter.dtype}, {parameter.device.type}"
-    digest = model_fingerprint(stored, inference_model.tokenizer, computes)
+    precision = precision_name(inference.precision, parameter.dtype)
+    place = parameter.device.type
+    digest = model_fingerprint(stored, inference_model.tokenizer, f"{precision}, {place}")
     cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
-    about = {"name": inference_model.name, "fingerprint": digest, "precision": computes, "jingu": __version__}
+    about = {"name": inference_model.name, "fingerprint": digest, "precision": precision, "device": place}
+    about["jingu"] = __version__
     record = read_provenance(model)
     # 2. Evaluate task by task.
     # On CPUs a larger cache would take memory without making the evaluation faster.
@@ -128,7 +143,8 @@ def evaluate_model(
     results = {}
     for task in tasks:
         evidence = describe_evidence(record, task.settings, task.data.rows)
-        results[task.settings.task] = result = replace(evaluate_task(task, scorer), evidence=evidence)
+        result = replace(evaluate_task(task, scorer), evidence=evidence, precision=precision)
+        results[task.settings.task] = result
         if ranks is None or ranks.is_first:
             write_result(result, folder, about)
     return results
@@ -138,28 +154,29 @@ def _print_results(results: Mapping[str, TaskResult], groups: Iterable[TaskGroup
     """Print the metrics of tasks and groups as a table, and counts of truncated or omitted inputs to stderr."""
     rows: list[list[str]] = []
     for name, result in results.items():
-        rows += _table_rows(name, str(result.prepared.num_shots), result.metrics)
+        rows += _table_rows(name, str(result.prepared.num_shots), result.precision, result.metrics)
         for what, count in result.counts.items():
             if count:
                 print(f"{name}: {what.replace('_', ' ')}: {count:,}", file=sys.stderr)
     for group in groups:
-        rows += _table_rows(group.name, "", aggregate_group(group, results))
-    header = ("task", "shots", "documents", "metric", "value", "stderr", "95% interval")
-    print_table(header, rows, right=(1, 2, 4, 5))
+        precisions = dict.fromkeys(results[name].precision for name in group.members)
+        rows += _table_rows(group.name, "", ", ".join(precisions), aggregate_group(group, results))
+    header = ("task", "shots", "documents", "metric", "precision", "value", "stderr", "95% interval")
+    print_table(header, rows, right=(1, 2, 5, 6))
 
 
 def _print_spread(spreads: Mapping[str, Mapping[str, Spread]]) -> None:
     """Print the variation of results over the templates and numbers of shots of a task."""
     rows = [
-        [name, metric.removesuffix(",none"), str(len(spread.values)), *(f"{number:.4f}" for number in statistics)]
+        [name, metric.removesuffix(",none"), str(len(spread.values)), *map(format_score, numbers), spread.precision]
         for name, metrics in spreads.items()
         for metric, spread in metrics.items()
-        for statistics in [(spread.mean, spread.standard_deviation, spread.lowest, spread.highest)]
+        for numbers in [(spread.mean, spread.standard_deviation, spread.lowest, spread.highest)]
     ]
     if rows:
         print()
         header = ("task", "metric", "templates and shots", "mean", "standard deviation", "lowest", "highest")
-        print_table(header, rows, right=(2, 3, 4, 5, 6))
+        print_table((*header, "precision"), rows, right=(2, 3, 4, 5, 6))
 
 
 def _print_evidence(results: Iterable[TaskResult]) -> None:
@@ -180,16 +197,10 @@ def _default_folder(model: Path) -> Path:
     return Path("evaluations") / model_name(model)
 
 
-def _table_rows(name: str, shots: str, metrics: dict[str, MetricResult]) -> list[list[str]]:
+def _table_rows(name: str, shots: str, precision: str, metrics: dict[str, MetricResult]) -> list[list[str]]:
     rows = []
     for key, metric in metrics.items():
-        numbers = [
-            f"{number:.4g}" if abs(number) > 1e4 else f"{number:.4f}" for number in (metric.value, metric.stderr)
-        ]
-        interval = "{:.4g} to {:.4g}".format(*metric.interval)
-        if math.isnan(metric.stderr):
-            numbers[1] = interval = "N/A"
-        rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), *numbers, interval])
+        rows.append([name, shots, f"{metric.size:,}", key.removesuffix(",none"), precision, *format_result(metric)])
     return rows
 
 

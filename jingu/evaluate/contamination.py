@@ -1,8 +1,8 @@
 """`jingu evaluate contamination`: find evaluation rows that occur in training data, and their effect on scores.
 
 A table has the n-grams of all rows. One pass over the data, divided into units for parallel processes, marks the
-n-grams that occur in it. A row is dirty if one of its n-grams occurs. Finished units are recorded, so that an
-interrupted pass can resume.
+n-grams that occur in it, and the rows that have a near copy. A row is dirty if one of its n-grams occurs. Finished
+units are recorded, so that an interrupted pass can resume.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +27,13 @@ from jingu.data.dataset_manifest import MANIFEST_NAME
 from jingu.data.permutation import Int64Array
 from jingu.data.task_pool import map_tasks
 from jingu.errors import JinguError, pluralize
-from jingu.evaluate import task_metrics
-from jingu.evaluate.evaluation import read_json_lines, read_results
-from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, hash_words, text_ngrams
+from jingu.evaluate.evaluation import aggregate_records, read_json_lines, read_results
+from jingu.evaluate.near_copies import NearCopyTable
+from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, chunk_words, hash_words, text_ngrams
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
-from jingu.evaluate.task_file import Options, TaskIndex, TaskSettings
+from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.evaluate.task_metrics import format_result
 from jingu.formatting import print_table
 from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.gpus import num_usable_cores
@@ -41,6 +43,7 @@ from jingu.text.tokenizer import Tokenizer
 
 PROGRESS_NAME = "progress.jsonl"
 TABLE_NAMES = ("hashes.npy", "filter.npy")
+NEAR_NAMES = tuple(f"near-{field.name}.npy" for field in fields(NearCopyTable))
 SUMMARY_NAME = "contamination.json"
 DIRTY_NAME = "dirty.jsonl"
 # Approximate number of tokens of a unit, for data sets of token ids.
@@ -51,6 +54,7 @@ _FIX = "Run `jingu evaluate contamination` again."
 # Documents of a data set of token ids: (data set, tokenizer, index of the shard, start, end).
 DatasetUnit = tuple[Path, Path, int, int, int]
 Unit = DatasetUnit | tuple[Span, ...]
+Tables = tuple[NgramTable, NearCopyTable]
 
 
 def read_task_texts(task: TaskSettings) -> tuple[list[Row], list[list[str]]]:
@@ -95,21 +99,24 @@ def contamination(
     index = TaskIndex([Path(folder) for folder in include or ()])
     names = dict.fromkeys(name for task in tasks for name in index.load(task))
     rows_and_texts = {name: read_task_texts(index.tasks[name]) for name in names}
-    all_texts = [text for _, texts in rows_and_texts.values() for row in texts for text in row]
+    text_rows = [row for _, texts in rows_and_texts.values() for row in texts]
+    all_texts = [text for row in text_rows for text in row]
     settings = DataSettings(text_field=text_field, on_error="skip", invalid_utf8="replace")
     units, sources = plan_scan(data, settings, tokenizer)
     table = NgramTable.build(all_texts, ngram)
     if not len(table.hashes):
         what = f"no document of these tasks has a text of {min(ngram, MIN_WORDS)} words to search for."
         raise JinguError(what, fix="Set --ngram to less.")
-    key = fingerprint_of([ngram, sources, len(units), all_texts])
+    key = fingerprint_of([ngram, sources, len(units), all_texts, "near copies"])
     workers = max(1, min(processes or num_usable_cores(), len(units)))
-    matches = scan(table, units, settings, (output, key), workers)
+    near_table = NearCopyTable.build(text_rows)
+    matches, similar_rows = scan((table, near_table), units, settings, (output, key), workers)
     # 2. Look up every row again, among the n-grams that occur in the data.
     matching = NgramTable(table.hashes[matches], table.lengths)
     summary: dict[str, Any] = {"data": sources, "tasks": {}}
     lines: list[str] = []
     cells: list[list[str]] = []
+    first_row = 0
     for name, (rows, texts) in rows_and_texts.items():
         records = [_describe_row(matching, row_texts, ngram) for row_texts in texts]
         dirty = [number for number, record in enumerate(records) if record["longest"]]
@@ -117,7 +124,9 @@ def contamination(
             place = {"task": name, "index": number, "hash": fingerprint_of([number, rows[number]])}
             lines.append(json.dumps({**place, **records[number]}, ensure_ascii=False) + "\n")
         too_short = sum(record["words"] == 0 for record in records)
-        counts = {"rows": len(rows), "dirty": len(dirty), "too_short": too_short}
+        similar = (similar_rows & set(range(first_row, first_row + len(rows)))) - {first_row + row for row in dirty}
+        first_row += len(rows)
+        counts = {"rows": len(rows), "dirty": len(dirty), "similar": len(similar), "too_short": too_short}
         summary["tasks"][name] = {"data": fingerprint_of(rows), "ngram": ngram, **counts}
         longest = max(record["longest"] for record in records)
         cells.append([name, *(f"{count:,}" for count in (*counts.values(), longest))])
@@ -131,7 +140,8 @@ def contamination(
             tasks_searched = {entry["data"]: {"task": name, **entry} for name, entry in summary["tasks"].items()}
             content = {"checksums": source["checksums"], "tasks": earlier_tasks | tasks_searched}
             write_text_atomically(Path(source["path"]) / SUMMARY_NAME, json.dumps(content, indent=2) + "\n")
-    print_table(("task", "rows", "dirty", "too short", "longest match (words)"), cells, right=(1, 2, 3, 4))
+    header = ("task", "rows", "dirty", "similar", "too short", "longest match (words)")
+    print_table(header, cells, right=(1, 2, 3, 4, 5))
     print(f"\nwritten to {output}")
 
 
@@ -188,9 +198,9 @@ def _open_dataset(path: Path, folder: Path) -> tuple[TokenDataset, Tokenizer]:
 
 
 def scan(
-    table: NgramTable, units: Sequence[Unit], settings: DataSettings, progress: tuple[Path, str], workers: int
-) -> Int64Array:
-    """Return the indices of the table's n-grams that occur in the units.
+    tables: Tables, units: Sequence[Unit], settings: DataSettings, progress: tuple[Path, str], workers: int
+) -> tuple[Int64Array, set[int]]:
+    """Return the indices of the table's n-grams that occur in the units, and the rows that have a near copy.
 
     Args:
         progress: folder of the progress file, and a key of the search. Units that a search with the same key has
@@ -203,32 +213,35 @@ def scan(
     records = _read_progress(file, key)
     if not records:
         file.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
-    matches = np.zeros(len(table.hashes), np.bool_)
+    matches = np.zeros(len(tables[0].hashes), np.bool_)
+    similar: set[int] = set()
     skipped = 0
     for record in records.values():
         matches[record["matches"]] = True
+        similar.update(record["similar"])
         skipped += record["skipped"]
     missing = [number for number in range(len(units)) if number not in records]
     if records:
         print(f"resuming after {len(records):,} of {pluralize(len(units), 'unit')} of work", file=sys.stderr)
     # 2. Scan the other units in parallel, and record each result at once.
-    function = partial(_scan_unit, (lambda: table) if workers == 1 else _store_table(table, folder), settings)
+    function = partial(_scan_unit, (lambda: tables) if workers == 1 else _store_tables(tables, folder), settings)
     results = map_tasks(function, [units[number] for number in missing], workers)
     bar = tqdm(missing, total=len(units), initial=len(records), desc="data", disable=None)
     with file.open("a", encoding="utf-8") as stream, closing(results):
-        for number, (unit_matches, unit_skipped) in zip(bar, results, strict=True):
+        for number, (unit_matches, unit_similar, unit_skipped) in zip(bar, results, strict=True):
             matches[unit_matches] = True
+            similar.update(unit_similar)
             skipped += unit_skipped
-            record = {"unit": number, "matches": unit_matches, "skipped": unit_skipped}
+            record = {"unit": number, "matches": unit_matches, "similar": unit_similar, "skipped": unit_skipped}
             stream.write(json.dumps(record) + "\n")
             stream.flush()
     # 3. The search is complete: remove the progress and the shared table.
     file.unlink()
-    for name in TABLE_NAMES:
+    for name in (*TABLE_NAMES, *NEAR_NAMES):
         (folder / name).unlink(missing_ok=True)
     if skipped:
         print(f"{pluralize(skipped, 'document')} could not be read, and were left out", file=sys.stderr)
-    return np.flatnonzero(matches)
+    return np.flatnonzero(matches), similar
 
 
 def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
@@ -245,22 +258,31 @@ def _read_progress(file: Path, key: str) -> dict[int, dict[str, Any]]:
     return {record["unit"]: record for record in map(json.loads, lines)}
 
 
-def _store_table(table: NgramTable, folder: Path) -> Callable[[], NgramTable]:
-    """Write a table to files, and return a function that opens it in other processes."""
-    for name, array in zip(TABLE_NAMES, (table.hashes, table.filter), strict=True):
+def _store_tables(tables: Tables, folder: Path) -> Callable[[], Tables]:
+    """Write tables to files, and return a function that opens them in other processes."""
+    table, near_table = tables
+    arrays = [table.hashes, table.filter, *(getattr(near_table, field.name) for field in fields(NearCopyTable))]
+    for name, array in zip((*TABLE_NAMES, *NEAR_NAMES), arrays, strict=True):
         np.save(folder / name, array, allow_pickle=False)
-    return partial(_open_table, folder, table.lengths, time.time_ns())
+    return partial(_open_tables, folder, table.lengths, time.time_ns())
 
 
 @lru_cache(maxsize=1)
-def _open_table(folder: Path, lengths: tuple[int, ...], _written_ns: int) -> NgramTable:
-    # Memory-mapped files are shared between processes.
-    hashes, words = (np.load(folder / name, mmap_mode="r").view(np.ndarray) for name in TABLE_NAMES)
-    return NgramTable(hashes, lengths, words)
+def _open_tables(folder: Path, lengths: tuple[int, ...], _written_ns: int) -> Tables:
+    # Memory-mapped files are shared between processes; an empty file cannot be mapped.
+    arrays = []
+    for name in (*TABLE_NAMES, *NEAR_NAMES):
+        array = np.load(folder / name)
+        arrays.append(np.load(folder / name, mmap_mode="r").view(np.ndarray) if array.size else array)
+    hashes, words, *near = arrays
+    return NgramTable(hashes, lengths, words), NearCopyTable(*near)
 
 
-def _scan_unit(open_table: Callable[[], NgramTable], settings: DataSettings, unit: Unit) -> tuple[list[int], int]:
-    """Return the indices of the n-grams that occur in a unit, and the number of documents that could not be read."""
+def _scan_unit(
+    open_tables: Callable[[], Tables], settings: DataSettings, unit: Unit
+) -> tuple[list[int], list[int], int]:
+    """Return the indices of the n-grams that occur in a unit, the rows that have a near copy, and the number of
+    documents that could not be read."""
     counts = ReadCounts()
     if isinstance(unit[0], Path):
         path, tokenizer_path, shard, start, end = unit
@@ -268,7 +290,14 @@ def _scan_unit(open_table: Callable[[], NgramTable], settings: DataSettings, uni
         texts = (tokenizer.decode(dataset.readers[shard][number].tolist()) for number in range(start, end))
     else:
         texts = (document.text for document in read_documents(unit, settings, counts))
-    return open_table().find_in_texts(texts).tolist(), len(counts.skipped) + counts.invalid
+    table, near_table = open_tables()
+    matches = [np.zeros(0, np.int64)]
+    similar: set[int] = set()
+    for chunk, is_last in chunk_words(texts, max(*table.lengths, near_table.longest)):
+        matches.append(table.find_in_chunk(chunk, is_last=is_last))
+        similar |= near_table.find_in_chunk(chunk)
+    skipped = len(counts.skipped) + counts.invalid
+    return np.unique(np.concatenate(matches)).tolist(), sorted(similar), skipped
 
 
 # Results
@@ -319,25 +348,15 @@ def compare_clean(results: Path, contamination: Path) -> None:
             "clean": [record for record in records if record["hash"] not in dirty],
             "dirty": [record for record in records if record["hash"] in dirty],
         }
-        options = {task_metrics.name_of(metric): metric for metric in result["settings"].get("metric_list", [])}
+        metric_list = result["settings"].get("metric_list", [])
+        columns = {part: aggregate_records(members, metric_list) for part, members in parts.items()}
         for key in result["results"] if task in tasks else ():
-            metric = options.get(key.rpartition(",")[0], {"metric": key.rpartition(",")[0]})
             for part, members in parts.items():
-                rows.append(
-                    [task, key.removesuffix(",none"), part, f"{len(members):,}", *_scores(metric, key, members)]
-                )
+                cells = format_result(columns[part][key]) if key in columns[part] else ["", "", ""]
+                precision = result.get("model", {}).get("precision", "")
+                rows.append([task, key.removesuffix(",none"), part, f"{len(members):,}", *cells, precision])
     if not rows:
         fix = "Search for the tasks that were evaluated."
         raise JinguError("the two folders have no tasks in common.", where=f"{results}, {contamination}", fix=fix)
-    header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval")
+    header = ("task", "metric", "part", "documents", "value", "stderr", "95% interval", "precision")
     print_table(header, rows, right=(3, 4, 5))
-
-
-def _scores(metric: Options, key: str, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return value, error and interval of a metric over some documents, as cells of a table."""
-    if not records:
-        return ["", "", ""]
-    clusters = [record["cluster"] for record in records]
-    values = [record["metrics"][key] for record in records]
-    result = task_metrics.aggregate(metric, values, None if clusters[0] is None else clusters)
-    return [f"{result.value:.4f}", f"{result.stderr:.4f}", "{:.4g} to {:.4g}".format(*result.interval)]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jingu.chat.messages import ConversationError, Message
 from jingu.chat.templates import ChatTemplate
 from jingu.errors import JinguError
 from jingu.evaluate import task_metrics
-from jingu.evaluate.answer_filters import apply_filter, check_choices, filters_of
+from jingu.evaluate.answer_filters import check_choices, filter_answers, filters_of
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.scoring import Scorer, generation_request
-from jingu.evaluate.task_data import TaskData, fingerprint_of, load_data
-from jingu.evaluate.task_file import TaskGroup, TaskSettings
+from jingu.evaluate.task_data import TaskData, describe_value, fingerprint_of, load_data
+from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings
 from jingu.evaluate.task_metrics import Answer, MetricResult
 from jingu.runtime.files import read_json, read_text, write_text_atomically
 
@@ -70,43 +71,20 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
 
 
 def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
-    """Return a task whose prompts are messages: the description as the system message, the rest as the user's.
+    """Return a task whose prompts are messages: the description as the system message, then the shots as turns of user
+    and assistant, then the question.
 
     Continuations become the assistant's answers. Texts without a context stay unchanged. As in the harness, the
     description is left out if the template refuses a system message.
 
     Raises:
-        JinguError: the task has a gen_prefix, or the template refuses a prompt.
+        JinguError: the template refuses a prompt.
     """
     task = prepared.settings
-    if task.gen_prefix:
-        raise task.error("it has a gen_prefix, which is no message of a chat.", "Leave out gen_prefix, or the chat.")
-    renderer = PromptRenderer(task, prepared.data, 0)
-    refusals: list[str] = []
-
-    def render_prompt(context: str, description: str) -> str:
-        question = Message("user", context.removeprefix(description))
-        try:
-            if description:
-                return template.render_prompt((Message("system", description), question)).text
-        except ConversationError as error:
-            refusals.append(str(error))
-        try:
-            return template.render_prompt((question,)).text
-        except ConversationError as error:
-            fix = "Leave out the chat, or choose another model."
-            raise task.error(f"its prompts cannot be messages: {error}.", fix) from None
-
-    samples = []
-    for sample in prepared.samples:
-        description = renderer.render("description", sample.row, task.description)
-        pairs = [
-            (render_prompt(context, description), text.lstrip()) if context else (context, text)
-            for context, text in sample.pairs
-        ]
-        samples.append(replace(sample, pairs=tuple(pairs)))
-    if refusals:
-        print(f"{task.task}: the description is left out of the prompts: {refusals[0]}", file=sys.stderr)
+    renderer = PromptRenderer(task, prepared.data, prepared.num_shots, template)
+    samples = renderer.render_all(len(prepared.samples))
+    if renderer.refusals:
+        print(f"{task.task}: the description is left out of the prompts: {renderer.refusals[0]}", file=sys.stderr)
     return replace(prepared, samples=samples)
 
 
@@ -119,6 +97,7 @@ class TaskResult:
         records: one record per sample, with prompts, answers and metrics.
         counts: numbers of truncated contexts, of continuations without a token, and of documents that were left out.
         evidence: "held out", or the reason why this is not proved; empty if it was not checked.
+        precision: of the computation, such as fp32; empty if it is not known.
     """
 
     prepared: PreparedTask
@@ -126,6 +105,7 @@ class TaskResult:
     records: list[dict[str, Any]]
     counts: dict[str, int]
     evidence: str = ""
+    precision: str = ""
 
 
 def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
@@ -133,22 +113,20 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
     task = prepared.settings
     counts_before = dict(scorer.counts)
     records: list[dict[str, Any]] = []
-    values: dict[str, list[Any]] = {}
     for sample, answers in zip(prepared.samples, _answer(prepared, scorer), strict=True):
         sample_values: dict[str, Any] = {}
         for name, steps in filters_of(task).items():
             filtered_answers = answers
             if task.output_type == "generate_until":
                 texts = [answer.text for answer in answers]
-                filtered_answers = [Answer(text=apply_filter(steps, texts, sample.row))]
+                apply = partial(filter_answers, task, name, steps)
+                filtered_answers = [Answer(text=apply(texts, sample.row))]
                 if any(map(task_metrics.is_pass_at_k, task_metrics.metrics_of(task))):
-                    filtered_answers += [Answer(text=apply_filter(steps, [text], sample.row)) for text in texts]
+                    filtered_answers += [Answer(text=apply([text], sample.row)) for text in texts]
             sample_values |= {
                 f"{metric},{name}": value
                 for metric, value in task_metrics.measure(task, sample, filtered_answers).items()
             }
-        for key, value in sample_values.items():
-            values.setdefault(key, []).append(value)
         records.append(
             {
                 "index": sample.index,
@@ -160,14 +138,31 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
                 "metrics": sample_values,
             }
         )
-    options = {task_metrics.name_of(metric): metric for metric in task_metrics.metrics_of(task)}
-    metrics = {}
-    for key, column in values.items():
-        name = key.rpartition(",")[0]
-        metrics[key] = task_metrics.aggregate(options.get(name, {"metric": name}), column, prepared.clusters)
+    metrics = aggregate_records(records, task_metrics.metrics_of(task))
     counts = {what: count - counts_before[what] for what, count in scorer.counts.items()}
-    counts["left_out"] = len(prepared.data.rows) - len(records)
+    counts["left_out"] = len(prepared.data.rows) - len(records) + prepared.data.num_left_out
     return TaskResult(prepared, metrics, records, counts)
+
+
+def aggregate_records(records: Sequence[Mapping[str, Any]], metric_list: Sequence[Options]) -> dict[str, MetricResult]:
+    """Return the metrics of documents by name and filter, each over the documents that have it.
+
+    Args:
+        metric_list: of the task.
+    """
+    options = {task_metrics.name_of(metric): metric for metric in metric_list}
+    results = {}
+    for key in dict.fromkeys(key for record in records for key in record["metrics"]):
+        members = [record for record in records if key in record["metrics"]]
+        name = key.rpartition(",")[0]
+        clusters = [member["cluster"] for member in members]
+        results[key] = task_metrics.aggregate(
+            options.get(name, {"metric": name}),
+            # An unknown value is null in files.
+            [math.nan if (value := member["metrics"][key]) is None else value for member in members],
+            None if clusters[0] is None else clusters,
+        )
+    return results
 
 
 def _answer(prepared: PreparedTask, scorer: Scorer) -> list[list[Answer]]:
@@ -224,21 +219,35 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
     }
     folder.mkdir(parents=True, exist_ok=True)
     name = _file_name(prepared.settings.task)
-    lines = [json.dumps(record, ensure_ascii=False, default=str) for record in result.records]
+    lines = [_to_json(record) for record in result.records]
     # The results are written last. If this process is killed before, those of an earlier evaluation must not remain
     # beside the new samples.
     (folder / f"{name}{RESULT_SUFFIX}").unlink(missing_ok=True)
     write_text_atomically(folder / f"{name}{SAMPLES_SUFFIX}", "".join(f"{line}\n" for line in lines))
-    _write_json(content, folder / f"{name}{RESULT_SUFFIX}")
+    write_json(content, folder / f"{name}{RESULT_SUFFIX}")
 
 
 def _file_name(task: str) -> str:
     return task.replace("/", "_")
 
 
-def _write_json(content: Any, file: Path) -> None:
-    text = json.dumps(content, ensure_ascii=False, indent=2, default=str)
-    write_text_atomically(file, text + "\n")
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON, in which an unknown number is null. Functions are named."""
+    return json.dumps(_replace_unknown(value), ensure_ascii=False, indent=indent, default=describe_value)
+
+
+def _replace_unknown(value: Any) -> Any:
+    """Return a value with None in place of numbers that JSON lacks: those that are infinite, or not a number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _replace_unknown(item) for key, item in value.items()}
+    return [*map(_replace_unknown, value)] if isinstance(value, list | tuple) else value
+
+
+def write_json(content: Any, file: Path) -> None:
+    """Write plain values to a JSON file, in which an unknown number is null."""
+    write_text_atomically(file, _to_json(content, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -250,6 +259,7 @@ class Spread:
     lowest: float
     highest: float
     values: dict[str, float]
+    precision: str = ""
 
 
 def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
@@ -264,7 +274,8 @@ def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spr
             numbers = list(values.values())
             if len(numbers) > 1:
                 deviation = float(np.std(numbers, ddof=1))
-                spread = Spread(float(np.mean(numbers)), deviation, min(numbers), max(numbers), values)
+                precision = ", ".join(dict.fromkeys(results[name].precision for name in values))
+                spread = Spread(float(np.mean(numbers)), deviation, min(numbers), max(numbers), values, precision)
                 spreads.setdefault(task, {})[metric] = spread
     return spreads
 
@@ -273,7 +284,7 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
     """Write the spread of each task as a JSON file to a folder."""
     for task, metrics in spreads.items():
         content = {"task": task, "results": {metric: asdict(spread) for metric, spread in metrics.items()}}
-        _write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
+        write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
 
 
 def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:

@@ -7,12 +7,16 @@ MODEL is anything that jingu reads; `precision` (fp32) and `device` (auto) are f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from jingu.chat.messages import ConversationError, Message
+from jingu.chat.templates import ChatTemplate, load_template
 from jingu.config.sections.parallel import DeviceType
 from jingu.evaluate.scoring import AnswerCache, Scorer, generation_request
 from jingu.evaluate.task_file import TaskSettings
@@ -38,9 +42,42 @@ class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
         max_batch_size: Any = None,
     ) -> None:
         super().__init__()
-        # The harness may pass a device with an index, such as cuda:0.
+        # The harness may pass a device with an index, such as cuda:0. Without a choice of the user it passes that on
+        # machines without a GPU too.
         place = cast(DeviceType, "auto" if device is None else device.partition(":")[0])
-        self._scorer = Scorer(Engine(load(Path(pretrained), precision, place)), AnswerCache(None))
+        place = "auto" if place == "cuda" and not torch.cuda.is_available() else place
+        model = load(Path(pretrained), precision, place)
+        self._scorer = Scorer(Engine(model), AnswerCache(None))
+        self._tokenizer = model.tokenizer
+        self._where = pretrained
+
+    # The harness calls these with --apply_chat_template.
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name under which the harness stores prompts."""
+        return self._where.replace("/", "__")
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return load_template("auto", self._tokenizer, where=self._where)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the name of the model's chat template, for the results."""
+        return self._template.where if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as a prompt. As with transformers, a template that refuses system messages gets none.
+
+        Args:
+            add_generation_prompt: False: the model continues the last message.
+        """
+        messages = tuple(Message(each["role"], each["content"]) for each in chat_history)  # type: ignore[arg-type]
+        try:
+            return self._template.render_prompt(messages, continue_final=not add_generation_prompt).text
+        except ConversationError:
+            others = tuple(message for message in messages if message.role != "system")
+            return self._template.render_prompt(others, continue_final=not add_generation_prompt).text
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-probability, and whether greedy decoding gives it."""

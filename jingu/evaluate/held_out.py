@@ -1,14 +1,17 @@
 """Held-out tasks: what a mixture must not contain, and whether the record of a model proves that it did not.
 
 Two tasks are related if they are in the same or in related task clusters, or share a source, a row (all of its words,
-or 13 consecutive ones), or a template (up to one word). A mixture must not contain a task that is related to a held-out
-task, directly or through other tasks. The result of this check is written into the record of the data set, and from
-there into that of every model trained on it (`jingu.formats.provenance`).
+a text of 8 words, or 13 consecutive words), or a template (up to one word). A mixture must not contain a task that is
+related to a held-out task, directly or through other tasks. Rows that only resemble rows of the mixture do not relate
+tasks, but there is no proof for them, nor for rows that are too short to compare. The result of this check is written
+into the record of the data set, and from there into that of every model trained on it (`jingu.formats.provenance`).
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from jingu.errors import JinguError
+from jingu.errors import JinguError, pluralize
 from jingu.evaluate.contamination import read_searches
-from jingu.evaluate.ngrams import DEFAULT_NGRAM, Uint64Array, hash_words
+from jingu.evaluate.near_copies import NearCopyTable
+from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, Uint64Array, hash_words
 from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data, read_training_rows
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.formats.provenance import Record
@@ -38,6 +42,7 @@ class TaskProfile:
         templates: the words of its templates, without their slots.
         rows: the training rows; for a held-out task, also the evaluated rows.
         data: hash of the evaluated or trained rows in their order; empty without rows.
+        num_evaluated: number of the first rows that `data` is of.
     """
 
     task: str
@@ -47,18 +52,35 @@ class TaskProfile:
     templates: tuple[tuple[str, ...], ...]
     rows: Sequence[Row]
     data: str
+    num_evaluated: int
+
+    @cached_property
+    def texts(self) -> list[list[str]]:
+        """All texts of each row: in its columns, and in nested lists and objects."""
+        return [list(collect_texts(row)) for row in self.rows]
 
     @cached_property
     def hashes(self) -> Uint64Array:
-        """Sorted hashes of its rows, and of their n-grams."""
+        """Sorted hashes of its rows, of their longer texts, and of their n-grams."""
         parts = [np.zeros(0, np.uint64)]
-        for row in self.rows:
-            words = hash_words("\n".join(collect_texts(row)))
+        whole_texts = Counter[int]()
+        for texts in self.texts:
+            words = hash_words("\n".join(texts))
             parts.append(words.ngrams(DEFAULT_NGRAM))
             if len(words) >= MIN_ROW_WORDS:
                 # The sum over words does not depend on the order of the columns.
                 parts.append(words.ngrams(1).sum(keepdims=True))
-        return np.unique(np.concatenate(parts))
+            hashed = (hash_words(text) for text in texts)
+            whole_texts.update({int(each.ngrams(1).sum()) for each in hashed if len(each) >= MIN_WORDS})
+        # A text that many rows have is an instruction or a usual choice.
+        most = max(2, len(self.rows) // 50)
+        rare = [value for value, count in whole_texts.items() if count <= most]
+        return np.unique(np.concatenate([*parts, np.array(rare, np.uint64)]))
+
+    @cached_property
+    def near_copies(self) -> NearCopyTable:
+        """The texts of the evaluated rows, to find near copies of them."""
+        return NearCopyTable.build(self.texts[: self.num_evaluated])
 
 
 def profile_task(task: TaskSettings, rows: Sequence[Row], more_rows: Sequence[Row] = ()) -> TaskProfile:
@@ -84,6 +106,7 @@ def profile_task(task: TaskSettings, rows: Sequence[Row], more_rows: Sequence[Ro
         tuple(dict.fromkeys(words for words in templates if len(words) >= MIN_TEMPLATE_WORDS)),
         [*rows, *more_rows],
         fingerprint_of(rows) if rows else "",
+        len(rows),
     )
 
 
@@ -142,11 +165,25 @@ def check_held_out(
     if leaks:
         what = f"the mixture contains tasks that are related to held-out ones: {'; '.join(leaks)}."
         raise JinguError(what, where=where, fix="Remove these tasks from the mixture, or from held_out.")
-    return [
-        {"task": item.task, "data": item.data, "templates": [*map(list, item.templates)]}
-        for item in held_out
-        if item.data
-    ]
+    return [_compare_rows(item, training) for item in held_out if item.data]
+
+
+def _compare_rows(item: TaskProfile, training: Sequence[TaskProfile]) -> dict[str, Any]:
+    """Return the record of a held-out task, with the number of its rows for which there is no proof: those that
+    resemble rows of the mixture, and those that are too short to compare."""
+    table = item.near_copies
+    similar: set[int] = set()
+    for profile in training:
+        rows = table.find(text for texts in profile.texts for text in texts)
+        if rows:
+            count = pluralize(len(rows), "row")
+            example = " ".join(item.texts[min(rows)])[:80]
+            print(f"near copies in {profile.task}: {count} of {item.task}, such as “{example}”", file=sys.stderr)
+        similar |= rows
+    too_short = item.num_evaluated - len(table.searched_rows)
+    templates = [*map(list, item.templates)]
+    counts = {"similar": len(similar), "too_short": too_short}
+    return {"task": item.task, "data": item.data, "templates": templates, **counts}
 
 
 def _read_held_out(index: TaskIndex, name: str) -> Iterator[tuple[TaskSettings, list[Row], list[Row]]]:
@@ -217,6 +254,13 @@ def _check_mixture(data: Record, profile: TaskProfile) -> str:
         return f"not proved: {{model}} was trained on the mixture {mixture['name']}, which does not hold it out"
     if not {tuple(words) for task in matches for words in task["templates"]} >= set(profile.templates):
         return f"not proved: the mixture {mixture['name']} was not compared with this template"
+    if any("similar" not in task for task in matches):
+        return f"not proved: an older version compared the rows of the mixture {mixture['name']}; build it again"
+    similar, too_short = (max(task[key] for task in matches) for key in ("similar", "too_short"))
+    if similar:
+        return f"not proved: {similar:,} of its rows resemble rows of the mixture {mixture['name']}"
+    if too_short:
+        return f"not proved: {too_short:,} of its rows are too short to compare with the mixture {mixture['name']}"
     return ""
 
 
@@ -229,6 +273,10 @@ def _check_text(data: Record, profile: TaskProfile) -> str:
         return f"not proved: {where}, was not searched for it (jingu evaluate contamination)"
     if search["dirty"]:
         return f"not held out: {search['dirty']:,} of its rows occur in {where}"
+    if "similar" not in search:
+        return f"not proved: {where}, was searched by an older version (jingu evaluate contamination)"
+    if search["similar"]:
+        return f"not proved: {search['similar']:,} of its rows resemble texts in {where}"
     if search["too_short"]:
         return f"not proved: {search['too_short']:,} of its rows are too short to search for in {where}"
     return ""

@@ -7,8 +7,11 @@ count as a tie.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +21,12 @@ import numpy as np
 from jingu.errors import JinguError
 from jingu.evaluate import statistics
 from jingu.evaluate.comparison import match_records
-from jingu.evaluate.evaluation import read_results
-from jingu.evaluate.scoring import AnswerCache, Scorer, model_fingerprint
+from jingu.evaluate.evaluation import read_results, write_json
+from jingu.evaluate.scoring import AnswerCache, Scorer, evaluation_precision, model_fingerprint, precision_name
 from jingu.evaluate.task_data import fingerprint_of
 from jingu.formats.models import open_model
 from jingu.formatting import print_table
 from jingu.infer.generate import InferenceOptions
-from jingu.runtime.files import write_text_atomically
 from jingu.runtime.http import post
 
 Verdict = Literal["A", "B"] | None
@@ -82,7 +84,9 @@ def judge(
     verdicts = judge_pairs(items, ask)
     # 3. Summarize them, print, and write.
     summary = summarize(verdicts)
-    rows = [[key.replace("_", " "), f"{value:.4g}"] for key, value in summary.items()]
+    rows = [
+        [key.replace("_", " "), f"{value:.4g}" if math.isfinite(value) else "N/A"] for key, value in summary.items()
+    ]
     print_table(("of the second model", "value"), rows, right=(1,))
     records = [
         {"task": task, "index": one["index"], "verdicts": both}
@@ -90,7 +94,7 @@ def judge(
     ]
     about = {"judge": identity, "template": fingerprint_of(TEMPLATE), "first": str(first), "second": str(second)}
     target = output or second / "judged.json"
-    write_text_atomically(target, json.dumps({**about, "summary": summary, "records": records}, indent=2) + "\n")
+    write_json({**about, "summary": summary, "records": records}, target)
     print(f"\nwritten to {target}")
 
 
@@ -128,7 +132,7 @@ def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
         "wins": wins,
         "ties": len(values) - wins - losses,
         "losses": losses,
-        "p": statistics.mcnemar_p(losses, wins),
+        "p": statistics.mcnemar_p(losses, wins) if len(values) > 1 else math.nan,
         "flip_rate": sum(first == second is not None for first, second in verdicts) / len(verdicts),
         # 0.5 if the judge has no position bias.
         "first_position_rate": valid.count("A") / len(valid) if valid else 0.5,
@@ -137,10 +141,14 @@ def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
 
 
 def _local_judge(model: Path, inference: InferenceOptions) -> tuple[Judge, str]:
-    """Return a judge that takes the more probable letter, and the fingerprint of its model."""
+    """Return a judge that takes the more probable letter, and the fingerprint of its model with its precision."""
+    stored = open_model(model)
+    inference = replace(inference, precision=evaluation_precision(inference.precision, stored))
     inference_model = inference.load(model)
     scorer = Scorer(inference.make_engine(inference_model), AnswerCache(None))
-    digest = model_fingerprint(open_model(model), inference_model.tokenizer, inference.precision)
+    precision = precision_name(inference.precision, inference_model.parameter.dtype)
+    digest = model_fingerprint(stored, inference_model.tokenizer, precision)
+    print(f"the judge computes in {precision}", file=sys.stderr)
 
     def ask(prompts: Sequence[str]) -> list[Verdict]:
         answers = scorer.score([(prompt, letter) for prompt in prompts for letter in (" A", " B")])

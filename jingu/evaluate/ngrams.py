@@ -212,12 +212,17 @@ class NgramTable:
 
         An n-gram over more than a chunk of characters is not found.
         """
-        matches = [np.zeros(0, np.int64)]
-        for chunk, is_last in _chunks(texts, max(self.lengths)):
-            for length in self.lengths:
-                hashes = chunk.ngrams(length)
-                # The last word of a chunk may be incomplete; the next chunk repeats it.
-                matches.append(np.unique(self.find(hashes if is_last else hashes[:-1])[1]))
+        chunks = chunk_words(texts, max(self.lengths))
+        matches = [self.find_in_chunk(chunk, is_last=is_last) for chunk, is_last in chunks]
+        return np.unique(np.concatenate(matches))
+
+    def find_in_chunk(self, chunk: HashedWords, *, is_last: bool) -> Int64Array:
+        """Return the table indices of all n-grams that occur in a chunk of `chunk_words`."""
+        matches = []
+        for length in self.lengths:
+            hashes = chunk.ngrams(length)
+            # The last word of a chunk may be incomplete; the next chunk repeats it.
+            matches.append(np.unique(self.find(hashes if is_last else hashes[:-1])[1]))
         return np.unique(np.concatenate(matches))
 
 
@@ -228,7 +233,7 @@ def _filter_bits(hashes: Uint64Array) -> Uint64Array:
     return (one << (hashes & six_bits)) | (one << (hashes >> np.uint64(6) & six_bits))
 
 
-def _chunks(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWords, bool]]:
+def chunk_words(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWords, bool]]:
     """Yield texts in chunks, and whether each is the last. A chunk begins with the last words of the one before."""
     parts: list[str] = []
     size = 0

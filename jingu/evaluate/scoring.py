@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,10 +18,12 @@ from jingu.evaluate.task_file import TaskSettings
 from jingu.evaluate.task_metrics import Answer
 from jingu.formats.stored_model import StoredModel
 from jingu.infer.engine import Engine
+from jingu.infer.inference_model import Precision
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
+from jingu.runtime.device import DTYPES
 from jingu.runtime.ranks import RankInfo, gather_from_all
 from jingu.text.tokenizer import Tokenizer
 
@@ -80,9 +82,14 @@ def generation_request(task: TaskSettings) -> Request:
         JinguError: `generation_kwargs` has keys that jingu does not read.
     """
     settings = task.generation_kwargs
-    # One beam means no beam search. More beams are not supported: the harness stops a beam search when a beam in the
-    # first rows of its batch reaches a stop text, so its answers depend on the batch and cannot be reproduced.
-    unread = [*(settings.model_extra or {}), *(["num_beams"] if settings.num_beams not in (None, 1) else [])]
+    # One beam means no beam search. The harness stops a beam search when a beam in the first rows of its batch reaches
+    # a stop text, so its answers depend on the batch and cannot be reproduced.
+    if settings.num_beams not in (None, 1):
+        what = (
+            f"its generation_kwargs have num_beams {settings.num_beams}, and tasks are evaluated without beam search."
+        )
+        raise task.error(what, "Leave num_beams out, which generates greedily, or set it to 1.")
+    unread = [*(settings.model_extra or {})]
     if unread:
         raise task.error(f"generation_kwargs has {', '.join(unread)}, which jingu does not read.", "Leave it out.")
     is_greedy = not (settings.temperature > 0 if settings.do_sample is None else settings.do_sample)
@@ -101,6 +108,46 @@ def check_generation_fits(task: TaskSettings, spec: ModelSpec) -> None:
     if max_tokens >= room + (spec.num_encoder_layers is not None):
         what = f"its answers of up to {max_tokens} tokens leave no room for prompts in the model's context of {room}."
         raise task.error(what, "Set generation_kwargs.max_gen_toks to less.")
+
+
+def check_continuations_fit(
+    task: TaskSettings, pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer, spec: ModelSpec
+) -> None:
+    """Raise JinguError if a continuation of a task is longer than the model's context."""
+    room = spec.max_position_embeddings - spec.prompts[0]
+    for context, continuation in pairs:
+        # Almost all are too short for this: a token has at least a byte.
+        if len(continuation.encode("utf-8", "surrogatepass")) < room:
+            continue
+        stripped = context.rstrip()
+        ids = [
+            tokenizer.encode(text, parse_special_tokens=True)
+            for text in (stripped, stripped + context[len(stripped) :] + continuation)
+        ]
+        length = len(ids[1]) - len(ids[0])
+        if length > room:
+            what = f"it has an answer of {length} tokens, and the model's context is {room}."
+            raise task.error(what, "Leave that document out, or use a model with a longer context.")
+
+
+def evaluation_precision(precision: Precision, stored: StoredModel) -> Precision:
+    """Return the precision of an evaluation: by default the type in which most weights are stored, so that a score
+    does not depend on the machine. Types other than bf16 are computed in fp32, which contains them; so are runs, whose
+    master weights are in fp32."""
+    if precision != "auto":
+        return precision
+    return "bf16" if stored.dtype == torch.bfloat16 else "fp32"
+
+
+def precision_name(precision: Precision, dtype: torch.dtype) -> str:
+    """Return the precision of a score, such as fp32, or `int8 (bf16)` for quantized matrices beside a type.
+
+    Args:
+        precision: the option.
+        dtype: type of the other parameters.
+    """
+    name = next(name for name, value in DTYPES.items() if value == dtype)
+    return name if precision in ("auto", *DTYPES) else f"{precision} ({name})"
 
 
 class Scorer:
@@ -257,10 +304,14 @@ class Scorer:
         keys = []
         for context in contexts:
             ids = self._truncate(self._encode(context), room)
+            max_tokens = settings.max_tokens
+            if self._is_encoder_decoder:
+                # As in the harness, the limit is above the length of the source.
+                max_tokens = min(len(ids) + max_tokens, self._room)
             for seed in range(repeats):
                 sampling = replace(settings.sampling, seed=seed if settings.sampling.temperature else 0)
-                request = replace(settings, prompt=ids, stop=stop, sampling=sampling)
-                keys.append(_key(ids, settings.max_tokens, stop, repr(sampling)))
+                request = replace(settings, prompt=ids, stop=stop, sampling=sampling, max_tokens=max_tokens)
+                keys.append(_key(ids, max_tokens, stop, repr(sampling)))
                 requests[keys[-1]] = request
 
         def generate_chunk(chunk: Sequence[str]) -> dict[str, Answer]:

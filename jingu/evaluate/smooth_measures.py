@@ -53,7 +53,7 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
         "bits_per_byte_stderr": statistics.ratio_stderr(gold_bits, gold_sizes, clusters),
     }
     if not has_choices:
-        return measures
+        return _drop_unknown(measures)
     # 3. Measures of tasks with choices.
     columns: dict[str, list[float]] = {"margin": [], "p_gold": [], "acc": []}
     for values, size, number in zip(bits, sizes, gold, strict=True):
@@ -63,8 +63,15 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
         columns["acc"].append(float(values.argmin() == number))
     for name, column in columns.items():
         measures |= _mean(name, np.array(column), clusters)
+    measures["acc_low"], measures["acc_high"] = statistics.mean_interval(np.array(columns["acc"]), clusters)
     measures["chance"] = float(np.mean([1 / len(values) for values in bits]))
-    return measures
+    return _drop_unknown(measures)
+
+
+def _drop_unknown(measures: Mapping[str, float]) -> dict[str, float]:
+    """Return measures without unknown errors and limits, as of a single document."""
+    errors = ("_stderr", "_low", "_high")
+    return {name: value for name, value in measures.items() if math.isfinite(value) or not name.endswith(errors)}
 
 
 def scored_pairs(task: TaskSettings, sample: EvaluationSample) -> Sequence[tuple[str, str]]:
@@ -92,7 +99,9 @@ def _mean(name: str, values: Array, clusters: Clusters) -> dict[str, float]:
 
 def describe(measures: Mapping[str, float]) -> str:
     """Return measures in words, such as `1.234 ± 0.012 bits per byte, p(gold) 0.262, accuracy 0.31 (at chance)`."""
-    text = f"{measures['bits_per_byte']:.3f} ± {measures['bits_per_byte_stderr']:.3f} bits per byte"
+    stderr = measures.get("bits_per_byte_stderr")
+    error = "" if stderr is None else f" ± {stderr:.3f}"
+    text = f"{measures['bits_per_byte']:.3f}{error} bits per byte"
     if "acc" not in measures:
         return text
     margin = f"margin {measures['margin']:+.3f}, p(gold) {measures['p_gold']:.3f}"
@@ -101,9 +110,10 @@ def describe(measures: Mapping[str, float]) -> str:
 
 def compare_with_chance(measures: Mapping[str, float]) -> str:
     """Return in words whether accuracy differs from that of guessing by more than its 95% interval."""
-    # The lower bound avoids a standard error of 0, which an accuracy of exactly 0 or 1 has.
     chance = measures["chance"]
-    width = statistics.Z * max(measures["acc_stderr"], 1e-12)
-    if abs(measures["acc"] - chance) <= width:
+    # Older runs have only the standard error.
+    width = statistics.Z * measures.get("acc_stderr", math.inf)
+    low, high = measures.get("acc_low", measures["acc"] - width), measures.get("acc_high", measures["acc"] + width)
+    if not (chance < low or chance > high):
         return f"at chance, {chance:.3f}"
     return f"{'above' if measures['acc'] > chance else 'below'} chance, {chance:.3f}"

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jingu.errors import JinguError
-from jingu.evaluate.task_file import TaskSettings
+from jinja2 import UndefinedError
+
+from jingu.errors import JinguError, join_words
+from jingu.evaluate.task_file import TaskSettings, describe_failure, describe_function
+from jingu.evaluate.task_templates import TEMPLATE_ERRORS, render_template
 from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
 
 Row = dict[str, Any]
 _PACKAGE = "package:"
 # JSON can contain half of a surrogate pair ("\ud800"), which UTF-8 cannot encode and no tokenizer reads.
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _PARSE_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError)
 
 
@@ -30,11 +33,13 @@ class TaskData:
         rows: documents to evaluate.
         pool: documents to draw shots (few-shot examples) from.
         excludes_own: whether a document must not be among its own shots, as rows and pool overlap.
+        num_left_out: number of documents that `metadata.leave_out` leaves out.
     """
 
     rows: list[Row]
     pool: list[Row]
     excludes_own: bool
+    num_left_out: int = 0
 
     @property
     def columns(self) -> list[str]:
@@ -54,29 +59,54 @@ def load_data(task: TaskSettings, needs_shots: bool) -> TaskData:
     split = task.evaluation_split
     if split is None:
         raise task.error("it has neither a test_split nor a validation_split.", "Name one.")
-    rows = _process(task, read_split(task, split), task.process_docs)
+    all_rows = read_split(task, split)
+    num_left_out = sum(_is_left_out(task, row) for row in all_rows)
+    rows = _process(task, all_rows, task.process_docs)
     if not rows:
         raise task.error(f"its split {split} has no documents.", "Check the task's data.")
     shots = task.shots
     if not needs_shots:
-        return TaskData(rows, [], excludes_own=False)
+        return TaskData(rows, [], excludes_own=False, num_left_out=num_left_out)
     if shots["split"] is None and shots["samples"] is not None:
         samples = shots["samples"]
-        return TaskData(rows, samples() if callable(samples) else samples, excludes_own=task.test_split is None)
+        pool = task.call("fewshot_config.samples", samples) if callable(samples) else samples
+        return TaskData(rows, pool, task.test_split is None, num_left_out)
     # Without a split of their own, shots come from the training split, else from the validation split.
     source = shots["split"] or task.training_split or task.validation_split or split
     pool = rows if source == split else _process(task, read_split(task, source), shots["process_docs"])
     # lm-evaluation-harness draws an additional shot if both splits have the same name, even if both are None. The
     # condition is the same here, so that the random numbers agree.
-    return TaskData(rows, pool, excludes_own=source == split or shots["split"] == task.test_split)
+    return TaskData(rows, pool, source == split or shots["split"] == task.test_split, num_left_out)
 
 
 def _process(task: TaskSettings, rows: list[Row], function: Callable[..., Any] | None) -> list[Row]:
-    """Apply a task's own function to the rows. It expects them as a data set of Hugging Face's `datasets`."""
+    """Leave out rows, and apply a task's own function to the others. It expects them as a data set of Hugging Face's
+    `datasets`."""
+    rows = [row for row in rows if not _is_left_out(task, row)]
     if function is None:
         return rows
     datasets = import_optional("datasets", "process_docs", task.task)
-    return [dict(row) for row in function(datasets.Dataset.from_list(rows))]
+    result = task.call("process_docs", function, datasets.Dataset.from_list(rows))
+    return [dict(row) for row in result]
+
+
+def _is_left_out(task: TaskSettings, row: Row) -> bool:
+    """Return whether the template `metadata.leave_out` leaves out a row."""
+    condition = task.metadata.get("leave_out")
+    if condition is None:
+        return False
+    try:
+        text = render_template(str(condition), row).strip()
+    except UndefinedError as error:
+        what = f"its metadata.leave_out uses a column that the data do not have: {error}."
+        raise task.error(what, f"The columns of its data are {join_words(sorted(row), 'and')}.") from None
+    except TEMPLATE_ERRORS as error:
+        what = f"its metadata.leave_out cannot be rendered: {describe_failure(error)}."
+        raise task.error(what, "Correct it.") from None
+    if text not in ("True", "False"):
+        what = f"its metadata.leave_out gives {text!r} for a document, and not True or False."
+        raise task.error(what, "Write a comparison, such as {{label == '-'}}.")
+    return text == "True"
 
 
 def read_split(task: TaskSettings, split: str) -> list[Row]:
@@ -126,7 +156,7 @@ def _read_file(kind: str, path: Path, task: TaskSettings) -> list[Row]:
     except (*_PARSE_ERRORS, *read_errors()) as error:
         raise JinguError(f"its data cannot be read ({error}).", where=path, fix=f"They should be {kind}.") from None
     for number, row in enumerate(rows, 1) if kind == "json" else ():
-        if match := next(filter(None, map(_SURROGATE.search, collect_texts(row))), None):
+        if match := next(filter(None, map(SURROGATE.search, collect_texts(row))), None):
             what = f"row {number:,} has the escape \\u{ord(match[0]):04x}, which is half a character."
             raise JinguError(what, where=path, fix="Correct the row.")
     return rows
@@ -189,11 +219,12 @@ def collect_texts(value: Any) -> Iterator[str]:
             yield from collect_texts(item)
 
 
+def describe_value(value: Any) -> str:
+    """Return a text for a value that JSON lacks, such as a function."""
+    return describe_function(value) if callable(value) else str(value)
+
+
 def fingerprint_of(value: object) -> str:
     """Return a hash of plain values, as 32 hex digits. A function is hashed by its name."""
-
-    def describe(item: Any) -> str:
-        return str(item.__qualname__ if callable(item) else item)
-
-    content = json.dumps(value, sort_keys=True, default=describe)
+    content = json.dumps(value, sort_keys=True, default=describe_value)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -23,6 +24,8 @@ OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling"
 # A column, a Jinja template, a constant, or a function of the document.
 Template = str | int | list[str] | dict[str, str] | Callable[..., Any] | None
 Options = dict[str, Any]
+# Callables that have a name; partial functions and callable objects have none.
+_NAMED = (FunctionType, BuiltinFunctionType, type)
 
 # The name of a task or group, to index files without parsing them.
 _NAME = re.compile(r"^(?:task|group):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
@@ -104,6 +107,7 @@ class TaskSettings(BaseModel):
     jingu reads these keys of `metadata`, which the harness ignores:
 
     - `licence`, `description`, `language`
+    - `leave_out`: a template, such as `{{label == '-'}}`; documents for which it is `True` are left out
     - `cluster`: a column; documents with equal values in it are correlated, for clustered standard errors
     - `templates`: by name, values that override keys of the task; `inverted: true` if it is for training only
     - `chat`: whether prompts are messages in the model's chat template
@@ -160,6 +164,40 @@ class TaskSettings(BaseModel):
         """Return an error that names this task and its file."""
         return JinguError(what, where=f"{self.task} ({self.file})", fix=fix)
 
+    def call(self, key: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a function of a trusted file. Raise JinguError for whatever it raises.
+
+        Args:
+            key: what the function computes, for the message.
+        """
+        try:
+            return function(*arguments)
+        except JinguError:
+            raise
+        except (Exception, SystemExit) as error:
+            fix = "Correct that function, or the data that it reads."
+            raise self.error(f"the code of its {key} fails: {describe_failure(error)}.", fix) from error
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the one inside a partial function or a callable object."""
+    inner = function.func if isinstance(function, partial) else function
+    return inner.__name__ if isinstance(inner, _NAMED) else type(inner).__name__
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """Return a text that is the same in each process: the function's name, and the arguments of a partial function."""
+    if isinstance(function, partial):
+        arguments = ", ".join(map(str, [*function.args, *sorted(function.keywords.items())]))
+        return f"{describe_function(function.func)}({arguments})"
+    return function.__qualname__ if isinstance(function, _NAMED) else type(function).__qualname__
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the kind of an exception of foreign code, and its first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
 
 @dataclass(frozen=True)
 class TaskGroup:
@@ -204,6 +242,9 @@ def _import_names(file: Path) -> Options:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise JinguError(f"it needs a package that is missing ({error}).", where=file, fix="Install it.") from None
+    except (Exception, SystemExit) as error:
+        what = f"it fails while it is imported: {describe_failure(error)}."
+        raise JinguError(what, where=file, fix="Correct it, or install what it needs.") from error
     return vars(module)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jingu.errors import join_words
+from jingu.errors import JinguError, join_words
 from jingu.evaluate import statistics, text_metrics
-from jingu.evaluate.prompts import TEMPLATE_ERRORS, EvaluationSample
-from jingu.evaluate.task_file import Options, OutputType, TaskSettings
+from jingu.evaluate.prompts import EvaluationSample
+from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
+from jingu.evaluate.task_templates import TEMPLATE_ERRORS
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
@@ -82,7 +83,7 @@ CORPUS_METRICS = (*_SACREBLEU, *text_metrics.DISTINCT)
 def name_of(metric: Options) -> str:
     """Return the name of a metric, or of the function that a task uses as one."""
     name = metric["metric"]
-    return str(name.__name__ if callable(name) else name)
+    return function_name(name) if callable(name) else str(name)
 
 
 # Metrics of a document
@@ -102,7 +103,8 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
             "loglikelihood_rolling": lambda answer: answer.logprob,
         }
         convert = results.get(task.output_type, lambda answer: (answer.logprob, answer.is_greedy))
-        return dict(task.process_results(sample.row, [convert(answer) for answer in answers]))
+        outputs = [convert(answer) for answer in answers]
+        return dict(task.call("process_results", task.process_results, sample.row, outputs))
     first = answers[0]
     text = sample.pairs[0][1]
     if task.output_type == "multiple_choice":
@@ -120,13 +122,44 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
             "bits_per_word": by_words,
         }
     else:
-        values = {
-            name_of(metric): _measure_code(sample, answers[1:], metric)
-            if is_pass_at_k(metric)
-            else _measure_text(sample.gold, first.text, metric)
-            for metric in metrics_of(task)
-        }
+        return _measure_generated(task, sample, answers)
     return {name_of(metric): values[name_of(metric)] for metric in metrics_of(task)}
+
+
+def _measure_generated(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the metrics of a generated text; see `measure`. A task's own function may return several."""
+    values: dict[str, Any] = {}
+    for metric in metrics_of(task):
+        if callable(metric["metric"]):
+            values |= _measure_own(task, sample, answers[0].text, metric)
+        elif metric["metric"] in _LABEL_METRICS:
+            values[name_of(metric)] = float(sample.is_list) or (sample.gold[0], answers[0].text)
+        elif is_pass_at_k(metric):
+            values[name_of(metric)] = _measure_code(sample, answers[1:], metric)
+        else:
+            values[name_of(metric)] = _measure_text(sample.gold, answers[0].text, metric)
+    return values
+
+
+def _measure_own(task: TaskSettings, sample: EvaluationSample, answer: Any, metric: Options) -> dict[str, Any]:
+    """Return what a task's own metric gives. As in the harness, of a list of right answers each one is scored, and the
+    result is 1 if any of these scores is not 0."""
+    name = name_of(metric)
+    options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
+
+    def score(gold: str) -> Any:
+        try:
+            value = metric["metric"](references=[gold], predictions=[answer], **options)
+        except TypeError:
+            # The harness's other form of a metric: a function of a right answer and the text.
+            value = metric["metric"]([gold, answer])
+        return value
+
+    scores = [task.call(f"the metric {name}", score, gold) for gold in sample.gold]
+    if sample.is_list:
+        values = [score[name] if isinstance(score, dict) else score for score in scores]
+        return {name: float(any(values))}
+    return dict(scores[0]) if isinstance(scores[0], dict) else {name: scores[0]}
 
 
 def is_pass_at_k(metric: Options) -> bool:
@@ -148,10 +181,6 @@ def _measure_text(gold: tuple[str, ...], answer: Any, metric: Options) -> Any:
         answer: the text. The filter `map` may give another value: its constants are measured as texts, and None, for
             an unknown text, matches nothing.
     """
-    if callable(metric["metric"]):
-        options = {key: value for key, value in metric.items() if key not in _METRIC_KEYS}
-        value = metric["metric"](references=list(gold[:1]), predictions=[answer], **options)
-        return value[name_of(metric)] if isinstance(value, dict) else value
     name = metric["metric"]
     text = "" if answer is None else str(answer)
     if name in CORPUS_METRICS:
@@ -229,8 +258,9 @@ def _f1(pairs: Array, average: str = "binary") -> Array:
     predicted = np.stack([pairs[..., 1] == label for label in labels])
     total = gold.sum(-1) + predicted.sum(-1)
     scores = np.divide(2 * (gold & predicted).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
-    weights = gold.sum(-1) if average == "weighted" else np.ones(total.shape)
-    result: Array = (scores * weights).sum(0) / weights.sum(0)
+    weights = gold.sum(-1) if average == "weighted" else (total > 0).astype(np.float64)
+    # A draw of the bootstrap may lack a class, which then does not count.
+    result: Array = (scores * weights).sum(0) / np.maximum(weights.sum(0), 1)
     return result
 
 
@@ -240,13 +270,19 @@ def _pearson(pairs: Array) -> Array:
     return np.divide(centered.prod(-1).sum(-1), product, out=np.zeros(product.shape), where=product > 0)
 
 
-def _rank(pairs: Array) -> Array:
-    """Return the ranks in both columns [N, 2]; equal values have the mean of their ranks."""
-    ranks = []
-    for column in pairs.T:
-        _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
-        ranks.append((counts.cumsum() - (counts - 1) / 2)[inverse])
-    return np.stack(ranks, axis=1)
+def _rank(values: Array) -> Array:
+    """Return the ranks of values [..., N] along the last axis; equal values have the mean of their ranks."""
+    distinct, codes = np.unique(values, return_inverse=True)
+    flat = codes.reshape(-1, values.shape[-1])
+    offsets = np.arange(len(flat))[:, None] * len(distinct)
+    counts = np.bincount((flat + offsets).ravel(), minlength=len(flat) * len(distinct)).reshape(len(flat), -1)
+    ranks = counts.cumsum(-1) - (counts - 1) / 2
+    result: Array = np.take_along_axis(ranks, flat, -1).reshape(values.shape)
+    return result
+
+
+def _spearman(pairs: Array) -> Array:
+    return _pearson(np.stack([_rank(pairs[..., 0]), _rank(pairs[..., 1])], -1))
 
 
 def _calibration_error(pairs: Array) -> Array:
@@ -272,12 +308,26 @@ def _mean(values: Array) -> Array:
 
 
 def _weighted_mean(pairs: Array) -> Array:
-    mean: Array = pairs[..., 0].sum(-1) / pairs[..., 1].sum(-1)
+    totals = pairs[..., 1].sum(-1)
+    # Empty texts have no size; without any other text the mean is not a number.
+    mean: Array = np.divide(pairs[..., 0].sum(-1), totals, out=np.full(totals.shape, np.nan), where=totals != 0)
     return mean
+
+
+def _nanmean(values: Array) -> Array:
+    return _weighted_mean(np.stack([np.nan_to_num(values), ~np.isnan(values)], -1))
+
+
+def _median(values: Array) -> Array:
+    # As in the harness: of an even number of values, the upper one of the middle pair, in their order.
+    middle: Array = np.sort(values, -1)[..., values.shape[-1] // 2]
+    return middle
 
 
 AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "mean": _mean,
+    "nanmean": _nanmean,
+    "median": _median,
     "brier_score": _mean,
     "perplexity": lambda values: np.exp(-values.mean(-1)),
     "weighted_perplexity": lambda pairs: np.exp(-_weighted_mean(pairs)),
@@ -285,9 +335,22 @@ AGGREGATIONS: dict[str, Callable[[Array], Array]] = {
     "f1": _f1,
     "multilabel_f1": lambda pairs: np.nan_to_num(_weighted_mean(pairs)),
     "pearson": _pearson,
-    "spearman": _pearson,
+    "spearman": _spearman,
     "calibration_error": _calibration_error,
     "matthews_corrcoef": _matthews,
+}
+# What an aggregation reads of each document, and what a metric gives: a number, a pair of classes, of confidence and
+# correctness, of a sum and its size, of numbers, or of texts. Others are numbers.
+_KINDS = {
+    **dict.fromkeys(("f1", "mcc", "matthews_corrcoef"), "pairs of classes"),
+    "calibration_error": "pairs of a confidence and a result",
+    **dict.fromkeys(
+        ("weighted_perplexity", "word_perplexity", "byte_perplexity", "multilabel_f1"), "pairs of a sum and a size"
+    ),
+    **dict.fromkeys(("bits_per_byte", "bits_per_character", "bits_per_word"), "pairs of a sum and a size"),
+    **dict.fromkeys(("pearson", "spearman"), "pairs of numbers"),
+    **dict.fromkeys(_SACREBLEU, "pairs of texts"),
+    **dict.fromkeys(text_metrics.DISTINCT, "texts"),
 }
 # Bootstrap samples for metrics of a whole corpus, as many as lm-evaluation-harness takes.
 _CORPUS_DRAWS = 100
@@ -302,14 +365,14 @@ def metrics_of(task: TaskSettings) -> list[Options]:
     names = METRICS[task.output_type]
     for metric in task.metric_list if task.process_results is None else ():
         name = metric.get("metric")
-        aggregation = metric.get("aggregation", "mean")
+        aggregation = metric.get("aggregation")
         if is_pass_at_k(metric) and task.output_type == "generate_until":
             _check_pass_at_k(task, metric)
-        elif name not in names and not (callable(name) and task.output_type == "generate_until"):
+        elif name not in names and not (task.output_type == "generate_until" and _gives_texts(metric)):
             what = f"the metric {name} does not fit tasks of type {task.output_type}."
             raise task.error(what, f"Those that do: {join_words(names, 'and')}.")
-        if not callable(aggregation) and aggregation not in (*AGGREGATIONS, *CORPUS_METRICS):
-            raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words([*AGGREGATIONS])}.")
+        if not callable(aggregation):
+            _check_aggregation(task, metric)
         if name in _SACREBLEU:
             import_optional("sacrebleu", f"the metric {name}", task.task)
         if name in text_metrics.ROUGE:
@@ -318,6 +381,31 @@ def metrics_of(task: TaskSettings) -> list[Options]:
             what = f"the metric {name} has an average {metric['average']}."
             raise task.error(what, "Use binary, macro, micro or weighted.")
     return task.metric_list or [{"metric": name} for name in names[: _NUM_DEFAULTS.get(task.output_type)]]
+
+
+def _gives_texts(metric: Options) -> bool:
+    """Return whether a metric of generated text is the task's own: a function, or a name whose aggregation is one. In
+    the harness, such a name only passes on the right answer and the text."""
+    return callable(metric["metric"]) or (metric["metric"] in _LABEL_METRICS and callable(metric.get("aggregation")))
+
+
+def _check_aggregation(task: TaskSettings, metric: Options) -> None:
+    """Raise JinguError if the aggregation of a metric does not exist, or reads other values than the metric gives."""
+    name = metric["metric"]
+    aggregation = metric.get("aggregation")
+    if aggregation is None:
+        return
+    known = [*AGGREGATIONS, *CORPUS_METRICS]
+    if not isinstance(aggregation, str) or aggregation not in known:
+        raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words(known)}.")
+    # What a task's own metric gives is known only when it runs.
+    if callable(name):
+        return
+    given, read = (_KINDS.get(key, "numbers") for key in (name, aggregation))
+    if given != read or (aggregation in CORPUS_METRICS and aggregation != name):
+        fits = [key for key in known if _KINDS.get(key, "numbers") == given and (key in AGGREGATIONS or key == name)]
+        what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {given}."
+        raise task.error(what, f"Leave it out, or use {join_words(fits)}.")
 
 
 def _check_pass_at_k(task: TaskSettings, metric: Options) -> None:
@@ -337,7 +425,7 @@ def _check_options(task: TaskSettings, sample: EvaluationSample) -> None:
             if is_pass_at_k(metric):
                 text_metrics.render_program(sample.row, "", metric)
                 float(metric.get("timeout", 0))
-            elif not callable(metric["metric"]):
+            elif not _gives_texts(metric):
                 _measure_text(("1",), "1", metric)
             if metric["metric"] in _SACREBLEU:
                 text_metrics.corpus_scorer(metric)
@@ -352,6 +440,8 @@ def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> No
         return
     if task.output_type == "generate_until":
         _check_options(task, samples[0])
+    if task.output_type == "loglikelihood_rolling" and not any(text for sample in samples for _, text in sample.pairs):
+        raise task.error("all of its texts are empty, and an empty text has no likelihood.", "Check doc_to_target.")
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
     if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
         raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")
@@ -360,7 +450,10 @@ def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> No
         if name in ("bleu", *text_metrics.ROUGE) and is_chinese:
             what = f"the metric {name} splits words at spaces, and there are Chinese answers."
             raise task.error(what, f"Add `tokenize: {'zh' if name == 'bleu' else 'char'}` to the metric.")
-    is_binary = any(metric["metric"] == "f1" and "average" not in metric for metric in metrics_of(task))
+    is_binary = any(
+        metric["metric"] == "f1" and "average" not in metric and not callable(metric.get("aggregation"))
+        for metric in metrics_of(task)
+    )
     if is_binary and any(len(sample.choices) != 2 for sample in samples):
         what = "the metric f1 is for tasks with two choices, the second of which is the class that is sought."
         raise task.error(what, "Set average to macro, micro or weighted.")
@@ -390,6 +483,21 @@ class MetricResult:
     signature: str = ""
 
 
+def format_score(value: float) -> str:
+    """Return a value or an error as a cell of a table; N/A if it is unknown."""
+    if not math.isfinite(value):
+        return "N/A"
+    return f"{value:.4g}" if abs(value) > 1e4 else f"{value:.4f}"
+
+
+def format_result(result: MetricResult) -> list[str]:
+    """Return value, standard error and interval as cells of a table."""
+    interval = "{:.4g} to {:.4g}".format(*result.interval)
+    if not all(map(math.isfinite, result.interval)):
+        interval = "N/A"
+    return [format_score(result.value), format_score(result.stderr), interval]
+
+
 def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None = None) -> MetricResult:
     """Aggregate a metric over the documents of a task, with its standard error.
 
@@ -397,7 +505,21 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
         metric: name and options, as in the task file.
         values: the metric's values of the documents.
         clusters: cluster labels of the documents, for clustered standard errors; None: documents are independent.
+
+    Raises:
+        JinguError: the aggregation does not fit the values.
     """
+    try:
+        return _aggregate(metric, values, clusters)
+    except JinguError:
+        raise
+    except (Exception, SystemExit) as error:  # the values and the function may be the task's own
+        name = name_of(metric)
+        what = f"the metric {name} cannot be aggregated over documents: {describe_failure(error)}."
+        raise JinguError(what, where=f"metric_list, {name}", fix="Check its aggregation and values.") from None
+
+
+def _aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashable] | None) -> MetricResult:
     name = name_of(metric)
     aggregation = metric.get("aggregation") or _AGGREGATIONS_OF.get(name, name)
     better = metric.get("higher_is_better", name not in _LOWER_IS_BETTER)
@@ -406,18 +528,14 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
     # 1. Functions of all documents are bootstrapped sample by sample.
     if callable(aggregation) or aggregation in CORPUS_METRICS:
         function = aggregation if callable(aggregation) else lambda pairs: text_metrics.score_corpus(metric, pairs)[0]
-        generator = Random(0)
         value = float(function(values))
         if not callable(aggregation):
             signature = text_metrics.score_corpus(metric, values)[1]
-        draws = np.array([function(generator.choices(values, k=size)) for _ in range(_CORPUS_DRAWS)], np.float64)
+        draws = np.array([_score_draw(function, sample) for sample in _draw(values, clusters)], np.float64)
     # 2. The other aggregations are vectorized. The error of a mean has a formula, and the others are bootstrapped.
     else:
         array = np.array(values, np.float64)
         statistic = AGGREGATIONS.get(aggregation, _mean)
-        if name == "spearman":
-            # Ranks are computed once over all documents, and not in each bootstrap sample.
-            array = _rank(array)
         if statistic is _f1:
             statistic = partial(_f1, average=metric.get("average", "binary"))
         value = float(statistic(array))
@@ -426,8 +544,29 @@ def aggregate(metric: Options, values: Sequence[Any], clusters: Sequence[Hashabl
             method = "mean" if clusters is None else "clustered"
             return MetricResult(value, stderr, method, statistics.mean_interval(array, clusters), size, better)
         draws = statistics.bootstrap(lambda indices: statistic(array[indices]), size, clusters)
-    interval = (float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
-    return MetricResult(value, float(draws.std(ddof=1)), "bootstrap", interval, size, better, signature)
+    units = statistics.count_units(size, clusters)
+    stderr, interval = statistics.spread_of(draws, units)
+    method = "bootstrap" if clusters is None else "clustered bootstrap"
+    return MetricResult(value, stderr, method, interval, size, better, signature)
+
+
+def _draw(values: Sequence[Any], clusters: Sequence[Hashable] | None) -> Iterator[list[Any]]:
+    """Yield bootstrap samples of values, of whole clusters if there are any."""
+    if clusters is not None:
+        for indices in statistics.draw_clusters(clusters, _CORPUS_DRAWS):
+            yield [values[index] for index in indices]
+        return
+    generator = Random(0)
+    for _ in range(_CORPUS_DRAWS):
+        yield generator.choices(values, k=len(values))
+
+
+def _score_draw(function: Callable[[Sequence[Any]], float], sample: Sequence[Any]) -> float:
+    """Return a function of a bootstrap sample; not a number where it has no value, as without one of the classes."""
+    try:
+        return float(function(sample))
+    except (ArithmeticError, ValueError, LookupError):
+        return math.nan
 
 
 def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> MetricResult:
@@ -447,5 +586,17 @@ def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> Me
         value = sum(result.value for result in results) / len(results)
         if min(sizes) > 1:
             stderr = math.sqrt(sum(result.stderr**2 for result in results)) / len(results)
+    weights = [result.size / total if weight_by_size else 1 / len(results) for result in results]
     interval = (value - statistics.Z * stderr, value + statistics.Z * stderr)
+    if math.isnan(stderr):
+        interval = statistics.UNKNOWN_INTERVAL
+    elif stderr == 0:
+        # Combine the limits of the tasks (Zou and Donner, 2008): equal scores have an error of 0, but are not certain.
+        widths = [
+            math.hypot(
+                *(w * (result.value - result.interval[side]) for w, result in zip(weights, results, strict=True))
+            )
+            for side in (0, 1)
+        ]
+        interval = (value - widths[0], value + widths[1])
     return MetricResult(value, stderr, "pooled", interval, total, results[0].higher_is_better)

@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.evaluate.prompts import compile_template
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
+from jingu.evaluate.task_templates import render_template
 from jingu.runtime.python_tests import parse_tests
 from jingu.runtime.sandbox import Limits, Sandbox, SandboxError, passes_statements, passes_tests
 from jingu.text.corpus_file import import_optional
@@ -155,7 +155,7 @@ _MARK = "\0answer\0"
 
 def render_program(row: Row, text: str, metric: Options) -> str:
     """Return the program of an answer. Raises an exception of `TEMPLATE_ERRORS` if the template is wrong."""
-    return str(compile_template(metric["program"]).render(**row, answer=text))
+    return render_template(metric["program"], {**row, "answer": text})
 
 
 def count_passes(row: Row, texts: Sequence[str], metric: Options) -> int:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.commands import TaskOptions, evaluate_model, prepare_tasks
-from jingu.evaluate.comparison import Difference, compare_metric, match_records, mean_metrics
-from jingu.evaluate.evaluation import TaskResult
+from jingu.evaluate.comparison import (
+    DIFFERENCE_COLUMNS,
+    Difference,
+    compare_metric,
+    format_p,
+    match_records,
+    mean_metrics,
+)
+from jingu.evaluate.evaluation import TaskResult, write_json
 from jingu.evaluate.held_out import training_tasks
 from jingu.evaluate.statistics import holm
-from jingu.evaluate.task_metrics import MetricResult
+from jingu.evaluate.task_metrics import MetricResult, format_score
 from jingu.formats.models import open_adapter_run
 from jingu.formats.provenance import read_provenance
 from jingu.formatting import print_table
 from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name
-from jingu.runtime.files import write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Cell:
         metric: the first metric of the task.
         is_own: whether the prompt was tuned on this task, according to the run's provenance.
         difference: difference from the base model; None for the base model itself, and if the metric is not a mean.
+        precision: of the computation.
         p_holm: p-value of the difference with Holm's correction for the number of cells.
     """
 
@@ -42,6 +49,7 @@ class Cell:
     result: MetricResult
     is_own: bool
     difference: Difference | None
+    precision: str = ""
     p_holm: float | None = None
 
 
@@ -64,8 +72,7 @@ def transfer(runs: Sequence[Path], inference: InferenceOptions, options: TaskOpt
         if ranks is None or ranks.is_first:
             cells = _make_cells(models, results)
             _print_cells(cells)
-            text = json.dumps([asdict(cell) for cell in cells], ensure_ascii=False, indent=2)
-            write_text_atomically(folder / "transfer.json", text + "\n")
+            write_json([asdict(cell) for cell in cells], folder / "transfer.json")
             print(f"\nwritten to {folder}")
 
 
@@ -101,7 +108,7 @@ def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, T
             if source != first and metric in mean_metrics(pairs):
                 difference = compare_metric(pairs, metric)
             is_own = target.partition("@")[0] in own
-            cells.append(Cell(source, target, metric, result.metrics[metric], is_own, difference))
+            cells.append(Cell(source, target, metric, result.metrics[metric], is_own, difference, result.precision))
     adjusted = iter(holm([cell.difference.p for cell in cells if cell.difference is not None]))
     return [cell if cell.difference is None else replace(cell, p_holm=next(adjusted)) for cell in cells]
 
@@ -111,9 +118,10 @@ def _print_cells(cells: Sequence[Cell]) -> None:
     metrics = {cell.target: f"{cell.target} {cell.metric.removesuffix(',none')}" for cell in cells}
     table: dict[str, list[str]] = {}
     for cell in cells:
-        value = f"{cell.result.value:.4f} ± {cell.result.stderr:.4f}{'*' if cell.is_own else ''}"
+        value = f"{format_score(cell.result.value)} ± {format_score(cell.result.stderr)}{'*' if cell.is_own else ''}"
         table.setdefault(cell.source, []).append(value)
     print_table(("prompt of", *metrics.values()), [[name, *row] for name, row in table.items()], right=())
+    print(f"\ncomputed in {', '.join(dict.fromkeys(cell.precision for cell in cells))}")
     if any(cell.is_own for cell in cells):
         print("\n* tuned on this task")
     rows = [
@@ -121,13 +129,13 @@ def _print_cells(cells: Sequence[Cell]) -> None:
             cell.source,
             metrics[cell.target],
             *cell.difference.columns(),
-            f"{cell.difference.p:.3g}",
-            f"{cell.p_holm:.3g}",
+            format_p(cell.difference.p),
+            format_p(math.nan if cell.p_holm is None else cell.p_holm),
         ]
         for cell in cells
         if cell.difference is not None
     ]
     if rows:
         print(f"\nDifferences from {cells[0].source} without a prompt, document by document:\n")
-        header = ("prompt of", "task", "documents", "difference", "stderr", "detectable", "test", "p", "p (Holm)")
+        header = ("prompt of", "task", *DIFFERENCE_COLUMNS, "p", "p (Holm)")
         print_table(header, rows, right=(2, 3, 4, 5, 7, 8))

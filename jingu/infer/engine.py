@@ -106,9 +106,15 @@ class Engine:
     # Complete results
 
     def generate(self, requests: abc.Sequence[Request]) -> list[str]:
-        """Run requests in one batch; return the text of each one's first choice."""
+        """Run requests in one batch; return the text of each one's first choice.
+
+        Raises:
+            JinguError: a request does not fit the model, or fails, as with logits that are not finite.
+        """
         texts = {self.submit(request): "" for request in requests}
         for event in self._run(list(texts)):
+            if event.error is not None:
+                raise JinguError(f"{event.error}.", where=self.model.name, fix="Try --precision fp32.")
             if event.choice == 0 and event.token is not None:
                 texts[event.request_id] += event.token.text
         return list(texts.values())

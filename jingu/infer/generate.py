@@ -97,7 +97,7 @@ class InferenceOptions:
         if self.precision not in ("bf16", "int8", "int4") or device.type != "cpu" or has_fast_bf16(device):
             return
         if self.precision == "bf16":
-            drawback = "is several times slower than the default (fp32)"
+            drawback = "is several times slower than fp32"
         elif model.world_size == 1 and use_byte_kernels(model.spec, device):
             drawback = (
                 "is faster than the default (fp32) for a single request, and slower for prompts and many requests"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from jingu.errors import JinguError
 from jingu.evaluate.evaluation import read_results, read_spreads
+from jingu.formatting import format_number
 from jingu.report.template import render_document
 
 Record = dict[str, Any]
@@ -88,7 +90,13 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
         spreads=read_spreads(folder),
         title=name,
         against=against,
+        number=_format_known,
     )
+
+
+def _format_known(value: float | None) -> str:
+    """Return a number as a cell; null in the files is an unknown one."""
+    return "N/A" if value is None or not math.isfinite(value) else format_number(value)
 
 
 def _make_task_view(result: Record, records: list[Record], others: list[Record]) -> TaskView:
@@ -132,8 +140,9 @@ def _make_document_view(record: Record, other: Record | None, has_choices: bool)
     value = float(values[key]) if key is not None else 0.0
     state = {1.0: "right", 0.0: "wrong"}.get(value, "") if key is not None else ""
     change = ""
-    if key is not None and other is not None and other["metrics"].get(key) != value:
-        change = "better" if value > other["metrics"].get(key, 0.0) else "worse"
+    before = None if key is None or other is None else other["metrics"].get(key)
+    if before is not None and before != value:
+        change = "better" if value > before else "worse"
     # 3. A document without choices has generated texts, or the log-probability of its only text.
     if not has_choices:
         logprobs = [answer["logprob"] for answer in answers if answer["logprob"]]

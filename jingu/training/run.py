@@ -254,10 +254,16 @@ def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
     if not names:
         return ()
     # Imported late, because these modules import the inference engine.
-    from jingu.evaluate.evaluation import prepare_task
+    from jingu.chat.templates import load_template
+    from jingu.evaluate.evaluation import apply_chat_template, prepare_task
     from jingu.evaluate.smooth_measures import check_answers_fit
 
     tasks = tuple(prepare_task(index.tasks[name], limit=limit) for name in names)
+    if any(task.settings.metadata.get("chat") for task in tasks):
+        template = load_template("auto", tokenizer, where="evaluation.tasks")
+        tasks = tuple(
+            apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in tasks
+        )
     for task in tasks:
         check_answers_fit(task, tokenizer, spec)
     return tasks

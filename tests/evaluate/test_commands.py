@@ -56,7 +56,7 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
         assert main(command.split()) == 0
         outputs.append(capsys.readouterr().out)
     basics, listed, limited, _, spread, _, compared, report, searched, clean = outputs
-    assert re.search(r"^hellaswag_100 +0 +100 +acc +0\.\d{4} +0\.0\d{3} +0\.\d+ to 0\.\d+$", basics, re.MULTILINE)
+    assert re.search(r"^hellaswag_100 +0 +100 +acc +fp32 +0\.\d{4} +0\.0\d{3} +0\.\d+ to 0\.\d+$", basics, re.MULTILINE)
     assert re.search(r"^gsm8k_text_100 .* bits_per_byte ", basics, re.MULTILINE)
     assert re.search(r"^truthfulqa_100 +multiple_choice +en +closed_book_qa +Apache-2\.0 ", listed, re.MULTILINE)
     assert re.search(r"^ocnli +multiple_choice +zh +nli +see the data set +CLUE, ", listed, re.MULTILINE)
@@ -79,12 +79,13 @@ def test_guide_runs_as_written(models: Path, capsys: pytest.CaptureFixture[str])
     p = scipy.stats.binomtest(better, changed).pvalue if changed else 1.0
     words = next(line.split()[1:] for line in compared.splitlines() if re.match("other +capitals +acc ", line))
     mean = f"{differences.mean():+.4f}"
-    assert words[2:5] == ["3", mean, f"{scipy.stats.sem(differences):.4f}"] and words[6:8] == ["McNemar", f"{p:.3g}"]
+    assert words[2:6] == ["3", "fp32", mean, f"{scipy.stats.sem(differences):.4f}"]
+    assert words[7:9] == ["McNemar", f"{p:.3g}"]
     # What was printed about several templates or shots, and about training data, is stored too.
     spread_file = models / "evaluations" / "MODEL" / "hellaswag_100.spread.json"
     stored = json.loads(spread_file.read_text(encoding="utf-8"))["results"]["acc_norm,none"]
     shown = [f"{stored[key]:.4f}" for key in ("mean", "standard_deviation", "lowest", "highest")]
-    assert re.search(rf"^hellaswag_100 +acc_norm +4 +{' +'.join(shown)}$", spread, re.MULTILINE)
+    assert re.search(rf"^hellaswag_100 +acc_norm +4 +{' +'.join(shown)} +fp32$", spread, re.MULTILINE)
     variants = [f"hellaswag_100@{template}:{shots}" for shots in (0, 2) for template in ("default", "options")]
     assert list(stored["values"]) == variants
     assert stored["mean"] == pytest.approx(np.mean(list(stored["values"].values())))
@@ -112,7 +113,7 @@ def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.Captu
     group.write_text(f"group: pair\n{tasks}\naggregate_metric_list: [{{metric: acc}}]\n", encoding="utf-8")
     capsys.readouterr()
     assert main(["evaluate", str(run), str(group), "--limit", "1"]) == 0
-    assert re.search(r"^pair +2 +acc +[\d.]+ +N/A +N/A$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^pair +2 +acc +fp32 +[\d.]+ +N/A +N/A$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(run), "hellaswag_10"]) == 2
     assert main(["evaluate", "compare", str(run), str(run)]) == 2
     errors = capsys.readouterr().err
@@ -122,7 +123,7 @@ def test_results_of_a_run_lie_in_the_run(tiny_run: MakeRun, capsys: pytest.Captu
 
 def test_the_spread_of_values_that_are_not_numbers_is_no_number() -> None:
     results: dict[str, Any] = {
-        f"task@{shots}": SimpleNamespace(metrics={"acc": SimpleNamespace(value=value)})
+        f"task@{shots}": SimpleNamespace(metrics={"acc": SimpleNamespace(value=value)}, precision="fp32")
         for shots, value in enumerate((0.5, np.nan))
     }
     assert np.isnan(measure_spread(results)["task"]["acc"].standard_deviation)

@@ -144,7 +144,7 @@ def test_an_interrupted_evaluation_is_reported(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation, "_write_json", interrupt)
+    monkeypatch.setattr(evaluation, "write_json", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_result(result, folder, {})
     with pytest.raises(JinguError, match=r"sums\.json: the file is missing: an evaluation was interrupted"):

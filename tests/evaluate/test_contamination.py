@@ -116,7 +116,7 @@ def test_planted_copies_are_reported(
     matches = dirty_rows(tmp_path / "out")
     assert matches == {1: 20, 2: 20, 3: 20, 4: 20, 5: 13, 10: 9, 38: len(CHINESE)}
     assert matches.keys() == copies.keys()
-    assert re.search(r"^sums +40 +7 +1 +32$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^sums +40 +7 +1 +1 +32$", capsys.readouterr().out, re.MULTILINE)
     records = [json.loads(line) for line in (tmp_path / "out" / "dirty.jsonl").read_text("utf-8").splitlines()]
     assert reference_words(records[4]["match"]) == reference_words(copies[5])
     # Only the question counts if the task says so, and fewer words are a match with shorter n-grams.

@@ -63,7 +63,7 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
         ({"fewshot_config": {"shots": 1}}, "its fewshot_config is wrong"),
         (
             {**GENERATION, "generation_kwargs": {"num_beams": 4}},
-            "generation_kwargs has num_beams, which jingu does not",
+            "generation_kwargs have num_beams 4, and tasks are evaluated without beam",
         ),
         (
             {**GENERATION, "doc_to_target": "missing_answers", "rows": [{"question": "a", "missing_answers": None}]},

@@ -110,4 +110,4 @@ def test_a_mixture_teaches_a_cluster_that_it_holds_out(
     assert accuracy["start"]["size"] == 96
     assert accuracy["tuned"]["interval"][0] > accuracy["start"]["interval"][1]
     assert main(["evaluate", "compare", str(tmp_path / "start"), str(tmp_path / "tuned")]) == 0
-    assert re.search(r"^tuned +meals +acc +96 +\+0\.", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^tuned +meals +acc +96 +fp32 +\+0\.", capsys.readouterr().out, re.MULTILINE)

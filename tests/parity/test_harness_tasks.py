@@ -1,0 +1,46 @@
+"""Packaged task files of lm-evaluation-harness on generated rows: every document equals the harness's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import lm_eval
+import pytest
+
+from bench.harness_tasks import Comparison, Outcome, format_outcomes
+from bench.task_rows import columns_of, make_rows
+from jingu.evaluate import statistics
+
+ROOT = Path(lm_eval.__file__).parent / "tasks"
+QUICK = ["belebele/belebele_ars_Arab.yaml", "eus_exams/eus_exams_eu_opebilbaoeu.yaml", "arc/arc_easy.yaml"]
+SLOW = [
+    *("hellaswag/hellaswag.yaml", "mmlu/default/mmlu_anatomy.yaml", "piqa/piqa.yaml", "winogrande/default.yaml"),
+    *("gsm8k/gsm8k.yaml", "boolq/boolq.yaml"),
+]
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Iterator[Comparison]:
+    draws = statistics.BOOTSTRAP_DRAWS
+    yield Comparison()
+    # What a benchmark sets for its process.
+    statistics.BOOTSTRAP_DRAWS = draws
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("path", [*QUICK, *(pytest.param(path, marks=pytest.mark.slow) for path in SLOW)])
+def test_packaged_tasks_are_equal(path: str, comparison: Comparison) -> None:
+    if not (ROOT / path).is_file():
+        pytest.skip("the package has no such file")
+    (outcome,) = comparison.compare(ROOT / path)
+    assert (outcome.state, outcome.reason) == ("equal", "")
+
+
+def test_rows_have_what_templates_read() -> None:
+    config = {"doc_to_text": "{{q}} {{choices.text[0]}}", "doc_to_target": "{{['no', 'yes'].index(a)}}"}
+    rows = make_rows(columns_of(config), range(2))
+    assert [row["a"] for row in rows] == ["no", "yes"] and all(row["choices"]["text"] for row in rows)
+    table = format_outcomes([Outcome("x", "equal"), Outcome("y", "refused", "why")])
+    assert "| equal in every document | 1 (50.0% of the others) |" in table
