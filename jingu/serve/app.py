@@ -69,7 +69,9 @@ def create_app(service: Service) -> FastAPI:
             allow_methods=["GET", "POST"],
             # Clients send additional headers, such as x-stainless-* of OpenAI's library.
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            # A page on the internet may call a server in the browser's own network if its origin is allowed.
+            allow_private_network=True,
+            expose_headers=["x-request-id", "request-id"],
         )
     return app
 

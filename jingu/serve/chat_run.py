@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -133,8 +133,8 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
     try:
         handle = await service.submit(request, [engine_request])
     except JinguError as error:
-        # The constraint was made from the tools' parameters, so the error belongs to `tools`.
-        if tool_constraint is not None and error.where == "constraint":
+        # The constraint was made from the tools' parameters, so the error may belong to `tools`.
+        if error.where == "constraint" and not all(map(_is_compilable, allowed_functions(body))):
             raise JinguError(error.what, where="tools", fix=error.fix) from error
         raise
     # 3. Make the parsers of each choice. The template may have begun the reasoning; constrained answers have none.
@@ -187,6 +187,8 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         return ids
 
     length = sum(len(message.content) for message in messages)
+    # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
+    service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
     try:
         return await run_off_loop(encode, length)
     except ConversationError as error:
@@ -279,7 +281,7 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
     # With a single candidate there is no name to choose, so the model generates only the arguments.
     if len(functions) == 1:
         return functions[0].name, Constraint("json_schema", json.dumps(_parameters(functions[0])))
-    return None, Constraint("json_schema", json.dumps({"anyOf": _call_schemas(functions)}))
+    return None, _combine_schemas(functions, [])
 
 
 def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) -> Constraint:
@@ -288,42 +290,69 @@ def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) ->
         raise bad_request(
             "`tools` can only be combined with JSON, not with an expression or grammar", "response_format"
         )
-    calls = _call_schemas(functions)
     try:
-        schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
-        answer = _relocate(schema, f"#/anyOf/{len(calls)}")
+        answer = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the schema of the answer cannot be read as JSON ({error})", "response_format") from error
-    return Constraint("json_schema", json.dumps({"anyOf": [*calls, answer]}))
+    return _combine_schemas(functions, [answer])
 
 
-def _call_schemas(functions: list[FunctionDefinition]) -> list[dict[str, Any]]:
-    """Return a schema for a call of each function: the name is a constant, and the arguments follow its schema."""
-    return [
+def _combine_schemas(functions: list[FunctionDefinition], answers: list[Any]) -> Constraint:
+    """Return the constraint of an answer that is a call of one of the functions, or follows one of the other schemas.
+
+    Each schema is embedded as a resource of its own (JSON Schema, 8.2.1): its references and anchors then mean what they
+    mean in the schema alone.
+    """
+    schemas = [_parameters(function) for function in functions] + answers
+    ids: dict[str, Any] = {}
+    for schema in schemas:
+        for identifier, resource in _find_ids(schema):
+            if ids.setdefault(identifier, resource) != resource:
+                raise bad_request(f"different schemas have the same $id, {identifier[:80]!r}", "tools")
+    resources = [
+        {"$id": f"jingu:schema/{index}", **schema} if isinstance(schema, dict) else schema
+        for index, schema in enumerate(schemas)
+    ]
+    calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": _relocate(_parameters(function), f"#/anyOf/{index}/properties/arguments"),
-            },
+            "properties": {"name": {"const": function.name}, "arguments": resource},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for index, function in enumerate(functions)
+        for function, resource in zip(functions, resources, strict=False)
     ]
+    combined: dict[str, Any] = {"anyOf": [*calls, *resources[len(calls) :]]}
+    # The dialect of a schema is read at its root only.
+    dialects = {schema["$schema"] for schema in schemas if isinstance(schema, dict) and "$schema" in schema}
+    if len(dialects) == 1:
+        combined["$schema"] = dialects.pop()
+    return Constraint("json_schema", json.dumps(combined))
+
+
+def _find_ids(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each `$id` in a schema, and the schema that has it."""
+    if isinstance(schema, dict) and isinstance(schema.get("$id"), str) and not schema["$id"].startswith("#"):
+        yield schema["$id"], schema
+    if isinstance(schema, dict | list):
+        for item in schema.values() if isinstance(schema, dict) else schema:
+            yield from _find_ids(item)
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    return function.parameters or function.arguments or {"type": "object", "additionalProperties": False}
+    """Return the schema of a function's arguments. One without any property stands for a function without arguments."""
+    schema = function.parameters or function.arguments or {"type": "object"}
+    is_empty = schema.get("type") == "object" and not schema.get("properties")
+    if is_empty and schema.keys() <= {"type", "properties", "required", "title", "description", "$schema", "strict"}:
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
-def _relocate(schema: Any, root: str) -> Any:
-    """Adjust the references of a schema that is to be embedded in another one at `root`."""
-    if isinstance(schema, list):
-        return [_relocate(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + value[1:] if key == "$ref" and str(value).startswith("#") else _relocate(value, root)
-        for key, value in schema.items()
-    }
+def _is_compilable(function: FunctionDefinition) -> bool:
+    """Return whether llguidance can constrain an answer to a function's arguments."""
+    from llguidance import LLMatcher
+
+    try:
+        return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_parameters(function)))
+    except (ValueError, RecursionError):
+        return False

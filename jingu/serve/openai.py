@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import codecs
 import secrets
 import struct
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -143,7 +145,8 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
                     # generate one token and remove the last entry, whatever it is.
                     has_end_token = body.echo or body.return_token_ids
                     tokens = answer.tokens if has_end_token else _text_tokens(answer)
-                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service)
+                    positions = TextPositions(service, body)
+                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service, positions)
                 choice = _format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason)
                 if body.return_token_ids:
                     # Like vLLM, include the end token, whose log-probability is then included, too.
@@ -226,7 +229,7 @@ def _format_model(name: str, service: Service) -> dict[str, Any]:
         "owned_by": "jingu",
         "root": service.name,
         "parent": None if name == service.name else service.name,
-        "max_model_len": service.model.spec.max_position_embeddings,
+        "max_model_len": service.context_length,
     }
 
 
@@ -253,13 +256,38 @@ def _format_choice(index: int, text: str, logprobs: Any = None, finish: FinishRe
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0) -> dict[str, Any]:
-    """Format log-probabilities for completions. The first token is at character `offset` of the text."""
+class TextPositions:
+    """Counts the characters of a text from its tokens.
+
+    Each byte of a character has the position of that character. Special tokens that the text leaves out have no length.
+    """
+
+    def __init__(self, service: Service, body: protocol.CompletionRequest) -> None:
+        self._tokenizer = service.model.tokenizer
+        # Replaces invalid bytes as tokenizers do.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+        self._is_start = True
+        self._skipped = frozenset() if body.skip_special_tokens is False else self._tokenizer.special_tokens.values()
+
+    def add(self, token_id: int) -> int:
+        """Add the next token; return the position of its first character."""
+        position = self._length
+        if token_id in self._skipped:
+            return position
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        # Decoders of sentencepiece tokenizers leave out the space that the first token begins with.
+        if self._is_start and self._tokenizer.spelling == "metaspace":
+            text = text.removeprefix(" ")
+        self._is_start = False
+        self._length += len(text)
+        return position
+
+
+def _format_logprobs(tokens: Sequence[Token], service: Service, positions: TextPositions) -> dict[str, Any]:
+    """Format log-probabilities for completions. `positions` has the tokens before these."""
     names = [service.token_name(token.id) for token in tokens]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
+    offsets = [positions.add(token.id) for token in tokens]
     alternatives = [{service.token_name(token_id): logprob for token_id, logprob in token.top} for token in tokens]
     return {
         "tokens": names,
@@ -274,15 +302,12 @@ async def _stream(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Yield the choices of each engine step, one for each chunk."""
     n = body.n or 1
-    # Number of characters of each choice so far.
-    lengths: dict[int, int] = {}
+    positions: defaultdict[int, TextPositions] = defaultdict(lambda: TextPositions(service, body))
 
     def format_chunk(index: int, event: Event, token: Token) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None and event.finish_reason != "end":
-            offset = lengths.get(index, 0)
-            logprobs = _format_logprobs([token], service, offset)
-            lengths[index] = offset + len(logprobs["tokens"][0])
+            logprobs = _format_logprobs([token], service, positions[index])
         return _format_choice(index, token.text, logprobs, event.finish_reason)
 
     yield [

@@ -82,8 +82,8 @@ async def info(service: ServiceDependency) -> Response:
             "max_concurrent_requests": service.settings.max_concurrent_requests,
             "max_best_of": 16,
             "max_stop_sequences": _MAX_STOP_STRINGS,
-            "max_input_tokens": spec.max_position_embeddings - 1,
-            "max_total_tokens": spec.max_position_embeddings,
+            "max_input_tokens": service.context_length - 1,
+            "max_total_tokens": service.context_length,
             "validation_workers": 1,
             "max_client_batch_size": 1,
             "router": "jingu",
@@ -157,7 +157,7 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
     if not inputs:
         raise bad_request("`inputs` cannot be empty", "inputs")
     # 2. Encode the prompt. Truncation keeps its end, which matters more than its beginning.
-    prompt = await service.encode(inputs)
+    prompt = await service.encode(inputs, is_truncated=parameters.truncate is not None)
     if parameters.truncate:
         prompt = prompt[-parameters.truncate :]
     max_tokens = parameters.max_new_tokens
