@@ -175,7 +175,8 @@ async def messages(body: MessagesRequest, request: HttpRequest, service: Service
     run = await start_chat(chat_request, request, service)
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": body.model}
     if body.stream:
-        return EventStream(run.handle, _stream(run, body, head), named=True)
+        keep_alive = format_event({"type": "ping"}, "ping")
+        return EventStream(run.handle, _stream(run, body, head), named=True, keep_alive=keep_alive)
 
     async def collect() -> Any:
         (answer,) = await run.collect()

@@ -151,7 +151,7 @@ async def chat(body: OllamaChatRequest, request: HttpRequest, service: ServiceDe
                 yield format_part(delta), delta.finish_reason
 
     if body.stream is not False:
-        return _stream(body, run.handle, parts())
+        return _stream(body, run.handle, parts(), {"message": {"role": "assistant", "content": ""}})
 
     async def collect() -> Any:
         (answer,) = await run.collect()
@@ -188,7 +188,7 @@ async def generate(body: OllamaGenerateRequest, request: HttpRequest, service: S
                     yield {"response": event.token.text}, event.finish_reason
 
     if body.stream is not False:
-        return _stream(body, handle, parts())
+        return _stream(body, handle, parts(), {"response": ""})
 
     async def collect() -> Any:
         ((completion,),) = await handle.collect()
@@ -199,16 +199,20 @@ async def generate(body: OllamaGenerateRequest, request: HttpRequest, service: S
 
 
 def _stream(
-    body: OllamaRequest, handle: RequestHandle, parts: AsyncIterator[tuple[dict[str, Any], FinishReason | None]]
+    body: OllamaRequest,
+    handle: RequestHandle,
+    parts: AsyncIterator[tuple[dict[str, Any], FinishReason | None]],
+    empty: dict[str, Any],
 ) -> EventStream:
-    """Return a response that sends each part as a line of JSON."""
+    """Return a response that sends each part as a line of JSON; `empty` is a part without text, as a keep-alive."""
 
     async def lines() -> AsyncIterator[bytes]:
         async for fields, reason in parts:
             final = {"done": False} if reason is None else _final_fields(handle, reason)
             yield dump_json({**_head(body), **fields, **final}) + b"\n"
 
-    return EventStream(handle, lines(), media_type=_LINES)
+    keep_alive = dump_json({**_head(body), **empty, "done": False}) + b"\n"
+    return EventStream(handle, lines(), media_type=_LINES, keep_alive=keep_alive)
 
 
 def _head(body: OllamaRequest) -> dict[str, Any]:
