@@ -156,7 +156,9 @@ def _body_decompressor(scope: Scope) -> Any:
     Raises:
         ApiError: the compression is not supported.
     """
-    encodings = [value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == b"content-encoding"]
+    encodings = [
+        value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == b"content-encoding"
+    ]
     if encodings in ([], [""], ["identity"]):
         return None
     if encodings not in (["gzip"], ["x-gzip"], ["deflate"]):

@@ -181,7 +181,11 @@ class Tokenizer:
     def _max_token_bytes(self) -> int:
         """The most bytes of a text that one token can stand for; 0 if there is no such limit."""
         normalizer = self._spec.get("normalizer") or {}
-        if normalizer.get("type", "NFC") != "NFC" or self.spelling != "bytes" or not LETTER_TO_BYTE.keys() <= set(self.vocab()):
+        if (
+            normalizer.get("type", "NFC") != "NFC"
+            or self.spelling != "bytes"
+            or not LETTER_TO_BYTE.keys() <= set(self.vocab())
+        ):
             # Without all bytes, or with other normalizers, tokens can stand for text of any length.
             return 0
         if any(token.get("lstrip") or token.get("rstrip") for token in self._added):

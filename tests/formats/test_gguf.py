@@ -468,8 +468,14 @@ def test_an_old_factor_of_rotary_scaling_is_read(tmp_path: Path) -> None:
     ]
     specs = [open_model(written(tmp_path / "a.gguf", llama(), **key)).spec for key in keys]
     assert specs[0] == specs[1] == specs[2] != open_model(written(tmp_path / "a.gguf", llama())).spec
-    for neutral in ({"llama.rope.scale_linear": 1}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4}):
-        assert open_model(written(tmp_path / "a.gguf", llama(), **neutral)).spec == open_model(written(tmp_path / "b.gguf", llama())).spec
+    for neutral in (
+        {"llama.rope.scale_linear": 1},
+        {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4},
+    ):
+        assert (
+            open_model(written(tmp_path / "a.gguf", llama(), **neutral)).spec
+            == open_model(written(tmp_path / "b.gguf", llama())).spec
+        )
 
 
 def test_a_missing_pre_tokenizer_is_guessed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -592,7 +592,9 @@ def test_a_backlog_is_bounded(serve: Serve, tiny_model: InferenceModel, monkeypa
         connection.connect((server.host, server.port))
         message = {"model": "tiny", "prompt": "the weather " * 250, "max_tokens": 1000, "stream": True, "logprobs": 20}
         body = json.dumps({**message, "n": 16}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         eventually(lambda: server.engine.cancelled == [1])
         assert server.call("/generate", SHORT)[0] == 200

@@ -127,7 +127,10 @@ def test_a_schema_means_the_same_beside_others(name: str, others: int) -> None:
 
 
 def test_different_schemas_with_one_id_are_refused() -> None:
-    schemas = [{"$id": "https://example.com/a", "type": "object", "properties": {"n": {"type": t}}} for t in ("integer", "null")]
+    schemas = [
+        {"$id": "https://example.com/a", "type": "object", "properties": {"n": {"type": t}}}
+        for t in ("integer", "null")
+    ]
     with pytest.raises(ApiError, match="different schemas have the same \\$id, 'https://example.com/a'"):
         forced_function(chat_request({"a": schemas[0], "b": schemas[1]}, "required"))
     forced_function(chat_request({"a": schemas[0], "b": schemas[0]}, "required"))
@@ -138,24 +141,33 @@ def test_a_function_without_parameters_gets_no_arguments(schema: dict[str, Any])
     _, constraint = forced_function(chat_request({"now": schema}, "required"))
     assert constraint is not None
     assert accepts(constraint, {}) and not accepts(constraint, {"zone": "UTC"})
-    _, constraint = forced_function(chat_request({"now": {**schema, "type": "object", "additionalProperties": True}}, "required"))
+    _, constraint = forced_function(
+        chat_request({"now": {**schema, "type": "object", "additionalProperties": True}}, "required")
+    )
     assert constraint is not None and accepts(constraint, {"zone": "UTC"})
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
 def test_an_error_in_a_tools_schema_is_blamed_on_tools(tool_choice: str, serve: Serve) -> None:
     server = serve()
-    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": kind}}} for name, kind in (("a", "object"), ("b", "objekt"))]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": kind}}}
+        for name, kind in (("a", "object"), ("b", "objekt"))
+    ]
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": tool_choice}
     answer_schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     status, answer, _ = server.call("/v1/chat/completions", {**body, "response_format": answer_schema})
     assert status == 400 and answer["error"]["param"] == "tools" and "objekt" in answer["error"]["message"]
     answer_schema["json_schema"]["schema"] = {"type": "objekt"}
     body["tools"] = tools[:1]
-    status, answer, _ = server.call("/v1/chat/completions", {**body, "tool_choice": "auto", "response_format": answer_schema})
+    status, answer, _ = server.call(
+        "/v1/chat/completions", {**body, "tool_choice": "auto", "response_format": answer_schema}
+    )
     assert status == 400 and answer["error"]["param"] == "response_format"
     answer_schema["json_schema"]["schema"] = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
-    status, answer, _ = server.call("/v1/chat/completions", {**body, "tool_choice": "none", "response_format": answer_schema})
+    status, answer, _ = server.call(
+        "/v1/chat/completions", {**body, "tool_choice": "none", "response_format": answer_schema}
+    )
     assert status == 400 and "write anyOf" in answer["error"]["message"]
 
 

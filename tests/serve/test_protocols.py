@@ -269,7 +269,8 @@ def test_logit_bias_seed_and_stop(tiny: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["नम abc def", "naïve 🙂🙂 end", "的数据 the weather", "<|im_start|>user नम", "\u0645\u0631\u062d\u0628\u0627"]
+    "prompt",
+    ["नम abc def", "naïve 🙂🙂 end", "的数据 the weather", "<|im_start|>user नम", "\u0645\u0631\u062d\u0628\u0627"],
 )
 def test_offsets_of_tokens_are_positions_in_the_text(tiny: Running, prompt: str) -> None:
     """A character's bytes have its position; a special token, which the text leaves out, has that of what follows it."""
@@ -282,11 +283,20 @@ def test_offsets_of_tokens_are_positions_in_the_text(tiny: Running, prompt: str)
     text = choice["text"]
     skipped = {id_ for id_ in ids if id_ in tokenizer.special_tokens.values()}
     length = len(prompt) - len(text[: len(tokenizer.decode(ids))])
-    expected = [max(start - (length if index else 0), 0) for index, (start, _) in enumerate(tokenizer.encode_with_offsets(prompt, parse_special_tokens=True)[1])]
+    expected = [
+        max(start - (length if index else 0), 0)
+        for index, (start, _) in enumerate(tokenizer.encode_with_offsets(prompt, parse_special_tokens=True)[1])
+    ]
     assert offsets[: len(ids)] == expected and (len(skipped) > 0) is (length > 0)
     assert offsets == sorted(offsets) and offsets[len(ids)] == len(tokenizer.decode(ids))
     chunks = tiny.events("/v1/completions", {**body, "echo": False, "stream": True})[:-1]
-    streamed = [place for chunk in chunks for entry in chunk["choices"] if entry["logprobs"] for place in entry["logprobs"]["text_offset"]]
+    streamed = [
+        place
+        for chunk in chunks
+        for entry in chunk["choices"]
+        if entry["logprobs"]
+        for place in entry["logprobs"]["text_offset"]
+    ]
     once = tiny.call("/v1/completions", {**body, "echo": False})[1]["choices"][0]["logprobs"]["text_offset"]
     assert streamed == once and streamed[0] == 0
 
