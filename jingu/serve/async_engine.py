@@ -26,8 +26,8 @@ from jingu.serve.http_errors import ApiError
 
 LOGGER = logging.getLogger("jingu.serve")
 ENGINE_FAILED = "the engine failed on this request; the server's log has the details"
-# A client that does not read its stream has at most this many tokens in memory. Slow clients have some megabytes more in
-# the buffers of the connection.
+# The most tokens that wait in memory for a client that does not read its stream. Before these, some megabytes fit the
+# buffers of the connection.
 MAX_UNREAD_TOKENS = 20_000
 _FAILED_REASONS = ("error", "cancelled", "refused")
 T = TypeVar("T")

@@ -300,8 +300,8 @@ def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) ->
 def _combine_schemas(functions: list[FunctionDefinition], answers: list[Any]) -> Constraint:
     """Return the constraint of an answer that is a call of one of the functions, or follows one of the other schemas.
 
-    Each schema is embedded as a resource of its own (JSON Schema, 8.2.1): its references and anchors then mean what they
-    mean in the schema alone.
+    Each schema is embedded as a resource of its own (JSON Schema, 8.2.1): its references and anchors then mean what
+    they mean in the schema alone.
     """
     schemas = [_parameters(function) for function in functions] + answers
     ids: dict[str, Any] = {}

@@ -133,27 +133,27 @@ class HttpConnection(HttpProtocol):
         self.loop.call_later(_DRAIN_SECONDS, self.transport.abort)
 
     def _make_room(self) -> None:
-        """If there are too many connections, close the one that has been idle for longest; if none is idle, this one."""
+        """Close the connection that has been idle for longest if there are too many; if none is idle, this one."""
         if len(self.connections) <= self.max_connections:
             return
-        idle = [connection for connection in self.connections if connection is not self and is_idle(connection)]
         # Each connection sets its timer when it becomes idle, with the same delay.
-        oldest = min(idle, key=lambda connection: connection._idle_timer.when(), default=self)
+        idle = [
+            (connection._idle_timer.when(), connection)
+            for connection in self.connections
+            if isinstance(connection, HttpConnection) and connection is not self and connection._idle_timer is not None
+        ]
+        _, oldest = min(idle, key=lambda entry: entry[0], default=(0.0, self))
         self.connections.discard(oldest)
         oldest.transport.abort()
 
     def _update_idle_timer(self) -> None:
         """Run the timer while the server waits for a request, or for the rest of one that has been answered."""
-        if is_idle(self) and self._idle_timer is None:
+        is_idle = self.conn.our_state in (h11.IDLE, h11.DONE)
+        if is_idle and self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.patience, self.transport.abort)
-        elif not is_idle(self) and self._idle_timer is not None:
+        elif not is_idle and self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-
-
-def is_idle(connection: HttpProtocol) -> bool:
-    """Return whether a connection waits for a request, or for the rest of one that has been answered."""
-    return connection.conn.our_state in (h11.IDLE, h11.DONE)
 
 
 class Server(uvicorn.Server):

@@ -62,7 +62,7 @@ class Service:
 
     @property
     def context_length(self) -> int:
-        """The most tokens of a prompt and its answer: those of the model's context, or fewer if the KV cache is small."""
+        """The most tokens of a prompt and its answer: the model's context, or less if the KV cache is smaller."""
         limit = self.model.spec.max_position_embeddings
         return limit if self.model.spec.num_encoder_layers is not None else self.engine.max_new_tokens(1) + 1
 

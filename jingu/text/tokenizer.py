@@ -106,8 +106,8 @@ class Tokenizer:
                 yield np.array(self._encode_chunk(chunk), dtype)
 
     def _encode_chunk(self, text: str) -> list[int]:
-        # Encode a batch of one: only batches have a call that does not track offsets. And unlike `encode`, it lets other
-        # threads run in the meantime.
+        # Encode a batch of one: only batches have a call that does not track offsets. Unlike `encode`, it also lets
+        # other threads run in the meantime.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property

@@ -131,7 +131,7 @@ def test_different_schemas_with_one_id_are_refused() -> None:
         {"$id": "https://example.com/a", "type": "object", "properties": {"n": {"type": t}}}
         for t in ("integer", "null")
     ]
-    with pytest.raises(ApiError, match="different schemas have the same \\$id, 'https://example.com/a'"):
+    with pytest.raises(ApiError, match=r"different schemas have the same \$id, 'https://example.com/a'"):
         forced_function(chat_request({"a": schemas[0], "b": schemas[1]}, "required"))
     forced_function(chat_request({"a": schemas[0], "b": schemas[0]}, "required"))
 

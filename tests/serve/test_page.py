@@ -605,7 +605,8 @@ def test_each_block_has_the_direction_of_its_text(talk: PageSession) -> None:
     # The words before the code stand on its right.
     places = talk.browser.run(
         "(() => { const range = document.createRange(); const p = document.querySelector('.assistant .body p');"
-        " range.selectNode(p.firstChild); return [range.getBoundingClientRect().left, p.querySelector('code').getBoundingClientRect().left]; })()"
+        " range.selectNode(p.firstChild); const left = (part) => part.getBoundingClientRect().left;"
+        " return [left(range), left(p.querySelector('code'))]; })()"
     )
     assert places[0] > places[1]
 

@@ -273,7 +273,7 @@ def test_logit_bias_seed_and_stop(tiny: Running) -> None:
     ["नम abc def", "naïve 🙂🙂 end", "的数据 the weather", "<|im_start|>user नम", "\u0645\u0631\u062d\u0628\u0627"],
 )
 def test_offsets_of_tokens_are_positions_in_the_text(tiny: Running, prompt: str) -> None:
-    """A character's bytes have its position; a special token, which the text leaves out, has that of what follows it."""
+    """The bytes of a character have its position; a special token, which the text leaves out, that of the next one."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "echo": True, "logprobs": 1, "seed": 1}
     choice = tiny.call("/v1/completions", body)[1]["choices"][0]
     tokenizer = tiny.engine.model.tokenizer
