@@ -26,6 +26,8 @@ from jingu.serve.openai import build_engine_request
 from jingu.serve.protocol import AllowedToolsChoice, ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
 from jingu.serve.service import Service, run_off_loop
 
+# About the size of a function's description.
+_FUNCTION_CHARACTERS = 200
 LOGGER = logging.getLogger("jingu.serve")
 
 
@@ -158,10 +160,13 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         )
     if body.tool_prompt:
         raise bad_request("`tool_prompt` is not supported: the chat template describes the tools", "tool_prompt")
-    messages = tuple(_parse_message(message, index) for index, message in enumerate(body.messages))
-    tools: tuple[JsonObject, ...] = ()
-    if allowed_functions(body):
-        tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
+    functions = allowed_functions(body)
+    num_characters = sum(map(_count_characters, body.messages)) + len(functions) * _FUNCTION_CHARACTERS
+    messages = await run_off_loop(
+        lambda: tuple(_parse_message(message, index) for index, message in enumerate(body.messages)), num_characters
+    )
+    # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
+    service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
     # Some templates have a variable for the reasoning effort.
     variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     variables |= body.chat_template_kwargs or {}
@@ -173,6 +178,9 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         )
 
     def encode() -> tuple[int, ...]:
+        tools: tuple[JsonObject, ...] = ()
+        if functions:
+            tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
         try:
             return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
         except ConversationError as error:
@@ -186,13 +194,15 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         _warn_of_tool_prompt(chat_format.template.where)
         return ids
 
-    length = sum(len(message.content) for message in messages)
-    # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
-    service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
     try:
-        return await run_off_loop(encode, length)
+        return await run_off_loop(encode, num_characters)
     except ConversationError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def _count_characters(message: ChatMessage) -> int:
+    """Return about how many characters a message has in a prompt, with its role and the marks around it."""
+    return 20 + len(message.content or ())
 
 
 @cache
