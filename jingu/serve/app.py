@@ -55,6 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     for protocol in (tgi, openai, openai_chat, openai_responses, anthropic_messages, ollama, vllm_scores, formulas):
         app.include_router(protocol.router)
+    app.include_router(vllm_scores.unversioned_router)
     app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)
     app.add_route("/", lambda _: RedirectResponse("/chat"))
     for path, response in load_static_files().items():

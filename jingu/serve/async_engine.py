@@ -40,6 +40,7 @@ class RequestStats:
     Attributes:
         arrival_time: when the server received the request. All times are values of `time.perf_counter`.
         accepted_time: when the handler passed the request to the engine.
+        reasoning_tokens: how many of the generated tokens are reasoning before an answer; None where it is not parsed.
         start_time: when the engine began to compute the request; None before that.
     """
 
@@ -52,6 +53,7 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    reasoning_tokens: int | None = None
     finish_reason: str = "unfinished"
 
     def log_fields(self) -> dict[str, object]:

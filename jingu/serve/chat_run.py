@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from pydantic_core import from_json
 
+from jingu.chat.chat_format import ChatFormat
 from jingu.chat.messages import ConversationError, JsonObject, Message
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
-from jingu.chat.tool_calls import ToolCall, ToolCallParser, write_tools_as_text
+from jingu.chat.tool_calls import CallFragment, ToolCall, ToolCallParser, write_tools_as_text
 from jingu.errors import JinguError
 from jingu.infer.request import Constraint, FinishReason, Token
 from jingu.serve.async_engine import RequestHandle
@@ -38,14 +39,14 @@ class ChatDelta:
     Attributes:
         text: new text outside of tool calls and reasoning.
         reasoning: new text of the reasoning before the answer.
-        calls: all tool calls of the answer, in the delta of the last token; empty before.
+        calls: new parts of tool calls.
         finish_reason: why the answer ended; None before the last token.
     """
 
     choice: int
     token: Token
     text: str
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallFragment, ...] = ()
     finish_reason: FinishReason | None = None
     reasoning: str = ""
 
@@ -72,6 +73,7 @@ class ChatRun:
         self.handle = handle
         # Each choice has its own parsers, since the tokens of choices are interleaved.
         self._parsers = parsers
+        handle.stats.reasoning_tokens = 0
 
     async def deltas(self) -> AsyncIterator[list[ChatDelta]]:
         """Yield the deltas of each engine step. Raise ApiError if the request fails."""
@@ -81,8 +83,14 @@ class ChatRun:
                 if event.token is None:
                     continue
                 finish = event.finish_reason
-                reasoning, text, calls = self._parse(event.choice, event.token.text, finish is not None)
-                deltas.append(ChatDelta(event.choice, event.token, text, calls, finish, reasoning))
+                reasoning, text = self._push(event.choice, event.token.text, finish is not None)
+                parser = self._parsers[event.choice][1]
+                calls = parser.read_fragments()
+                if finish is not None:
+                    end, fragments = parser.finish_fragments()
+                    text += end
+                    calls += fragments
+                deltas.append(ChatDelta(event.choice, event.token, text, tuple(calls), finish, reasoning))
             yield deltas
 
     async def collect(self) -> list[ChatAnswer]:
@@ -90,21 +98,23 @@ class ChatRun:
         (completions,) = await self.handle.collect()
         answers = []
         for choice, completion in enumerate(completions):
-            reasoning, text, calls = self._parse(choice, completion.text, is_last=True)
-            answers.append(ChatAnswer(text, calls, completion.tokens, completion.finish_reason, reasoning))
+            last = len(completion.tokens) - 1
+            parts = [self._push(choice, token.text, place == last) for place, token in enumerate(completion.tokens)]
+            end, calls = self._parsers[choice][1].finish()
+            reasoning = "".join(part for part, _ in parts)
+            text = "".join(part for _, part in parts) + end
+            answers.append(ChatAnswer(text, tuple(calls), completion.tokens, completion.finish_reason, reasoning))
         return answers
 
-    def _parse(self, choice: int, text: str, is_last: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Parse a piece of a choice; return its reasoning, its text and, with the last piece, all tool calls."""
+    def _push(self, choice: int, text: str, is_last: bool) -> tuple[str, str]:
+        """Parse a piece of a choice; return its reasoning and its text."""
         reasoning_parser, call_parser = self._parsers[choice]
         reasoning = ""
         if reasoning_parser is not None:
             reasoning, text = reasoning_parser.push(text, is_last=is_last)
-        text = call_parser.push(text)
-        if not is_last:
-            return reasoning, text, ()
-        rest, calls = call_parser.finish()
-        return reasoning, text + rest, tuple(calls)
+            parsers = [parser for parser, _ in self._parsers if parser is not None]
+            self.handle.stats.reasoning_tokens = sum(parser.num_pieces for parser in parsers)
+        return reasoning, call_parser.push(text)
 
 
 async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) -> ChatRun:
@@ -122,13 +132,14 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
         format_constraint = _allow_calls(format_constraint, allowed_functions(body))
     # 2. Encode the conversation and submit it.
     prompt = await encode_conversation(body, service)
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit]
     engine_request = build_engine_request(
         body,
         prompt,
         service,
         n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        max_tokens=body.max_tokens or body.max_completion_tokens or service.max_new_tokens(prompt),
+        max_tokens=min(limits) if limits else service.max_new_tokens(prompt),
         constraint=tool_constraint or format_constraint,
         stop=service.chat_format.stop if service.chat_format else (),
     )
@@ -158,8 +169,6 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         raise bad_request(
             "the model has no chat template: use /v1/completions, or start the server with --template", "messages"
         )
-    if body.tool_prompt:
-        raise bad_request("`tool_prompt` is not supported: the chat template describes the tools", "tool_prompt")
     functions = allowed_functions(body)
     num_characters = sum(map(_count_characters, body.messages)) + len(functions) * _FUNCTION_CHARACTERS
     messages = await run_off_loop(
@@ -167,9 +176,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     )
     # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
     service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
-    # Some templates have a variable for the reasoning effort.
-    variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    variables |= body.chat_template_kwargs or {}
+    variables = _template_variables(body)
     continue_final = bool(body.continue_final_message)
     # Tool calls follow the content that is continued.
     if continue_final and (messages[-1].role != "assistant" or messages[-1].tool_calls):
@@ -182,7 +189,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         if functions:
             tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
         try:
-            return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
+            return _encode_prompt(chat_format, messages, tools, variables, continue_final)
         except ConversationError as error:
             if not tools:
                 raise
@@ -198,6 +205,36 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         return await run_off_loop(encode, num_characters)
     except ConversationError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def _template_variables(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the chat template: how much to reason, under the names that templates have for it."""
+    variables: dict[str, Any] = {}
+    is_enabled = body.enable_thinking
+    if body.reasoning_effort:
+        variables["reasoning_effort"] = body.reasoning_effort
+        is_enabled = body.reasoning_effort != "none" if is_enabled is None else is_enabled
+    if is_enabled is not None:
+        # `enable_thinking` in templates of Qwen and GLM, `thinking` in those of DeepSeek and Granite.
+        variables |= {"enable_thinking": is_enabled, "thinking": is_enabled}
+    return variables | (body.chat_template_kwargs or {})
+
+
+def _encode_prompt(
+    chat_format: ChatFormat,
+    messages: tuple[Message, ...],
+    tools: tuple[JsonObject, ...],
+    variables: dict[str, Any],
+    continue_final: bool,
+) -> tuple[int, ...]:
+    """Return the ids of a prompt. Reasoning of earlier answers is left out if the template has no place for it."""
+    try:
+        return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
+    except ConversationError:
+        if not any(message.reasoning_content for message in messages):
+            raise
+    plain = tuple(replace(message, reasoning_content="") for message in messages)
+    return chat_format.encode_prompt(plain, tools, variables, continue_final=continue_final)
 
 
 def _count_characters(message: ChatMessage) -> int:
@@ -221,14 +258,15 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
     # Join the parts of a list; only text can be rendered.
     if isinstance(content, list):
         for part in content:
-            if part.type not in ("text", "refusal") or part.text is None:
+            if part.type not in ("text", "refusal", "thinking") or (part.type == "text" and part.text is None):
                 raise bad_request(
                     f"`{label}.content` has a part of type {part.type[:40]!r}; only text is supported", "messages"
                 )
-        content = "".join(part.text or "" for part in content)
+        content = "".join(part.text or part.refusal or "" for part in content)
     calls: list[JsonObject] = []
     for call in message.tool_calls or []:
-        arguments: Any = call.function.arguments
+        # Other servers write a call without arguments with an empty text.
+        arguments: Any = call.function.arguments or {}
         if isinstance(arguments, str):
             # OpenAI's protocol has arguments as JSON text, but templates expect an object. It is read as strictly as
             # bodies are.

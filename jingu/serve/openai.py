@@ -32,7 +32,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRou
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 _NO_RUNTIME_ADAPTERS = "the adapters of this server are fixed; start it with --runtime-adapters to load others"
-# Maximum number of prompts in one request; each of them is an engine request.
+# Maximum number of prompts to continue in one request.
 _MAX_PROMPTS = 256
 
 
@@ -89,11 +89,9 @@ async def unload_lora_adapter(body: protocol.UnloadAdapterRequest, service: Serv
 @router.post("/completions", responses=STREAMING_RESPONSES)
 async def completions(body: protocol.CompletionRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Continue prompts."""
-    if body.suffix:
-        raise bad_request("`suffix` is not supported", "suffix")
     n = body.n or 1
     best_of = body.best_of
-    if best_of is not None and (body.stream or best_of < n):
+    if best_of is not None and best_of > 1 and (body.stream or best_of < n):
         raise bad_request("`best_of` must be at least `n`, and cannot be streamed", "best_of")
     if body.max_tokens == 0 and (body.stream or not body.echo):
         raise bad_request("`max_tokens` of 0 requires `echo`, and cannot be streamed", "max_tokens")
@@ -163,7 +161,7 @@ async def embeddings(body: protocol.EmbeddingRequest, request: HttpRequest, serv
     hidden_size = service.model.spec.hidden_size
     if body.dimensions not in (None, hidden_size):
         raise bad_request(f"`dimensions` can only be the model's hidden size, {hidden_size}", "dimensions")
-    prompts = await _encode_prompts(body.input, service, "input")
+    prompts = await _encode_prompts(body.input, service, "input", protocol.MAX_TEXTS)
     adapter = service.find_adapter(body.model)
     pooling = service.settings.pooling
     requests = [Request(prompt, SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
@@ -213,11 +211,15 @@ def build_engine_request(
 
 def format_usage(stats: RequestStats) -> dict[str, Any]:
     """Return the token counts of a request."""
+    details = {}
+    if stats.reasoning_tokens is not None:
+        details["completion_tokens_details"] = {"reasoning_tokens": stats.reasoning_tokens}
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
         "total_tokens": stats.prompt_tokens + stats.generated_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        **details,
     }
 
 
@@ -233,16 +235,22 @@ def _format_model(name: str, service: Service) -> dict[str, Any]:
     }
 
 
-async def _encode_prompts(prompts: protocol.Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. A single prompt is a text or a list of ids; several are a list of those."""
+async def _encode_prompts(
+    prompts: protocol.Prompts, service: Service, field: str, limit: int = _MAX_PROMPTS
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt. A single prompt is a text or a list of ids; several are a list of those.
+
+    Args:
+        limit: the most prompts.
+    """
     if isinstance(prompts, str):
         return [await service.encode(prompts)]
     if not prompts:
         raise bad_request(f"`{field}` is an empty list", field)
     if isinstance(prompts[0], int):
         return [tuple(prompts)]
-    if len(prompts) > _MAX_PROMPTS:
-        raise bad_request(f"`{field}` has {len(prompts)} entries; at most {_MAX_PROMPTS} are allowed", field)
+    if len(prompts) > limit:
+        raise bad_request(f"`{field}` has {len(prompts)} entries; at most {limit} are allowed", field)
     return [await service.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 

@@ -55,6 +55,11 @@ class Service:
         """Return the adapter with this model name; None for the base model. Raise ApiError for an unknown name."""
         if model is None or model == self.name or model in PLACEHOLDER_MODELS:
             return None
+        if model not in self.adapters:
+            # Ollama's clients add a tag to names that have none.
+            model = model.removesuffix(":latest")
+            if model == self.name:
+                return None
         if model in self.adapters:
             return model
         names = ", ".join([self.name, *self.adapters])

@@ -525,7 +525,7 @@ def test_hints_and_nulls_do_not_change_the_answer(tiny: Running) -> None:
     assert expected["system_fingerprint"].startswith("jingu-")
     status, answer, _ = tiny.call("/v1/chat/completions", {**body, **NO_EFFECT})
     assert status == 200 and answer["choices"] == expected["choices"]
-    for field in ({"web_search_options": {}}, {"modalities": ["audio"]}, {"functions": []}):
+    for field in ({"web_search_options": {}}, {"modalities": ["audio"]}, {"functions": [{"name": "f"}]}):
         assert tiny.call("/v1/chat/completions", {**body, **field})[0] == 400, field
 
 
