@@ -16,7 +16,7 @@ from fastapi import Request as HttpRequest
 from pydantic_core import from_json
 
 from jingu.chat.chat_format import ChatFormat
-from jingu.chat.messages import ConversationError, JsonObject, Message
+from jingu.chat.messages import ConversationError, JsonObject, Message, check_characters
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
 from jingu.chat.tool_calls import CallFragment, ToolCall, ToolCallParser, write_tools_as_text
 from jingu.errors import JinguError
@@ -233,6 +233,8 @@ def _encode_prompt(
     except ConversationError:
         if not any(message.reasoning_content for message in messages):
             raise
+    for message in messages:
+        check_characters(message.reasoning_content)
     plain = tuple(replace(message, reasoning_content="") for message in messages)
     return chat_format.encode_prompt(plain, tools, variables, continue_final=continue_final)
 

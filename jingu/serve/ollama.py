@@ -426,4 +426,4 @@ def _final_fields(handle: RequestHandle, reason: FinishReason) -> dict[str, Any]
 
 
 def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
+    return max(int(seconds * 1e9), 0)

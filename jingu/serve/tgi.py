@@ -39,7 +39,7 @@ async def generate_compat(body: GenerateRequest, request: HttpRequest, service: 
 @router.post("/generate")
 async def generate(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Generate text."""
-    return await _generate(body, request, service)
+    return await _generate(body, request, service, stream=bool(body.stream))
 
 
 @router.post("/generate_stream", responses=STREAMING_RESPONSES)
