@@ -11,6 +11,9 @@ class ReasoningParser:
 
     White space around the tags is removed.
 
+    Attributes:
+        num_pieces: how many of the pieces so far belong to the reasoning, with its tags.
+
     Args:
         is_open: whether the prompt already ends with `<think>`, as some templates write it. The text then begins with
             reasoning.
@@ -22,6 +25,9 @@ class ReasoningParser:
         # Whether the current part (reasoning or answer) has no visible character yet: leading spaces are dropped.
         self._at_start = True
         self._is_answer = False
+        # Pieces of the text that belong to the reasoning, and those at the beginning that may turn out to.
+        self.num_pieces = 0
+        self._num_undecided = 0
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Add a piece of the text; return the new reasoning and the new answer text, either of which can be empty.
@@ -29,6 +35,17 @@ class ReasoningParser:
         Args:
             is_last: whether the text ends here. Withheld characters are then returned, too.
         """
+        was_inside = self._is_inside
+        reasoning, answer = self._divide(text, is_last)
+        if was_inside or self._is_inside or reasoning:
+            self.num_pieces += 1 + self._num_undecided
+            self._num_undecided = 0
+        elif not self._is_answer:
+            self._num_undecided += 1
+        return reasoning, answer
+
+    def _divide(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Add a piece of the text; see `push`."""
         self._buffer += text
         # Decide, at the beginning of the text, whether it starts with the tag.
         if not self._is_inside and not self._is_answer:

@@ -20,6 +20,11 @@ from jingu.chat.messages import JsonObject, Message
 _TOOL_PROMPT = Path(__file__).with_name("tool_prompt.txt").read_text(encoding="utf-8").removesuffix("\n")
 OPEN_TAG = "<tool_call>"
 _CLOSE_TAG = re.compile(r"\s*</tool_call>")
+# The beginning of a call up to its arguments, at the beginning of the calls or after the arguments of another one.
+_CALL_HEAD = re.compile(
+    r"\s*(?:\}\s*(?:</tool_call>)?\s*,?\s*)?(?:<tool_call>)?\s*\[?\s*"
+    r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 
 
 def _parse_number(text: str) -> float:
@@ -41,6 +46,92 @@ class ToolCall:
     arguments: str
 
 
+@dataclass(frozen=True)
+class CallFragment:
+    """A part of a tool call that is being generated.
+
+    Attributes:
+        index: which call of the answer it belongs to.
+        name: the called function, in the first fragment of each call; empty in the others.
+        arguments: the next part of the arguments' JSON text.
+    """
+
+    index: int
+    name: str
+    arguments: str
+
+
+class _ArgumentsReader:
+    """Reads the arguments of calls while they are generated, as far as they are certain to be arguments of a call.
+
+    Args:
+        names: functions that may be called.
+        forced: the function whose arguments the whole answer is; None: the answer names it.
+    """
+
+    def __init__(self, names: set[str], forced: str | None) -> None:
+        self._names = names
+        self._position = 0
+        self._has_started = False
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._name = forced
+        self._next_name = forced or ""
+        self.num_calls = 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there were any fragments."""
+        return self._has_started
+
+    def rest(self, buffer: str) -> str:
+        """Return the text after the last complete call; empty within a call."""
+        return buffer[self._position :] if self._name is None else ""
+
+    def read(self, buffer: str) -> list[CallFragment]:
+        """Return the fragments in the text of the calls since the last time; `buffer` is that text so far."""
+        fragments = []
+        while True:
+            if self._name is None:
+                head = _CALL_HEAD.match(buffer, self._position)
+                if head is None or head["name"] not in self._names:
+                    return fragments
+                self._name = self._next_name = head["name"]
+                self._position = head.end()
+            start = self._position
+            is_complete = self._skip_object(buffer)
+            if self._position > start:
+                fragments.append(CallFragment(self.num_calls, self._next_name, buffer[start : self._position]))
+                self._next_name = ""
+                self._has_started = True
+            if not is_complete:
+                return fragments
+            self.num_calls += 1
+            self._name = None
+
+    def _skip_object(self, buffer: str) -> bool:
+        """Move the position to the end of the JSON object that it is in, or of the buffer; return whether it ended."""
+        for position in range(self._position, len(buffer)):
+            character = buffer[position]
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._position = position + 1
+                    return True
+        self._position = len(buffer)
+        return False
+
+
 class ToolCallParser:
     """Splits a growing answer into text and tool calls.
 
@@ -60,6 +151,7 @@ class ToolCallParser:
         self._parallel = parallel
         self._buffer = ""
         self._has_text = False
+        self._reader = _ArgumentsReader(names, forced)
         # Once a call may have begun, everything is buffered until the answer ends.
         self._in_call = required
 
@@ -88,6 +180,30 @@ class ToolCallParser:
             position = len(self._buffer) - next((n for n in lengths if self._buffer.endswith(OPEN_TAG[:n])), 0)
         text, self._buffer = self._buffer[:position], self._buffer[position:]
         return text
+
+    def read_fragments(self) -> list[CallFragment]:
+        """Return the fragments of calls since the last time.
+
+        These are the calls of `finish`, unless the answer ends within a call: then `finish` returns its text.
+        """
+        if not self._in_call or (self._reader.num_calls and not self._parallel):
+            return []
+        fragments = self._reader.read(self._buffer)
+        return [fragment for fragment in fragments if self._parallel or not fragment.index]
+
+    def finish_fragments(self) -> tuple[str, list[CallFragment]]:
+        """End the answer; return the rest of its text, and the fragments of calls that have not been returned yet."""
+        fragments = self.read_fragments()
+        buffer = self._buffer
+        text, calls = self.finish()
+        if self._reader.has_started and not calls:
+            # A call was cut off, or is malformed. Its beginning has been returned, so it cannot become text.
+            return self._reader.rest(buffer), fragments
+        first = self._reader.num_calls
+        return text, [
+            *fragments,
+            *(CallFragment(first + place, call.name, call.arguments) for place, call in enumerate(calls[first:])),
+        ]
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """End the answer; return the rest of its text and its calls."""

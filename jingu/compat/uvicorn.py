@@ -6,7 +6,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # The class of a connection. `conn` is the HTTP/1.1 parser (h11), `transport` the asyncio transport, `loop` the event
-# loop.
+# loop, `connections` all connections of the server.
 HttpProtocol = H11Protocol
 
 # Methods of `uvicorn.Server` that jingu overrides.

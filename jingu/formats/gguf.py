@@ -11,7 +11,7 @@ import atexit
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
@@ -30,6 +30,7 @@ from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import Shapes, StoredModel
 from jingu.runtime.files import temporary_folder
+from jingu.runtime.log import log_warning
 from jingu.tables import read_table
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_tokenizer import write_gguf_tokenizer
@@ -47,6 +48,7 @@ Metadata = Mapping[str, Any]
 
 
 _ARCHITECTURES = read_table(__file__, "gguf.toml")
+_METADATA = _ARCHITECTURES.pop("metadata")
 
 
 def open_gguf(path: Path) -> StoredModel:
@@ -60,6 +62,7 @@ def open_gguf(path: Path) -> StoredModel:
     try:
         metadata, infos = _read_header(path, library)
         config = _hf_config(metadata, infos, path)
+        _check_metadata(metadata, config, library, path)
     except (ValueError, struct.error, OSError) as error:
         raise JinguError(
             f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
@@ -317,6 +320,49 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     return config
 
 
+def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, path: Path) -> None:
+    """Raise JinguError if a metadata key that jingu does not read changes the numbers; warn of unknown keys.
+
+    Args:
+        config: the model's config in Hugging Face's form, from `_hf_config`.
+    """
+    name = metadata["general.architecture"]
+    table = _ARCHITECTURES[name].get("keys", _ARCHITECTURES["llama"]["keys"])
+    known = {*table.values(), *_METADATA["harmless"]}
+    values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
+    for key in sorted(values.keys() - known):
+        neutral = _METADATA["neutral"].get(key)
+        value = values[key]
+        if value == neutral or (neutral is None and not value):
+            continue
+        if neutral is None and key not in in_library:
+            log_warning(f"{path}: jingu does not know the metadata {name}.{key} = {str(value)[:40]}, and ignores it.")
+            continue
+        raise JinguError(
+            f"the metadata {name}.{key} = {str(value)[:40]} changes the model's numbers, and jingu does not read it.",
+            where=path,
+            fix="Use the model's Hugging Face folder, if jingu supports it.",
+        )
+    head_dim = config.get("head_dim")
+    if head_dim and values.get("rope.dimension_count", head_dim) != head_dim:
+        raise JinguError(
+            f"only {values['rope.dimension_count']} of a head's {head_dim} dims are rotated, which jingu does not "
+            "support in GGUF.",
+            where=path,
+            fix="Use the model's Hugging Face folder, if jingu supports it.",
+        )
+
+
+def _library_keys(table: type) -> Iterator[str]:
+    """Yield the keys of metadata in a class of the package, and in the classes within it."""
+    for value in vars(table).values():
+        if isinstance(value, type):
+            yield from _library_keys(value)
+        elif isinstance(value, str):
+            yield value
+
+
 def _layers(config: Metadata) -> Any:
     return config.get("num_hidden_layers", config.get("n_layer"))
 
@@ -325,14 +371,17 @@ def _rope_scaling(
     metadata: Metadata, name: str, infos: Mapping[str, TensorLocation], path: Path
 ) -> dict[str, Any] | None:
     """Return the `rope_scaling` of the architecture `name` for config.json; None if frequencies are not scaled."""
-    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    # Older files have a factor of linear scaling under a key of its own.
+    legacy = metadata.get(f"{name}.rope.scale_linear")
+    factor = metadata.get(f"{name}.rope.scaling.factor") or legacy
+    kind = metadata.get(f"{name}.rope.scaling.type") or ("linear" if factor not in (None, 0.0, 1.0) else "none")
     if "rope_freqs.weight" in infos:
         return _llama3_scaling(path, infos["rope_freqs.weight"], float(metadata.get(f"{name}.rope.freq_base", 10000.0)))
     if kind == "none":
         return None
     scaling = {
         "rope_type": kind,
-        "factor": metadata.get(f"{name}.rope.scaling.factor"),
+        "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{name}.rope.scaling.original_context_length"),
     }
     return {key: value for key, value in scaling.items() if value is not None}

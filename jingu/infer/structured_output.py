@@ -136,6 +136,8 @@ def _convert_to_lark(grammar: str) -> str:
 
 def _clean_message(error: str) -> str:
     """Return llguidance's message without its internal markers."""
+    if "coerce_one_of" in error:
+        return "oneOf is not supported where its schemas may overlap; write anyOf"
     return error.replace("NoExtensionBias", "no text matches it").replace("<non-verbose/>", "").strip()
 
 

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jingu import __version__
 from jingu.errors import JinguError
-from jingu.serve import anthropic_messages, ollama, openai, openai_chat, openai_responses, tgi, vllm_scores
+from jingu.serve import anthropic_messages, formulas, ollama, openai, openai_chat, openai_responses, tgi, vllm_scores
 from jingu.serve.http_errors import ApiError
 from jingu.serve.middleware import AccessMiddleware
 from jingu.serve.responses import error_response
@@ -53,8 +53,9 @@ def create_app(service: Service) -> FastAPI:
         responses=_ERROR_RESPONSES,
     )
     app.state.service = service
-    for protocol in (tgi, openai, openai_chat, openai_responses, anthropic_messages, ollama, vllm_scores):
+    for protocol in (tgi, openai, openai_chat, openai_responses, anthropic_messages, ollama, vllm_scores, formulas):
         app.include_router(protocol.router)
+    app.include_router(vllm_scores.unversioned_router)
     app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)
     app.add_route("/", lambda _: RedirectResponse("/chat"))
     for path, response in load_static_files().items():
@@ -69,7 +70,9 @@ def create_app(service: Service) -> FastAPI:
             allow_methods=["GET", "POST"],
             # Clients send additional headers, such as x-stainless-* of OpenAI's library.
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            # A page on the internet may call a server in the browser's own network if its origin is allowed.
+            allow_private_network=True,
+            expose_headers=["x-request-id", "request-id"],
         )
     return app
 

@@ -26,6 +26,9 @@ from jingu.serve.http_errors import ApiError
 
 LOGGER = logging.getLogger("jingu.serve")
 ENGINE_FAILED = "the engine failed on this request; the server's log has the details"
+# The most tokens that wait in memory for a client that does not read its stream. Before these, some megabytes fit the
+# buffers of the connection.
+MAX_UNREAD_TOKENS = 20_000
 _FAILED_REASONS = ("error", "cancelled", "refused")
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class RequestStats:
     Attributes:
         arrival_time: when the server received the request. All times are values of `time.perf_counter`.
         accepted_time: when the handler passed the request to the engine.
+        reasoning_tokens: how many of the generated tokens are reasoning before an answer; None where it is not parsed.
         start_time: when the engine began to compute the request; None before that.
     """
 
@@ -49,6 +53,7 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    reasoning_tokens: int | None = None
     finish_reason: str = "unfinished"
 
     def log_fields(self) -> dict[str, object]:
@@ -95,29 +100,33 @@ def best_first(completions: list[Completion]) -> list[Completion]:
     return sorted(completions, key=lambda each: each.cumulative_logprob / max(len(each.tokens), 1), reverse=True)
 
 
-def count_requests(requests: Sequence[Request]) -> int:
-    """Return how much requests count towards the server's limit: one each, but texts to embed count as one in total."""
-    return len(requests) if requests[0].pooling is None else 1
+def count_sequences(requests: Sequence[Request]) -> int:
+    """Return how much requests count towards the server's limit: as many as the sequences that they generate, but texts
+    to embed count as one in total."""
+    if requests[0].pooling is not None:
+        return 1
+    return sum(max(request.n, request.num_beams) for request in requests)
 
 
 class RequestHandle:
     """Engine requests that one client submitted together, and their events as they arrive.
 
     Attributes:
-        size: how much they count towards the server's limit; see `count_requests`.
+        size: how much they count towards the server's limit; see `count_sequences`.
         unfinished: (index of the request, index of the choice) of all choices that have not ended.
         is_closed: whether all choices have ended, or the requests have failed or been cancelled.
     """
 
     def __init__(self, engine: AsyncEngine, requests: Sequence[Request], arrival_time: float) -> None:
         self.requests = tuple(requests)
-        self.size = count_requests(requests)
+        self.size = count_sequences(requests)
         self.stats = RequestStats(arrival_time)
         self.unfinished = {(index, choice) for index, request in enumerate(requests) for choice in range(request.n)}
         self.is_closed = False
         self._engine = engine
         # A None in the queue ends the iteration.
         self._batches: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
+        self._num_unread = 0
         self._started: set[int] = set()
         self._error: ApiError | None = None
         timeout = engine.timeout_error()
@@ -130,6 +139,7 @@ class RequestHandle:
             ApiError: the request failed.
         """
         while (batch := await self._batches.get()) is not None:
+            self._num_unread -= len(batch)
             yield batch
         if self._error is not None:
             raise self._error
@@ -150,6 +160,9 @@ class RequestHandle:
         """End the request with an error, unless it has ended. To be called on the event loop's thread."""
         if not self.is_closed:
             self._error = error
+            # Nobody reads the tokens of a cancelled request.
+            while finish_reason == "cancelled" and not self._batches.empty():
+                self._batches.get_nowait()
             self._close(finish_reason)
 
     def receive(self, batch: list[tuple[int, Event]], now: float) -> None:
@@ -161,8 +174,11 @@ class RequestHandle:
             self._record(index, event, now)
             if event.finish_reason in _FAILED_REASONS:
                 failure = failure or event
+        self._num_unread += len(batch)
         self._batches.put_nowait([entry for entry in batch if entry[1].finish_reason not in _FAILED_REASONS])
-        if failure is not None:
+        if self._num_unread > MAX_UNREAD_TOKENS:
+            self.fail(ApiError(408, f"the client left {MAX_UNREAD_TOKENS:,} tokens of its stream unread"), "cancelled")
+        elif failure is not None:
             message = failure.error or "the engine cancelled the request"
             if failure.finish_reason == "refused":
                 self.fail(ApiError(400, message))
@@ -201,12 +217,12 @@ class AsyncEngine:
 
     Args:
         engine: the engine that the thread runs.
-        max_requests: maximum number of unfinished requests; further ones fail with status 429.
+        max_requests: maximum number of unfinished sequences; requests for more fail with status 429.
         timeout: seconds after which a request fails.
         on_end: called with each handle whose requests have ended.
 
     Attributes:
-        num_requests: number of unfinished requests.
+        num_requests: number of unfinished sequences; see `count_sequences`.
         failure: the error after which the engine cannot continue; None: there was none.
         is_stopping: whether the server refuses new requests because it is shutting down.
     """
@@ -243,7 +259,7 @@ class AsyncEngine:
             ApiError: the server is full, stopping or broken.
             JinguError: one of the requests can never be served.
         """
-        self.check_available(count_requests(requests))
+        self.check_available(count_sequences(requests))
         handle = RequestHandle(self, requests, arrival_time)
         self._handles.add(handle)
         self.num_requests += handle.size
@@ -268,7 +284,7 @@ class AsyncEngine:
         return handle
 
     def check_available(self, requests: int) -> None:
-        """Raise ApiError unless this many more requests can be accepted now.
+        """Raise ApiError unless requests for this many more sequences can be accepted now.
 
         Raises:
             JinguError: they are more than the server accepts at any time.
@@ -278,8 +294,8 @@ class AsyncEngine:
             raise ApiError(503, "the server is shutting down", headers={"retry-after": "5"})
         if requests > self.max_requests:
             raise JinguError(
-                f"the server accepts at most {self.max_requests} requests at once, not {requests}.",
-                fix="Send them in several calls.",
+                f"the server generates at most {self.max_requests} answers at once, not {requests}.",
+                fix="Send several calls with fewer prompts, or ask for fewer answers to each.",
             )
         if self.num_requests + requests > self.max_requests:
             raise ApiError(

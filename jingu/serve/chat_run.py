@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from pydantic_core import from_json
 
-from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
+from jingu.chat.chat_format import ChatFormat
+from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError, check_characters
 from jingu.chat.reasoning import OPEN_TAG, ReasoningParser
-from jingu.chat.tool_calls import ToolCall, ToolCallParser, write_tools_as_text
+from jingu.chat.tool_calls import CallFragment, ToolCall, ToolCallParser, write_tools_as_text
 from jingu.errors import JinguError
 from jingu.infer.request import Constraint, FinishReason, Token
 from jingu.serve.async_engine import RequestHandle
@@ -26,6 +27,8 @@ from jingu.serve.openai import build_engine_request
 from jingu.serve.protocol import AllowedToolsChoice, ChatMessage, ChatRequest, FunctionDefinition, ToolChoice
 from jingu.serve.service import Service, run_off_loop
 
+# About the size of a function's description.
+_FUNCTION_CHARACTERS = 200
 LOGGER = logging.getLogger("jingu.serve")
 
 
@@ -36,14 +39,14 @@ class ChatDelta:
     Attributes:
         text: new text outside of tool calls and reasoning.
         reasoning: new text of the reasoning before the answer.
-        calls: all tool calls of the answer, in the delta of the last token; empty before.
+        calls: new parts of tool calls.
         finish_reason: why the answer ended; None before the last token.
     """
 
     choice: int
     token: Token
     text: str
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallFragment, ...] = ()
     finish_reason: FinishReason | None = None
     reasoning: str = ""
 
@@ -70,6 +73,7 @@ class ChatRun:
         self.handle = handle
         # Each choice has its own parsers, since the tokens of choices are interleaved.
         self._parsers = parsers
+        handle.stats.reasoning_tokens = 0
 
     async def deltas(self) -> AsyncIterator[list[ChatDelta]]:
         """Yield the deltas of each engine step. Raise ApiError if the request fails."""
@@ -79,8 +83,14 @@ class ChatRun:
                 if event.token is None:
                     continue
                 finish = event.finish_reason
-                reasoning, text, calls = self._parse(event.choice, event.token.text, finish is not None)
-                deltas.append(ChatDelta(event.choice, event.token, text, calls, finish, reasoning))
+                reasoning, text = self._push(event.choice, event.token.text, finish is not None)
+                parser = self._parsers[event.choice][1]
+                calls = parser.read_fragments()
+                if finish is not None:
+                    end, fragments = parser.finish_fragments()
+                    text += end
+                    calls += fragments
+                deltas.append(ChatDelta(event.choice, event.token, text, tuple(calls), finish, reasoning))
             yield deltas
 
     async def collect(self) -> list[ChatAnswer]:
@@ -88,21 +98,23 @@ class ChatRun:
         (completions,) = await self.handle.collect()
         answers = []
         for choice, completion in enumerate(completions):
-            reasoning, text, calls = self._parse(choice, completion.text, is_last=True)
-            answers.append(ChatAnswer(text, calls, completion.tokens, completion.finish_reason, reasoning))
+            last = len(completion.tokens) - 1
+            parts = [self._push(choice, token.text, place == last) for place, token in enumerate(completion.tokens)]
+            end, calls = self._parsers[choice][1].finish()
+            reasoning = "".join(part for part, _ in parts)
+            text = "".join(part for _, part in parts) + end
+            answers.append(ChatAnswer(text, tuple(calls), completion.tokens, completion.finish_reason, reasoning))
         return answers
 
-    def _parse(self, choice: int, text: str, is_last: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Parse a piece of a choice; return its reasoning, its text and, with the last piece, all tool calls."""
+    def _push(self, choice: int, text: str, is_last: bool) -> tuple[str, str]:
+        """Parse a piece of a choice; return its reasoning and its text."""
         reasoning_parser, call_parser = self._parsers[choice]
         reasoning = ""
         if reasoning_parser is not None:
             reasoning, text = reasoning_parser.push(text, is_last=is_last)
-        text = call_parser.push(text)
-        if not is_last:
-            return reasoning, text, ()
-        rest, calls = call_parser.finish()
-        return reasoning, text + rest, tuple(calls)
+            parsers = [parser for parser, _ in self._parsers if parser is not None]
+            self.handle.stats.reasoning_tokens = sum(parser.num_pieces for parser in parsers)
+        return reasoning, call_parser.push(text)
 
 
 async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) -> ChatRun:
@@ -120,21 +132,22 @@ async def start_chat(body: ChatRequest, request: HttpRequest, service: Service) 
         format_constraint = _allow_calls(format_constraint, allowed_functions(body))
     # 2. Encode the conversation and submit it.
     prompt = await encode_conversation(body, service)
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit]
     engine_request = build_engine_request(
         body,
         prompt,
         service,
         n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        max_tokens=body.max_tokens or body.max_completion_tokens or service.max_new_tokens(prompt),
+        max_tokens=min(limits) if limits else service.max_new_tokens(prompt),
         constraint=tool_constraint or format_constraint,
         stop=service.chat_format.stop if service.chat_format else (),
     )
     try:
         handle = await service.submit(request, [engine_request])
     except JinguError as error:
-        # The constraint was made from the tools' parameters, so the error belongs to `tools`.
-        if tool_constraint is not None and error.where == "constraint":
+        # The constraint was made from the tools' parameters, so the error may belong to `tools`.
+        if error.where == "constraint" and not all(map(_is_compilable, allowed_functions(body))):
             raise JinguError(error.what, where="tools", fix=error.fix) from error
         raise
     # 3. Make the parsers of each choice. The template may have begun the reasoning; constrained answers have none.
@@ -156,15 +169,14 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         raise bad_request(
             "the model has no chat template: use /v1/completions, or start the server with --template", "messages"
         )
-    if body.tool_prompt:
-        raise bad_request("`tool_prompt` is not supported: the chat template describes the tools", "tool_prompt")
-    messages = tuple(_parse_message(message, index) for index, message in enumerate(body.messages))
-    tools: tuple[JsonObject, ...] = ()
-    if allowed_functions(body):
-        tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
-    # Some templates have a variable for the reasoning effort.
-    variables = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    variables |= body.chat_template_kwargs or {}
+    functions = allowed_functions(body)
+    num_characters = sum(map(_count_characters, body.messages)) + len(functions) * _FUNCTION_CHARACTERS
+    messages = await run_off_loop(
+        lambda: tuple(_parse_message(message, index) for index, message in enumerate(body.messages)), num_characters
+    )
+    # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
+    service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
+    variables = _template_variables(body)
     continue_final = bool(body.continue_final_message)
     # Tool calls follow the content that is continued.
     if continue_final and (messages[-1].role != "assistant" or messages[-1].tool_calls):
@@ -173,8 +185,11 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         )
 
     def encode() -> tuple[int, ...]:
+        tools: tuple[JsonObject, ...] = ()
+        if functions:
+            tools = tuple(tool.model_dump(exclude_none=True) for tool in body.tools or [])
         try:
-            return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
+            return _encode_prompt(chat_format, messages, tools, variables, continue_final)
         except ConversationError as error:
             if not tools and not isinstance(error, UnsupportedToolsError):
                 raise
@@ -186,11 +201,47 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         _warn_of_tool_prompt(chat_format.template.where)
         return ids
 
-    length = sum(len(message.content) for message in messages)
     try:
-        return await run_off_loop(encode, length)
+        return await run_off_loop(encode, num_characters)
     except ConversationError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def _template_variables(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables of the chat template: how much to reason, under the names that templates have for it."""
+    variables: dict[str, Any] = {}
+    is_enabled = body.enable_thinking
+    if body.reasoning_effort:
+        variables["reasoning_effort"] = body.reasoning_effort
+        is_enabled = body.reasoning_effort != "none" if is_enabled is None else is_enabled
+    if is_enabled is not None:
+        # `enable_thinking` in templates of Qwen and GLM, `thinking` in those of DeepSeek and Granite.
+        variables |= {"enable_thinking": is_enabled, "thinking": is_enabled}
+    return variables | (body.chat_template_kwargs or {})
+
+
+def _encode_prompt(
+    chat_format: ChatFormat,
+    messages: tuple[Message, ...],
+    tools: tuple[JsonObject, ...],
+    variables: dict[str, Any],
+    continue_final: bool,
+) -> tuple[int, ...]:
+    """Return the ids of a prompt. Reasoning of earlier answers is left out if the template has no place for it."""
+    try:
+        return chat_format.encode_prompt(messages, tools, variables, continue_final=continue_final)
+    except ConversationError:
+        if not any(message.reasoning_content for message in messages):
+            raise
+    for message in messages:
+        check_characters(message.reasoning_content)
+    plain = tuple(replace(message, reasoning_content="") for message in messages)
+    return chat_format.encode_prompt(plain, tools, variables, continue_final=continue_final)
+
+
+def _count_characters(message: ChatMessage) -> int:
+    """Return about how many characters a message has in a prompt, with its role and the marks around it."""
+    return 20 + len(message.content or ())
 
 
 @cache
@@ -209,14 +260,15 @@ def _parse_message(message: ChatMessage, index: int) -> Message:
     # Join the parts of a list; only text can be rendered.
     if isinstance(content, list):
         for part in content:
-            if part.type not in ("text", "refusal") or part.text is None:
+            if part.type not in ("text", "refusal", "thinking") or (part.type == "text" and part.text is None):
                 raise bad_request(
                     f"`{label}.content` has a part of type {part.type[:40]!r}; only text is supported", "messages"
                 )
-        content = "".join(part.text or "" for part in content)
+        content = "".join(part.text or part.refusal or "" for part in content)
     calls: list[JsonObject] = []
     for call in message.tool_calls or []:
-        arguments: Any = call.function.arguments
+        # Other servers write a call without arguments with an empty text.
+        arguments: Any = call.function.arguments or {}
         if isinstance(arguments, str):
             # OpenAI's protocol has arguments as JSON text, but templates expect an object. It is read as strictly as
             # bodies are.
@@ -279,7 +331,7 @@ def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:
     # With a single candidate there is no name to choose, so the model generates only the arguments.
     if len(functions) == 1:
         return functions[0].name, Constraint("json_schema", json.dumps(_parameters(functions[0])))
-    return None, Constraint("json_schema", json.dumps({"anyOf": _call_schemas(functions)}))
+    return None, _combine_schemas(functions, [])
 
 
 def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) -> Constraint:
@@ -288,42 +340,69 @@ def _allow_calls(constraint: Constraint, functions: list[FunctionDefinition]) ->
         raise bad_request(
             "`tools` can only be combined with JSON, not with an expression or grammar", "response_format"
         )
-    calls = _call_schemas(functions)
     try:
-        schema = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
-        answer = _relocate(schema, f"#/anyOf/{len(calls)}")
+        answer = {"type": "object"} if constraint.kind == "json" else json.loads(constraint.value)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the schema of the answer cannot be read as JSON ({error})", "response_format") from error
-    return Constraint("json_schema", json.dumps({"anyOf": [*calls, answer]}))
+    return _combine_schemas(functions, [answer])
 
 
-def _call_schemas(functions: list[FunctionDefinition]) -> list[dict[str, Any]]:
-    """Return a schema for a call of each function: the name is a constant, and the arguments follow its schema."""
-    return [
+def _combine_schemas(functions: list[FunctionDefinition], answers: list[Any]) -> Constraint:
+    """Return the constraint of an answer that is a call of one of the functions, or follows one of the other schemas.
+
+    Each schema is embedded as a resource of its own (JSON Schema, 8.2.1): its references and anchors then mean what
+    they mean in the schema alone.
+    """
+    schemas = [_parameters(function) for function in functions] + answers
+    ids: dict[str, Any] = {}
+    for schema in schemas:
+        for identifier, resource in _find_ids(schema):
+            if ids.setdefault(identifier, resource) != resource:
+                raise bad_request(f"different schemas have the same $id, {identifier[:80]!r}", "tools")
+    resources = [
+        {"$id": f"jingu:schema/{index}", **schema} if isinstance(schema, dict) else schema
+        for index, schema in enumerate(schemas)
+    ]
+    calls = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": _relocate(_parameters(function), f"#/anyOf/{index}/properties/arguments"),
-            },
+            "properties": {"name": {"const": function.name}, "arguments": resource},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for index, function in enumerate(functions)
+        for function, resource in zip(functions, resources, strict=False)
     ]
+    combined: dict[str, Any] = {"anyOf": [*calls, *resources[len(calls) :]]}
+    # The dialect of a schema is read at its root only.
+    dialects = {schema["$schema"] for schema in schemas if isinstance(schema, dict) and "$schema" in schema}
+    if len(dialects) == 1:
+        combined["$schema"] = dialects.pop()
+    return Constraint("json_schema", json.dumps(combined))
+
+
+def _find_ids(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each `$id` in a schema, and the schema that has it."""
+    if isinstance(schema, dict) and isinstance(schema.get("$id"), str) and not schema["$id"].startswith("#"):
+        yield schema["$id"], schema
+    if isinstance(schema, dict | list):
+        for item in schema.values() if isinstance(schema, dict) else schema:
+            yield from _find_ids(item)
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
-    return function.parameters or function.arguments or {"type": "object", "additionalProperties": False}
+    """Return the schema of a function's arguments. One without any property stands for a function without arguments."""
+    schema = function.parameters or function.arguments or {"type": "object"}
+    is_empty = schema.get("type") == "object" and not schema.get("properties")
+    if is_empty and schema.keys() <= {"type", "properties", "required", "title", "description", "$schema", "strict"}:
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
-def _relocate(schema: Any, root: str) -> Any:
-    """Adjust the references of a schema that is to be embedded in another one at `root`."""
-    if isinstance(schema, list):
-        return [_relocate(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + value[1:] if key == "$ref" and str(value).startswith("#") else _relocate(value, root)
-        for key, value in schema.items()
-    }
+def _is_compilable(function: FunctionDefinition) -> bool:
+    """Return whether llguidance can constrain an answer to a function's arguments."""
+    from llguidance import LLMatcher
+
+    try:
+        return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(_parameters(function)))
+    except (ValueError, RecursionError):
+        return False

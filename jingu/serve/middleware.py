@@ -10,7 +10,9 @@ import logging
 import secrets
 import time
 import traceback
+import zlib
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,6 +45,7 @@ class AccessMiddleware:
             return
         start = time.perf_counter()
         status = 0
+        _convert_absolute_form(scope)
         request_id = secrets.token_hex(8)
         log: dict[str, Any] = {"id": request_id}
         # Handlers read these from `request.state`.
@@ -52,12 +55,14 @@ class AccessMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                # Anthropic's clients read `request-id`, all others `x-request-id`.
+                names = (b"x-request-id", b"request-id")
+                message["headers"] = [*message.get("headers", []), *((name, request_id.encode()) for name in names)]
             await send(message)
 
         try:
             self._check_host_and_key(scope)
-            await self._app(scope, self._limit_body(receive), send_with_id)
+            await self._app(scope, self._limit_body(receive, _body_decompressor(scope)), send_with_id)
         except Exception as error:
             if not isinstance(error, ApiError):
                 LOGGER.exception("a request failed", extra={"fields": {"id": request_id}})
@@ -101,8 +106,12 @@ class AccessMiddleware:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def _limit_body(self, receive: Receive) -> Receive:
-        """Wrap `receive` so that it limits the size of the body and the time until it is complete."""
+    def _limit_body(self, receive: Receive, decompressor: Any) -> Receive:
+        """Wrap `receive` so that it decompresses the body, and limits its size and the time until it is complete.
+
+        Args:
+            decompressor: an object of zlib; None for a body that is not compressed.
+        """
         settings = self._settings
         deadline = time.monotonic() + settings.patience
         size = 0
@@ -117,13 +126,60 @@ class AccessMiddleware:
             except TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {settings.patience:g} seconds") from None
             if message["type"] == "http.request":
-                size += len(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
+                if decompressor is not None:
+                    message["body"] = _decompress(decompressor, message, settings.body_bytes - size + 1)
+                size += len(message.get("body", b""))
                 if size > settings.body_bytes:
                     raise HTTPException(413, f"the body is larger than {settings.body_bytes:,} bytes")
             return message
 
         return limited
+
+
+def _convert_absolute_form(scope: Scope) -> None:
+    """Convert a request for a whole URL, as proxies send it (RFC 9112, 3.2.2), to one for its path.
+
+    The host of the URL replaces that of the header.
+    """
+    url = urlsplit(scope["path"])
+    if url.scheme in ("http", "https") and url.netloc:
+        scope["path"] = url.path or "/"
+        scope["raw_path"] = scope["path"].encode()
+        headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        scope["headers"] = [*headers, (b"host", url.netloc.encode())]
+
+
+def _body_decompressor(scope: Scope) -> Any:
+    """Return an object of zlib that decompresses the body of a request; None for a body that is not compressed.
+
+    Raises:
+        ApiError: the compression is not supported.
+    """
+    encodings = [
+        value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == b"content-encoding"
+    ]
+    if encodings in ([], [""], ["identity"]):
+        return None
+    if encodings not in (["gzip"], ["x-gzip"], ["deflate"]):
+        raise ApiError(415, "the body's Content-Encoding is not supported; send gzip, deflate or no encoding")
+    # With 32 more than the size of the window, zlib recognizes the headers of both formats.
+    return zlib.decompressobj(32 + zlib.MAX_WBITS)
+
+
+def _decompress(decompressor: Any, message: Message, limit: int) -> bytes:
+    """Return the decompressed bytes of a part of the body, at most `limit`.
+
+    Raises:
+        HTTPException: the bytes are not compressed data, or the last part does not complete them.
+    """
+    try:
+        content: bytes = decompressor.decompress(message.get("body", b""), limit)
+    except zlib.error as error:
+        raise HTTPException(400, f"the body is not in the format of its Content-Encoding ({error})") from error
+    if not message.get("more_body", False) and not decompressor.eof and len(content) < limit:
+        raise HTTPException(400, "the compressed body is incomplete")
+    return content
 
 
 def _digest(key: bytes) -> bytes:
@@ -147,11 +203,39 @@ class JsonLogFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class RepetitionFilter(logging.Filter):
+    """Drops records whose text was logged a moment ago, and tells how many they were with the next one.
+
+    Args:
+        seconds: the time in which a text is logged once.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        # For each text, when it was last logged and how often it was dropped since.
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        text = str(record.msg)
+        time_logged, num_dropped = self._last.get(text, (-self._seconds, 0))
+        if record.created - time_logged < self._seconds:
+            self._last[text] = time_logged, num_dropped + 1
+            return False
+        self._last[text] = record.created, 0
+        if num_dropped:
+            record.fields = {"repeated": num_dropped}
+        return True
+
+
 def configure_logging() -> None:
-    """Write the logs of the server and of uvicorn to stderr, as JSON Lines."""
+    """Write the logs of the server, of uvicorn and of asyncio to stderr, as JSON Lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLogFormatter())
-    for name in ("jingu.serve", "uvicorn"):
+    # asyncio logs an error for each connection that it cannot accept.
+    logging.getLogger("asyncio").addFilter(RepetitionFilter())
+    for name in ("jingu.serve", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

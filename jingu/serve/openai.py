@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import codecs
 import secrets
 import struct
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRou
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"
 FINISH_REASONS: dict[FinishReason, str] = {"end": "stop", "stop": "stop", "length": "length"}
 _NO_RUNTIME_ADAPTERS = "the adapters of this server are fixed; start it with --runtime-adapters to load others"
-# Maximum number of prompts in one request; each of them is an engine request.
+# Maximum number of prompts to continue in one request.
 _MAX_PROMPTS = 256
 
 
@@ -87,11 +89,9 @@ async def unload_lora_adapter(body: protocol.UnloadAdapterRequest, service: Serv
 @router.post("/completions", responses=STREAMING_RESPONSES)
 async def completions(body: protocol.CompletionRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Continue prompts."""
-    if body.suffix:
-        raise bad_request("`suffix` is not supported", "suffix")
     n = body.n or 1
     best_of = body.best_of
-    if best_of is not None and (body.stream or best_of < n):
+    if best_of is not None and best_of > 1 and (body.stream or best_of < n):
         raise bad_request("`best_of` must be at least `n`, and cannot be streamed", "best_of")
     if body.max_tokens == 0 and (body.stream or not body.echo):
         raise bad_request("`max_tokens` of 0 requires `echo`, and cannot be streamed", "max_tokens")
@@ -143,7 +143,8 @@ async def completions(body: protocol.CompletionRequest, request: HttpRequest, se
                     # generate one token and remove the last entry, whatever it is.
                     has_end_token = body.echo or body.return_token_ids
                     tokens = answer.tokens if has_end_token else _text_tokens(answer)
-                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service)
+                    positions = TextPositions(service, body)
+                    logprobs = _format_logprobs([*answers[0].prompt_logprobs, *tokens], service, positions)
                 choice = _format_choice(len(choices), echo + answer.text, logprobs, answer.finish_reason)
                 if body.return_token_ids:
                     # Like vLLM, include the end token, whose log-probability is then included, too.
@@ -160,7 +161,7 @@ async def embeddings(body: protocol.EmbeddingRequest, request: HttpRequest, serv
     hidden_size = service.model.spec.hidden_size
     if body.dimensions not in (None, hidden_size):
         raise bad_request(f"`dimensions` can only be the model's hidden size, {hidden_size}", "dimensions")
-    prompts = await _encode_prompts(body.input, service, "input")
+    prompts = await _encode_prompts(body.input, service, "input", protocol.MAX_TEXTS)
     adapter = service.find_adapter(body.model)
     pooling = service.settings.pooling
     requests = [Request(prompt, SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
@@ -210,11 +211,15 @@ def build_engine_request(
 
 def format_usage(stats: RequestStats) -> dict[str, Any]:
     """Return the token counts of a request."""
+    details = {}
+    if stats.reasoning_tokens is not None:
+        details["completion_tokens_details"] = {"reasoning_tokens": stats.reasoning_tokens}
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
         "total_tokens": stats.prompt_tokens + stats.generated_tokens,
         "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        **details,
     }
 
 
@@ -226,20 +231,26 @@ def _format_model(name: str, service: Service) -> dict[str, Any]:
         "owned_by": "jingu",
         "root": service.name,
         "parent": None if name == service.name else service.name,
-        "max_model_len": service.model.spec.max_position_embeddings,
+        "max_model_len": service.context_length,
     }
 
 
-async def _encode_prompts(prompts: protocol.Prompts, service: Service, field: str) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. A single prompt is a text or a list of ids; several are a list of those."""
+async def _encode_prompts(
+    prompts: protocol.Prompts, service: Service, field: str, limit: int = _MAX_PROMPTS
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt. A single prompt is a text or a list of ids; several are a list of those.
+
+    Args:
+        limit: the most prompts.
+    """
     if isinstance(prompts, str):
         return [await service.encode(prompts)]
     if not prompts:
         raise bad_request(f"`{field}` is an empty list", field)
     if isinstance(prompts[0], int):
         return [tuple(prompts)]
-    if len(prompts) > _MAX_PROMPTS:
-        raise bad_request(f"`{field}` has {len(prompts)} entries; at most {_MAX_PROMPTS} are allowed", field)
+    if len(prompts) > limit:
+        raise bad_request(f"`{field}` has {len(prompts)} entries; at most {limit} are allowed", field)
     return [await service.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 
@@ -253,13 +264,38 @@ def _format_choice(index: int, text: str, logprobs: Any = None, finish: FinishRe
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _format_logprobs(tokens: Sequence[Token], service: Service, offset: int = 0) -> dict[str, Any]:
-    """Format log-probabilities for completions. The first token is at character `offset` of the text."""
+class TextPositions:
+    """Counts the characters of a text from its tokens.
+
+    Each byte of a character has the position of that character. Special tokens that the text leaves out have no length.
+    """
+
+    def __init__(self, service: Service, body: protocol.CompletionRequest) -> None:
+        self._tokenizer = service.model.tokenizer
+        # Replaces invalid bytes as tokenizers do.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+        self._is_start = True
+        self._skipped = frozenset() if body.skip_special_tokens is False else self._tokenizer.special_tokens.values()
+
+    def add(self, token_id: int) -> int:
+        """Add the next token; return the position of its first character."""
+        position = self._length
+        if token_id in self._skipped:
+            return position
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        # Decoders of sentencepiece tokenizers leave out the space that the first token begins with.
+        if self._is_start and self._tokenizer.spelling == "metaspace":
+            text = text.removeprefix(" ")
+        self._is_start = False
+        self._length += len(text)
+        return position
+
+
+def _format_logprobs(tokens: Sequence[Token], service: Service, positions: TextPositions) -> dict[str, Any]:
+    """Format log-probabilities for completions. `positions` has the tokens before these."""
     names = [service.token_name(token.id) for token in tokens]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
+    offsets = [positions.add(token.id) for token in tokens]
     alternatives = [{service.token_name(token_id): logprob for token_id, logprob in token.top} for token in tokens]
     return {
         "tokens": names,
@@ -274,15 +310,12 @@ async def _stream(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Yield the choices of each engine step, one for each chunk."""
     n = body.n or 1
-    # Number of characters of each choice so far.
-    lengths: dict[int, int] = {}
+    positions: defaultdict[int, TextPositions] = defaultdict(lambda: TextPositions(service, body))
 
     def format_chunk(index: int, event: Event, token: Token) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None and event.finish_reason != "end":
-            offset = lengths.get(index, 0)
-            logprobs = _format_logprobs([token], service, offset)
-            lengths[index] = offset + len(logprobs["tokens"][0])
+            logprobs = _format_logprobs([token], service, positions[index])
         return _format_choice(index, token.text, logprobs, event.finish_reason)
 
     yield [

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from jingu.chat.messages import JsonObject
-from jingu.chat.tool_calls import ToolCall
+from jingu.chat.tool_calls import CallFragment, ToolCall
 from jingu.infer.request import FinishReason, Token
 from jingu.serve.chat_run import ChatAnswer, ChatRun, start_chat
 from jingu.serve.http_errors import bad_request
@@ -27,8 +27,6 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=StrictRoute)
 @router.post("/chat/completions", responses=STREAMING_RESPONSES)
 async def chat_completions(body: ChatRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Answer a conversation."""
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise bad_request("`max_tokens` and `max_completion_tokens` mean the same; send only one", "max_tokens")
     if body.max_tokens == 0:
         raise bad_request("`max_tokens` must be at least 1", "max_tokens")
     if body.add_generation_prompt is not None and body.add_generation_prompt == bool(body.continue_final_message):
@@ -67,25 +65,25 @@ def _format_choice(index: int, answer: ChatAnswer, body: ChatRequest, service: S
     return {
         "index": index,
         "message": message,
-        "logprobs": _format_logprobs(answer.tokens, service) if body.logprobs else None,
+        "logprobs": {"content": format_logprobs(answer.tokens, service)} if body.logprobs else None,
         "finish_reason": _finish_reason(answer.finish_reason, bool(answer.calls)),
     }
 
 
-def _format_logprobs(tokens: list[Token], service: Service) -> dict[str, Any]:
+def format_logprobs(tokens: list[Token], service: Service) -> list[dict[str, Any]]:
+    """Format the log-probabilities of tokens, and those of alternatives to each."""
+
     def format_token(token_id: int, logprob: float | None) -> dict[str, Any]:
         content = service.model.tokenizer.token_bytes(token_id)
         return {"token": service.token_name(token_id), "logprob": logprob, "bytes": list(content)}
 
-    return {
-        "content": [
-            {
-                **format_token(token.id, token.logprob),
-                "top_logprobs": [format_token(token_id, logprob) for token_id, logprob in token.top],
-            }
-            for token in tokens
-        ]
-    }
+    return [
+        {
+            **format_token(token.id, token.logprob),
+            "top_logprobs": [format_token(token_id, logprob) for token_id, logprob in token.top],
+        }
+        for token in tokens
+    ]
 
 
 async def _stream(run: ChatRun, body: ChatRequest, service: Service) -> AsyncIterator[list[JsonObject]]:
@@ -94,23 +92,31 @@ async def _stream(run: ChatRun, body: ChatRequest, service: Service) -> AsyncIte
     def format_chunk(index: int, delta: JsonObject, logprobs: Any = None, finish: str | None = None) -> JsonObject:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
+    has_calls: set[int] = set()
     yield [format_chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
     async for deltas in run.deltas():
         chunks = []
         for delta in deltas:
             index = delta.choice
-            logprobs = _format_logprobs([delta.token], service) if body.logprobs else None
+            logprobs = {"content": format_logprobs([delta.token], service)} if body.logprobs else None
             if delta.reasoning:
                 chunks.append(format_chunk(index, {"reasoning_content": delta.reasoning}))
             if delta.text or logprobs:
                 chunks.append(format_chunk(index, {"content": delta.text}, logprobs))
             if delta.calls:
-                calls = [{"index": place, **_format_tool_call(call)} for place, call in enumerate(delta.calls)]
-                chunks.append(format_chunk(index, {"tool_calls": calls}))
+                has_calls.add(index)
+                chunks.append(format_chunk(index, {"tool_calls": [_format_fragment(part) for part in delta.calls]}))
             if delta.finish_reason is not None:
-                finish = _finish_reason(delta.finish_reason, bool(delta.calls))
+                finish = _finish_reason(delta.finish_reason, index in has_calls)
                 chunks.append(format_chunk(index, {}, finish=finish))
         yield chunks
+
+
+def _format_fragment(fragment: CallFragment) -> JsonObject:
+    """Return a part of a call; the first one has its id and name."""
+    if not fragment.name:
+        return {"index": fragment.index, "function": {"arguments": fragment.arguments}}
+    return {"index": fragment.index, **_format_tool_call(ToolCall(fragment.name, fragment.arguments))}
 
 
 def _format_tool_call(call: ToolCall) -> dict[str, Any]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
 from jingu.serve import protocol
 from jingu.serve.chat_run import ChatRun, start_chat
 from jingu.serve.http_errors import bad_request
+from jingu.serve.openai_chat import format_logprobs
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, format_event, respond_once
-from jingu.serve.service import ServiceDependency
+from jingu.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRoute)
 
@@ -27,13 +28,13 @@ router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRou
 class InputPart(protocol.ContentPart):
     """A part of a message in the input, which may be a part of an earlier output."""
 
-    HINTS = frozenset({"annotations", "logprobs"})
+    FIELDS = ("responses part",)
 
 
-class InputItem(BaseModel):
-    """A message, a function call or a function's result in the input. Fields that do not matter are ignored."""
+class InputItem(protocol.RequestBody):
+    """A message, reasoning, a function call or a function's result in the input."""
 
-    model_config = ConfigDict(strict=True)
+    FIELDS = ("responses item",)
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -47,6 +48,8 @@ class InputItem(BaseModel):
 class FunctionTool(protocol.FunctionDefinition):
     """A function that the model may call."""
 
+    FIELDS = ("responses tool",)
+
     type: Literal["function"]
 
 
@@ -54,6 +57,14 @@ class FunctionChoice(protocol.FunctionName):
     """The function that the model must call."""
 
     type: Literal["function"]
+
+
+class AllowedFunctions(protocol.RequestBody):
+    """The functions that the model may call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
 
 
 class TextFormat(protocol.JsonSchema):
@@ -65,34 +76,45 @@ class TextFormat(protocol.JsonSchema):
 class TextOptions(protocol.RequestBody):
     """Options of the answer's text."""
 
-    HINTS = frozenset({"verbosity"})
+    FIELDS = ("responses text",)
 
     format: TextFormat | None = None
 
 
-class ResponsesRequest(protocol.RequestBody):
-    """A request of OpenAI's Responses API."""
+class Reasoning(protocol.RequestBody):
+    """How much the model reasons."""
 
-    HINTS = frozenset(
-        {"include", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "store", "stream_options"}
-        | {"user"}
-    )
+    FIELDS = ("responses reasoning",)
+
+    effort: str | None = None
+
+
+class ResponsesRequest(protocol.VllmChatFields):
+    """A request of OpenAI's Responses API, with vLLM's further fields."""
+
+    FIELDS = ("responses",)
 
     model: str
     input: str | list[InputItem]
-    background: Literal[False] | None = None
+    include: list[str] | None = None
     instructions: str | None = None
     max_output_tokens: protocol.PositiveInt | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: None = None
+    reasoning: Reasoning | None = None
+    stop: str | protocol.StopStrings | None = None
     stream: bool | None = None
     temperature: protocol.Temperature | None = None
     text: TextOptions | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions | None = None
     tools: list[FunctionTool] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     top_p: protocol.Fraction | None = None
-    truncation: Literal["disabled"] | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @field_validator("metadata", "tools", mode="before")
     @classmethod
@@ -103,42 +125,67 @@ class ResponsesRequest(protocol.RequestBody):
 
     def to_chat_request(self) -> protocol.ChatRequest:
         """Return the conversation as a chat completion."""
-        choice = self.tool_choice
         response_format = None
         if self.text is not None and self.text.format is not None:
             response_format = protocol.ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
         return protocol.ChatRequest(
             model=self.model,
             messages=self._messages(),
+            logprobs=self.has_logprobs or None,
+            top_logprobs=self.top_logprobs,
             max_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            stop=self.stop,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=response_format,
             temperature=self.temperature,
-            tool_choice=protocol.ToolChoice(function=choice) if isinstance(choice, FunctionChoice) else choice,
+            tool_choice=self._tool_choice(),
             tools=[protocol.ToolDefinition(type="function", function=tool) for tool in self.tools or []] or None,
             top_p=self.top_p,
+            **self.chat_fields(),
         )
+
+    def _tool_choice(self) -> Any:
+        """Return the choice of tools in the form of chat completions."""
+        choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            return protocol.ToolChoice(function=protocol.FunctionName(name=choice.name))
+        if isinstance(choice, AllowedFunctions):
+            tools = [protocol.ToolChoice(function=protocol.FunctionName(name=tool.name)) for tool in choice.tools]
+            return protocol.AllowedToolsChoice(
+                type="allowed_tools", allowed_tools=protocol.AllowedTools(mode=choice.mode, tools=tools)
+            )
+        return choice
 
     def _messages(self) -> list[protocol.ChatMessage]:
         """Return the input as messages; calls that follow each other or a text of the assistant join one message."""
         messages = [protocol.ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, protocol.ChatMessage(role="user", content=self.input)]
+        reasoning: str | None = None
         for index, item in enumerate(self.input):
+            if item.type == "reasoning":
+                parts = item.content if isinstance(item.content, list) else []
+                reasoning = "".join(part.text or "" for part in parts) or None
+                continue
             if item.type == "message" and item.role is not None:
-                messages.append(protocol.ChatMessage(role=item.role, content=_plain_parts(item.content)))
+                content = _plain_parts(item.content)
+                if item.role != "assistant":
+                    reasoning = None
+                messages.append(protocol.ChatMessage(role=item.role, content=content, reasoning_content=reasoning))
             elif item.type == "function_call" and item.name is not None:
                 call = protocol.MessageToolCall(
                     id=item.call_id, function=protocol.FunctionCall(name=item.name, arguments=item.arguments or "{}")
                 )
                 if not messages or messages[-1].role != "assistant":
-                    messages.append(protocol.ChatMessage(role="assistant"))
+                    messages.append(protocol.ChatMessage(role="assistant", reasoning_content=reasoning))
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
             elif item.type == "function_call_output":
                 content = _plain_parts(item.output)
                 messages.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
-            elif item.type != "reasoning":
+            else:
                 raise bad_request(f"`input[{index}]` is of type {item.type[:40]!r}, which is not supported", "input")
+            reasoning = None
         if not messages:
             raise bad_request("`input` is an empty list", "input")
         return messages
@@ -155,7 +202,9 @@ def _plain_parts(content: str | list[InputPart] | None) -> str | list[protocol.C
 @router.post("/responses", responses=STREAMING_RESPONSES)
 async def responses(body: ResponsesRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Answer a conversation."""
-    run = await start_chat(body.to_chat_request(), request, service)
+    chat_request = body.to_chat_request()
+    run = await start_chat(chat_request, request, service)
+    sampling = run.handle.requests[0].sampling
     head = {
         "id": f"resp_{secrets.token_hex(12)}",
         "object": "response",
@@ -168,27 +217,32 @@ async def responses(body: ResponsesRequest, request: HttpRequest, service: Servi
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
-        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or []],
-        "top_p": body.top_p,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "temperature": sampling.temperature,
+        "text": {"format": _echo(body.text.format) if body.text and body.text.format else {"type": "text"}},
+        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str | None) else _echo(body.tool_choice),
+        "tools": [_echo(tool) for tool in body.tools or []],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
     }
     if body.stream:
-        return EventStream(run.handle, _stream(run, head), named=True)
+        return EventStream(run.handle, _stream(run, head, service, body.has_logprobs), named=True)
 
     async def collect() -> Any:
         (answer,) = await run.collect()
-        output = [_format_message(_new_id("msg"), answer.text)] if answer.text.strip() or not answer.calls else []
+        output = [_format_reasoning(_new_id("rs"), answer.reasoning)] if answer.reasoning else []
+        if answer.text.strip() or not (answer.calls or answer.reasoning):
+            logprobs = format_logprobs(answer.tokens, service) if body.has_logprobs else []
+            output.append(_format_message(_new_id("msg"), answer.text, logprobs))
         output += [_format_call(_new_id("fc"), call) for call in answer.calls]
         return {**head, **_final_fields(run, output, answer.finish_reason)}
 
     return await respond_once(request, run.handle, collect())
 
 
-async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a response: first those of its text, then those of each function call."""
+async def _stream(run: ChatRun, head: dict[str, Any], service: Service, has_logprobs: bool) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a response. Its items (reasoning, message, function calls) follow each other."""
     number = -1
 
     def event(kind: str, **fields: Any) -> bytes:
@@ -198,45 +252,116 @@ async def _stream(run: ChatRun, head: dict[str, Any]) -> AsyncIterator[bytes]:
 
     started = {**head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield event("response.created", response=started) + event("response.in_progress", response=started)
-    output: list[dict[str, Any]] = []
-    message_id = _new_id("msg")
-    place = {"item_id": message_id, "output_index": 0, "content_index": 0}
-    text = ""
-    has_message = False
+    items = _Items()
     reason: FinishReason = "length"
     async for deltas in run.deltas():
         for delta in deltas:
-            # 1. Start the message with its first text. An answer without calls has a message, even an empty one.
-            if not has_message and (delta.text or (delta.finish_reason and not delta.calls)):
-                has_message = True
-                item = {**_format_message(message_id, ""), "status": "in_progress", "content": []}
-                yield event("response.output_item.added", output_index=0, item=item)
-                yield event("response.content_part.added", **place, part=_format_text(""))
-            if delta.text:
-                text += delta.text
-                yield event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
-            if delta.finish_reason is None:
-                continue
-            # 2. At the end, complete the message and send the function calls.
-            reason = delta.finish_reason
-            if has_message:
-                output.append(_format_message(message_id, text))
-                yield event("response.output_text.done", **place, text=text, logprobs=[])
-                yield event("response.content_part.done", **place, part=_format_text(text))
-                yield event("response.output_item.done", output_index=0, item=output[0])
-            for call in delta.calls:
-                item = _format_call(_new_id("fc"), call)
-                call_place = {"item_id": item["id"], "output_index": len(output)}
-                output.append(item)
-                pending = {**item, "arguments": "", "status": "in_progress"}
-                yield event("response.output_item.added", output_index=len(output) - 1, item=pending)
-                yield event("response.function_call_arguments.delta", **call_place, delta=call.arguments)
-                yield event(
-                    "response.function_call_arguments.done", **call_place, name=call.name, arguments=call.arguments
-                )
-                yield event("response.output_item.done", output_index=len(output) - 1, item=item)
-    final = {**head, **_final_fields(run, output, reason)}
+            logprobs = format_logprobs([delta.token], service) if has_logprobs else []
+            events = items.add("reasoning", "", delta.reasoning)
+            events += items.add("message", "", delta.text, logprobs if delta.text or not delta.reasoning else [])
+            events += [entry for call in delta.calls for entry in items.add("call", call.name, call.arguments)]
+            if delta.finish_reason is not None:
+                reason = delta.finish_reason
+                events += items.finish()
+            for kind, fields in events:
+                yield event(f"response.{kind}", **fields)
+    final = {**head, **_final_fields(run, items.output, reason)}
     yield event(f"response.{final['status']}", response=final)
+
+
+class _Items:
+    """The items of a streamed response.
+
+    Attributes:
+        output: the items that are complete.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._kind = ""
+        self._id = ""
+        self._call: ToolCall | None = None
+        self._call_id = ""
+        self._text = ""
+        self._logprobs: list[Any] = []
+
+    def add(self, kind: str, name: str, text: str, logprobs: Sequence[Any] = ()) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a new piece of the answer, each with its fields.
+
+        Args:
+            kind: reasoning, message or call.
+            name: the called function at the beginning of a call; empty otherwise.
+        """
+        self._logprobs += logprobs
+        # White space between calls is no message of its own.
+        if not text or (kind == "message" and self._call is not None and not text.strip()):
+            return []
+        events = self._start(kind, name) if kind != self._kind or name else []
+        self._text += text
+        deltas = {
+            "reasoning": ("reasoning_text.delta", {**self._place(), "delta": text}),
+            "message": ("output_text.delta", {**self._place(), "delta": text, "logprobs": list(logprobs)}),
+            "call": ("function_call_arguments.delta", {**self._item_place(), "delta": text}),
+        }
+        return [*events, deltas[kind]]
+
+    def finish(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events at the end of an answer. One without any content has an empty message."""
+        start = [] if self._kind else self._start("message", "")
+        return [*start, *self._stop()]
+
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": len(self.output)}
+
+    def _place(self) -> dict[str, Any]:
+        return {**self._item_place(), "content_index": 0}
+
+    def _start(self, kind: str, name: str) -> list[tuple[str, dict[str, Any]]]:
+        events = self._stop()
+        self._kind = kind
+        self._text = ""
+        self._id = _new_id({"reasoning": "rs", "message": "msg", "call": "fc"}[kind])
+        if kind == "call":
+            self._call = ToolCall(name, "")
+            self._call_id = _new_id("call")
+        item = {**self._format(), "status": "in_progress"}
+        if kind != "call":
+            item["content"] = []
+        events.append(("output_item.added", {"output_index": len(self.output), "item": item}))
+        if kind != "call":
+            part = _format_text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+            events.append(("content_part.added", {**self._place(), "part": part}))
+        return events
+
+    def _stop(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events that complete the current item, and add it to the output."""
+        if not self._kind:
+            return []
+        item = self._format()
+        events: list[tuple[str, dict[str, Any]]] = []
+        if self._kind == "call":
+            done = {**self._item_place(), "name": item["name"], "arguments": self._text}
+            events.append(("function_call_arguments.done", done))
+        else:
+            (part,) = item["content"]
+            kind = "output_text.done" if self._kind == "message" else "reasoning_text.done"
+            more = {"logprobs": part["logprobs"]} if self._kind == "message" else {}
+            events.append((kind, {**self._place(), "text": self._text, **more}))
+            events.append(("content_part.done", {**self._place(), "part": part}))
+        events.append(("output_item.done", {"output_index": len(self.output), "item": item}))
+        self.output.append(item)
+        self._kind = ""
+        return events
+
+    def _format(self) -> dict[str, Any]:
+        """Return the current item."""
+        if self._kind == "reasoning":
+            return _format_reasoning(self._id, self._text)
+        if self._kind == "message":
+            return _format_message(self._id, self._text, self._logprobs)
+        assert self._call is not None
+        call = ToolCall(self._call.name, self._text)
+        return {**_format_call(self._id, call), "call_id": self._call_id}
 
 
 def _final_fields(run: ChatRun, output: list[dict[str, Any]], reason: FinishReason) -> dict[str, Any]:
@@ -251,7 +376,7 @@ def _final_fields(run: ChatRun, output: list[dict[str, Any]], reason: FinishReas
             "input_tokens": stats.prompt_tokens,
             "input_tokens_details": {"cached_tokens": stats.cached_tokens},
             "output_tokens": stats.generated_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
             "total_tokens": stats.prompt_tokens + stats.generated_tokens,
         },
     }
@@ -261,17 +386,27 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-def _format_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _echo(value: BaseModel) -> dict[str, Any]:
+    """Return a part of the request as the response repeats it."""
+    return value.model_dump(exclude_none=True, by_alias=True)
 
 
-def _format_message(item_id: str, text: str) -> dict[str, Any]:
+def _format_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _format_reasoning(item_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": "completed"}
+
+
+def _format_message(item_id: str, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {
         "type": "message",
         "id": item_id,
         "status": "completed",
         "role": "assistant",
-        "content": [_format_text(text)],
+        "content": [_format_text(text, logprobs)],
     }
 
 

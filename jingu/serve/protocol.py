@@ -16,18 +16,24 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import from_json
+from starlette.types import Scope
 
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Constraint
 from jingu.infer.sampling import SamplingParams
 from jingu.serve.http_errors import bad_request
+from jingu.tables import read_table
 
 # Lower temperatures select the most likely token anyway, but could overflow the logits.
 _MIN_TEMPERATURE = 1e-4
 # Sampling parameters with the same names in both protocols and in the engine.
 _SHARED_PARAMS = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+
+
+_FIELDS = read_table(__file__, "fields.toml")
 
 
 class StrictRoute(APIRoute):
@@ -38,9 +44,23 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            _declare_json(request.scope)
             return await handler(_StrictRequest(request.scope, request.receive))
 
         return handle
+
+
+def _declare_json(scope: Scope) -> None:
+    """Set the type of a body to JSON where a client did not say it, as Ollama's clients and curl.
+
+    Another type protects against web pages of other sites, which can send only some types without asking. But browsers
+    name the page's site in such requests: without that, it is no page.
+    """
+    headers = dict(scope["headers"])
+    is_lax = b"content-type" not in headers or scope["path"].startswith("/api/")
+    if is_lax and b"origin" not in headers:
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 class _StrictRequest(Request):
@@ -55,18 +75,50 @@ class RequestBody(BaseModel):
     """A JSON object in a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    # Fields that are accepted and ignored, since they cannot change the answer.
-    HINTS: ClassVar[frozenset[str]] = frozenset()
+    # Names in fields.toml of the further fields that the class accepts or refuses.
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def read_fields(cls, kind: Literal["hints", "neutral", "refused"]) -> dict[str, Any]:
+        """Return the fields of this kind in fields.toml, of the class and of its base classes."""
+        names = [name for base in reversed(cls.__mro__) for name in vars(base).get("FIELDS", ())]
+        return {key: value for name in names for key, value in _FIELDS[name].get(kind, {}).items()}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_hints(cls, value: Any) -> Any:
-        """Leave out hints, and unknown fields that are null, since clients also send fields that they do not set."""
+    def _drop_fields_without_effect(cls, value: Any) -> Any:
+        """Leave out fields that cannot change the answer, since clients also send fields that they do not set.
+
+        Raises:
+            ApiError: a published field has a value that jingu does not support.
+        """
         if not isinstance(value, dict):
             return value
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        hints = frozenset().union(*(base.HINTS for base in cls.__mro__ if issubclass(base, RequestBody)))
-        return {key: item for key, item in value.items() if key in names or not (item is None or key in hints)}
+        names |= {alias for field in cls.model_fields.values() for alias in _aliases(field)}
+        hints = cls.read_fields("hints")
+        neutral = cls.read_fields("neutral")
+        refused = cls.read_fields("refused")
+        result = {}
+        for key, item in value.items():
+            if key in names:
+                result[key] = item
+                continue
+            has_no_effect = item is None or item in ("", []) or (item == {} and key not in refused) or key in hints
+            if has_no_effect or (key in neutral and type(item) is type(neutral[key]) and item == neutral[key]):
+                continue
+            if key in refused:
+                raise bad_request(f"`{key}` is not supported: {refused[key]}", key)
+            if key in neutral:
+                raise bad_request(f"`{key}` is only supported as {json.dumps(neutral[key])}", key)
+            result[key] = item
+        return result
+
+
+def _aliases(field: FieldInfo) -> list[str]:
+    """Return the names of a field in requests besides its own."""
+    choices = field.validation_alias
+    return [str(name) for name in choices.choices] if isinstance(choices, AliasChoices) else []
 
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -81,7 +133,9 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=256)]
 # Longer grammars would delay the engine's other requests while they are compiled.
 GrammarText = Annotated[str, Field(max_length=65_536)]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
-Texts = Annotated[list[str], Field(min_length=1, max_length=256)]
+# The most texts to embed or to score in one request, as OpenAI documents it. Clients send batches of this size.
+MAX_TEXTS = 2048
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
 
 
 def _build_sampling_params(
@@ -133,6 +187,8 @@ class GrammarField(RequestBody):
 class GenerateParameters(RequestBody):
     """Parameters of text-generation-inference."""
 
+    FIELDS = ("generate",)
+
     adapter_id: str | None = None
     best_of: Annotated[int, Field(ge=1, le=16)] | None = None
     decoder_input_details: bool | None = None
@@ -182,7 +238,7 @@ class TokenizeRequest(GenerateRequest):
 class DetokenizeRequest(RequestBody):
     """Token ids to decode, as for vLLM."""
 
-    HINTS = frozenset({"model"})
+    FIELDS = ("detokenize",)
 
     tokens: list[TokenId]
 
@@ -193,7 +249,7 @@ class DetokenizeRequest(RequestBody):
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
-    HINTS = frozenset({"include_obfuscation"})
+    FIELDS = ("stream options",)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -202,7 +258,7 @@ class StreamOptions(RequestBody):
 class StructuredOutputs(RequestBody):
     """vLLM's constraints of the answer, of which a request has one. JSON never has optional whitespace."""
 
-    HINTS = frozenset({"disable_any_whitespace", "disable_fallback"})
+    FIELDS = ("structured outputs",)
 
     choice: Choices | None = None
     grammar: GrammarText | None = None
@@ -228,12 +284,11 @@ class StructuredOutputs(RequestBody):
         return constraints[0] if constraints else None
 
 
-class SamplingFields(RequestBody):
-    """The fields that completions and chat completions share."""
+class VllmFields(RequestBody):
+    """The fields that all routes under /v1 take which generate text: those of vLLM, and some of OpenAI's."""
 
-    HINTS = frozenset({"prediction", "prompt_cache_key", "safety_identifier", "user"})
+    FIELDS = ("sampling",)
 
-    model: str
     frequency_penalty: Penalty | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
@@ -241,21 +296,37 @@ class SamplingFields(RequestBody):
     guided_regex: str | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
     skip_special_tokens: bool | None = None
-    stop: str | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+
+class VllmChatFields(VllmFields):
+    """vLLM's fields of further chat protocols."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return these fields for a chat completion."""
+        return {name: getattr(self, name) for name in VllmChatFields.model_fields}
+
+
+class SamplingFields(VllmFields):
+    """The fields that completions and chat completions share."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    stop: str | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    structured_outputs: StructuredOutputs | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Fraction | None = None
 
     @field_validator("stop")
@@ -293,18 +364,19 @@ def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, fl
 class CompletionRequest(SamplingFields):
     """OpenAI's completions."""
 
+    FIELDS = ("completion",)
+
     prompt: Prompts
     best_of: Annotated[int, Field(ge=1, le=16)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
-    suffix: str | None = None
 
 
 class FunctionCall(RequestBody):
     """The function and arguments of an earlier tool call."""
 
-    HINTS = frozenset({"description"})
+    FIELDS = ("called function",)
 
     name: str
     arguments: str | dict[str, Any]
@@ -313,7 +385,7 @@ class FunctionCall(RequestBody):
 class MessageToolCall(RequestBody):
     """A tool call of the assistant in an earlier turn."""
 
-    HINTS = frozenset({"index"})
+    FIELDS = ("tool call",)
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -323,23 +395,27 @@ class MessageToolCall(RequestBody):
 class ContentPart(RequestBody):
     """A part of a message, of which only text is supported. The others are refused by their type."""
 
-    HINTS = frozenset({"image_url", "input_audio", "file", "refusal"})
+    FIELDS = ("content part",)
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(RequestBody):
     """A message of a conversation."""
 
-    HINTS = frozenset({"annotations", "refusal"})
+    FIELDS = ("chat message",)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    # vLLM and others call the reasoning `reasoning` in their answers.
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
+        None
+    )
 
 
 class FunctionDefinition(RequestBody):
@@ -389,7 +465,7 @@ class AllowedToolsChoice(RequestBody):
 class JsonSchema(RequestBody):
     """A JSON schema that the answer must satisfy."""
 
-    HINTS = frozenset({"description", "name", "strict"})
+    FIELDS = ("response schema",)
 
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
@@ -416,7 +492,7 @@ class ResponseFormat(RequestBody):
 class ChatRequest(SamplingFields):
     """OpenAI's chat completions."""
 
-    HINTS = frozenset({"metadata", "service_tier", "store", "verbosity"})
+    FIELDS = ("chat",)
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     add_generation_prompt: bool | None = None
@@ -427,15 +503,18 @@ class ChatRequest(SamplingFields):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    # Whether the model reasons before it answers; None: as the template has it.
+    enable_thinking: bool | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
-    tool_prompt: str | None = None
     tools: list[ToolDefinition] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
 class LoadAdapterRequest(RequestBody):
     """An adapter to load, as for vLLM."""
+
+    FIELDS = ("load adapter",)
 
     lora_name: str
     lora_path: str
@@ -444,7 +523,7 @@ class LoadAdapterRequest(RequestBody):
 class UnloadAdapterRequest(RequestBody):
     """An adapter to unload, as for vLLM, which ignores its number as well."""
 
-    HINTS = frozenset({"lora_int_id"})
+    FIELDS = ("unload adapter",)
 
     lora_name: str
 
@@ -452,7 +531,7 @@ class UnloadAdapterRequest(RequestBody):
 class EmbeddingRequest(RequestBody):
     """OpenAI's embeddings."""
 
-    HINTS = frozenset({"user"})
+    FIELDS = ("embedding",)
 
     input: Prompts
     model: str
@@ -463,7 +542,7 @@ class EmbeddingRequest(RequestBody):
 class ScoringRequest(RequestBody):
     """What both requests for scores share. Scores are logits: vLLM's with `use_activation` false."""
 
-    HINTS = frozenset({"priority", "user"})
+    FIELDS = ("scoring",)
 
     model: str
     use_activation: Literal[False] | None = None
@@ -481,4 +560,5 @@ class RerankRequest(ScoringRequest):
 
     query: str | Annotated[list[ChatMessage], Field(min_length=1)]
     documents: Texts
+    return_documents: bool | None = None
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None

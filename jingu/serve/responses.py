@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -17,6 +18,11 @@ from jingu.serve.http_errors import ApiError, error_body, to_api_error
 
 LOGGER = logging.getLogger("jingu.serve")
 T = TypeVar("T")
+
+# Seconds without an event after which a stream sends a keep-alive, as proxies and clients close silent connections.
+KEEP_ALIVE_SECONDS = 5.0
+# A comment, which readers of server-sent events skip.
+COMMENT = b": keep-alive\n\n"
 
 # OpenAPI description of a response that may be streamed.
 STREAMING_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -88,6 +94,7 @@ class EventStream(Response):
     Args:
         named: whether the protocol's events have names.
         media_type: type of the stream; for another one than server-sent events, `events` are lines of JSON.
+        keep_alive: sent while the answer has no new event for `KEEP_ALIVE_SECONDS`.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         named: bool = False,
         media_type: str = "text/event-stream",
+        keep_alive: bytes = COMMENT,
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
@@ -104,21 +112,41 @@ class EventStream(Response):
         self._handle = handle
         self._events = events
         self._error_name = "error" if named else None
+        self._keep_alive = keep_alive
+        # The time of the last part; None while one is being sent.
+        self._last_time: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
+        keep_alive = asyncio.ensure_future(self._send_keep_alives(send))
         try:
             await cancel_on_disconnect(receive, self._send(scope["path"], send))
         except ApiError:
             pass  # The client has disconnected, so nobody is left to report the error to.
         finally:
+            keep_alive.cancel()
             self._handle.cancel()
+
+    async def _send_keep_alives(self, send: Send) -> None:
+        """Send a keep-alive whenever nothing has been sent for some time."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS / 2)
+            if self._last_time is not None and time.monotonic() - self._last_time >= KEEP_ALIVE_SECONDS / 2:
+                await self._send_part(send, self._keep_alive)
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        self._last_time = None
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        self._last_time = time.monotonic()
 
     async def _send(self, path: str, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
+            self._last_time = time.monotonic()
             async for part in self._events:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await self._send_part(send, part)
+                # Neither a full queue of events nor a closed connection makes this loop wait: let others have a turn.
+                await asyncio.sleep(0)
         except Exception as error:
             # The status has already been sent, so report the error as an event.
             if not isinstance(error, ApiError):
@@ -126,5 +154,6 @@ class EventStream(Response):
             _, body = error_body(to_api_error(error, path), path)
             is_events = self.media_type == "text/event-stream"
             part = format_event(body, self._error_name) if is_events else dump_json(body) + b"\n"
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await self._send_part(send, part)
+        self._last_time = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})

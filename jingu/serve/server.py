@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -32,9 +34,21 @@ from jingu.serve.service import Service
 from jingu.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("jingu.serve")
+# File descriptors that are not for connections: files of the model and of Python, the event loop, other sockets.
+_RESERVED_DESCRIPTORS = 64
 # Seconds for a client to read its last response before the connection is closed. When the grace period ends without a
 # second signal, clients have five times as long.
 _DRAIN_SECONDS = 1.0
+
+
+def raise_connection_limit() -> int:
+    """Raise the process's limit of open files as far as it may, and return how many connections it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # the system's own limit can be below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft - _RESERVED_DESCRIPTORS, 1)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -58,9 +72,11 @@ class HttpConnection(HttpProtocol):
 
     Attributes:
         patience: seconds to wait for the client.
+        max_connections: number of connections above which the one that has been idle for longest is closed.
     """
 
     patience = 60.0
+    max_connections = sys.maxsize
     _idle_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _is_refused = False
@@ -68,6 +84,7 @@ class HttpConnection(HttpProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the connection, so that unread data stays in the kernel's buffer and not in this process."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        self._make_room()
         # With a limit of 0, asyncio calls `pause_writing` as soon as the kernel's buffer is full.
         self.transport.set_write_buffer_limits(0)
         self._update_idle_timer()
@@ -115,6 +132,20 @@ class HttpConnection(HttpProtocol):
             self.transport.write_eof()
         self.loop.call_later(_DRAIN_SECONDS, self.transport.abort)
 
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest if there are too many; if none is idle, this one."""
+        if len(self.connections) <= self.max_connections:
+            return
+        # Each connection sets its timer when it becomes idle, with the same delay.
+        idle = [
+            (connection._idle_timer.when(), connection)
+            for connection in self.connections
+            if isinstance(connection, HttpConnection) and connection is not self and connection._idle_timer is not None
+        ]
+        _, oldest = min(idle, key=lambda entry: entry[0], default=(0.0, self))
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+
     def _update_idle_timer(self) -> None:
         """Run the timer while the server waits for a request, or for the rest of one that has been answered."""
         is_idle = self.conn.our_state in (h11.IDLE, h11.DONE)
@@ -137,7 +168,8 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, engine: AsyncEngine, settings: ServeSettings, on_start: Callable[[str], None]
     ) -> None:
-        protocol: Any = type("Connection", (HttpConnection,), {"patience": settings.patience})
+        limits = {"patience": settings.patience, "max_connections": settings.max_connections or sys.maxsize}
+        protocol: Any = type("Connection", (HttpConnection,), limits)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -236,6 +268,8 @@ def run_server(
             sys.stderr.flush()
 
     configure_logging()
+    limit = raise_connection_limit()
+    settings = replace(settings, max_connections=min(settings.max_connections or limit, limit))
     server = build_server(engine, settings, name, chat_format, announce)
     server.run([listener])
     if server.engine.failure is not None:

@@ -12,6 +12,7 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from jingu.chat.chat_format import ChatFormat
+from jingu.errors import JinguError
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
 from jingu.serve.async_engine import AsyncEngine, RequestHandle
@@ -54,13 +55,28 @@ class Service:
         """Return the adapter with this model name; None for the base model. Raise ApiError for an unknown name."""
         if model is None or model == self.name or model in PLACEHOLDER_MODELS:
             return None
+        if model not in self.adapters:
+            # Ollama's clients add a tag to names that have none.
+            model = model.removesuffix(":latest")
+            if model == self.name:
+                return None
         if model in self.adapters:
             return model
         names = ", ".join([self.name, *self.adapters])
         raise ApiError(404, f"the model {model[:200]!r} does not exist; available: {names}", field="model")
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt, with BOS if the model has it. Special tokens in the text are parsed."""
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a prompt and its answer: the model's context, or less if the KV cache is smaller."""
+        limit = self.model.spec.max_position_embeddings
+        return limit if self.model.spec.num_encoder_layers is not None else self.engine.max_new_tokens(1) + 1
+
+    async def encode(self, text: str, *, is_truncated: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a prompt, with BOS if the model has it. Special tokens in the text are parsed.
+
+        Args:
+            is_truncated: whether the caller truncates the prompt, so that it may be longer than the context.
+        """
 
         def tokenize() -> tuple[int, ...]:
             ids = tuple(self.model.tokenizer.encode(text, parse_special_tokens=True))
@@ -68,7 +84,17 @@ class Service:
             # Clients that apply a template themselves may have added the BOS token already.
             return ids if prefix and ids[: len(prefix)] == prefix else (*prefix, *ids)
 
+        if not is_truncated:
+            self.check_length(text)
         return await run_off_loop(tokenize, len(text))
+
+    def check_length(self, text: str) -> None:
+        """Raise JinguError for a text that cannot fit the context, without the cost of tokenizing it."""
+        tokens = self.model.tokenizer.min_tokens(text)
+        limit = self.model.spec.max_position_embeddings
+        if tokens > limit:
+            what = f"the prompt's {tokens:,} or more tokens exceed the model's context of {limit}."
+            raise JinguError(what, where="prompt", fix="Shorten the prompt.")
 
     def max_new_tokens(self, prompt: Sequence[int]) -> int:
         """Return how many tokens fit after a prompt, at least 1: the engine reports prompts that are too long."""

@@ -14,7 +14,9 @@ class ServeSettings:
         host: address to listen on.
         port: port to listen on; 0 selects a free one.
         max_num_seqs: maximum number of sequences that are generated at a time.
-        max_concurrent_requests: maximum number of unfinished requests.
+        max_concurrent_requests: maximum number of unfinished requests. One for several answers counts as several.
+        max_connections: maximum number of open connections, beyond which the idle ones are closed; by default as many
+            as the process may have open files.
         timeout: seconds after which a request fails.
         grace: seconds for requests in progress to finish once the server is asked to stop.
         patience: seconds to wait for a client that does not send or does not read.
@@ -31,6 +33,7 @@ class ServeSettings:
     port: int = 8000
     max_num_seqs: int = 64
     max_concurrent_requests: int = 128
+    max_connections: int | None = None
     timeout: float = 600.0
     grace: float = 30.0
     patience: float = 60.0

@@ -14,7 +14,14 @@ from jingu.infer.request import FinishReason, Request, Token
 from jingu.serve.async_engine import Completion, RequestHandle, best_first
 from jingu.serve.http_errors import ApiError, bad_request
 from jingu.serve.protocol import DetokenizeRequest, GenerateParameters, GenerateRequest, StrictRoute, TokenizeRequest
-from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
+from jingu.serve.responses import (
+    STREAMING_RESPONSES,
+    EventStream,
+    JsonResponse,
+    dump_json,
+    format_event,
+    respond_once,
+)
 from jingu.serve.service import Service, ServiceDependency, run_off_loop
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
@@ -32,7 +39,7 @@ async def generate_compat(body: GenerateRequest, request: HttpRequest, service: 
 @router.post("/generate")
 async def generate(body: GenerateRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Generate text."""
-    return await _generate(body, request, service)
+    return await _generate(body, request, service, stream=bool(body.stream))
 
 
 @router.post("/generate_stream", responses=STREAMING_RESPONSES)
@@ -44,18 +51,22 @@ async def generate_stream(body: GenerateRequest, request: HttpRequest, service: 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, service: ServiceDependency) -> Response:
     """Tokenize a text; tell which characters each token covers."""
-    tokenizer = service.model.tokenizer
-    ids, positions = await run_off_loop(
-        lambda: tokenizer.encode_with_offsets(body.inputs, parse_special_tokens=True), len(body.inputs)
-    )
-    tokens = [
-        {"id": token, "text": body.inputs[start:stop], "start": start, "stop": stop}
-        for token, (start, stop) in zip(ids, positions, strict=True)
-    ]
-    prefix = service.model.prompt_prefix_ids
-    if body.add_special_tokens and ids[:1] != list(prefix[:1]):
-        tokens = [{"id": token, "text": service.token_text(token), "start": 0, "stop": 0} for token in prefix] + tokens
-    return JsonResponse(tokens)
+
+    def respond() -> Response:
+        ids, positions = service.model.tokenizer.encode_with_offsets(body.inputs, parse_special_tokens=True)
+        tokens = [
+            {"id": token, "text": body.inputs[start:stop], "start": start, "stop": stop}
+            for token, (start, stop) in zip(ids, positions, strict=True)
+        ]
+        prefix = service.model.prompt_prefix_ids
+        if body.add_special_tokens and ids[:1] != list(prefix[:1]):
+            heads = [{"id": token, "text": service.token_text(token), "start": 0, "stop": 0} for token in prefix]
+            tokens = heads + tokens
+        # JSON parts of bounded size: the encoder holds the interpreter until it has written its whole value.
+        parts = [dump_json(tokens[first : first + 1000])[1:-1] for first in range(0, len(tokens), 1000)]
+        return Response(b"[" + b",".join(parts) + b"]", media_type="application/json")
+
+    return await run_off_loop(respond, len(body.inputs))
 
 
 @router.post("/detokenize")
@@ -82,8 +93,8 @@ async def info(service: ServiceDependency) -> Response:
             "max_concurrent_requests": service.settings.max_concurrent_requests,
             "max_best_of": 16,
             "max_stop_sequences": _MAX_STOP_STRINGS,
-            "max_input_tokens": spec.max_position_embeddings - 1,
-            "max_total_tokens": spec.max_position_embeddings,
+            "max_input_tokens": service.context_length - 1,
+            "max_total_tokens": service.context_length,
             "validation_workers": 1,
             "max_client_batch_size": 1,
             "router": "jingu",
@@ -157,7 +168,7 @@ async def _build_request(inputs: str, parameters: GenerateParameters, service: S
     if not inputs:
         raise bad_request("`inputs` cannot be empty", "inputs")
     # 2. Encode the prompt. Truncation keeps its end, which matters more than its beginning.
-    prompt = await service.encode(inputs)
+    prompt = await service.encode(inputs, is_truncated=parameters.truncate is not None)
     if parameters.truncate:
         prompt = prompt[-parameters.truncate :]
     max_tokens = parameters.max_new_tokens

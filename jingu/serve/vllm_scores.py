@@ -21,6 +21,8 @@ from jingu.serve.responses import respond_once
 from jingu.serve.service import Service, ServiceDependency
 
 router = APIRouter(prefix="/v1", tags=["scoring"], route_class=protocol.StrictRoute)
+# The paths of Jina and of Cohere.
+unversioned_router = APIRouter(tags=["scoring"], route_class=protocol.StrictRoute)
 Prompt = str | list[protocol.ChatMessage]
 
 
@@ -44,6 +46,8 @@ async def score(body: protocol.ScoreRequest, request: HttpRequest, service: Serv
 
 
 @router.post("/rerank")
+@unversioned_router.post("/rerank")
+@unversioned_router.post("/v2/rerank")
 async def rerank(body: protocol.RerankRequest, request: HttpRequest, service: ServiceDependency) -> Response:
     """Return documents by the reward model's score of each as the answer to a query, the best first."""
     documents = body.documents
@@ -53,10 +57,9 @@ async def rerank(body: protocol.RerankRequest, request: HttpRequest, service: Se
         scores = await _collect_scores(handle)
         ranking = sorted(range(len(documents)), key=lambda index: -scores[index])
         # As in vLLM, 0 means all.
-        results = [
-            {"index": index, "document": {"text": documents[index]}, "relevance_score": scores[index]}
-            for index in ranking[: body.top_n or None]
-        ]
+        results = [{"index": index, "relevance_score": scores[index]} for index in ranking[: body.top_n or None]]
+        if body.return_documents is not False:
+            results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
         head = {"id": f"rerank-{secrets.token_hex(12)}", "model": body.model}
         return {**head, "results": results, "usage": _format_usage(handle)}
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from jingu.errors import JinguError
+from jingu.runtime.log import log_warning
 from jingu.text.sentencepiece import SentencePieceModel, build_sentencepiece, prepend_token
-from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
+from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
 
 # llama.cpp's names for pre-tokenizers, the rules that split text into words before merging, grouped by equal rules.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
@@ -20,6 +21,9 @@ _LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3", "smaug-bpe", "dbrx")
 # Of these, llama.cpp begins prompts with BOS unless the file says otherwise.
 _WITH_BOS = ("llama-bpe", "llama-v3", "llama3", "falcon3")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
+# llama.cpp's rules for files that name none: each divides what the one before it left whole.
+_DEFAULT = "default"
+_DEFAULT_RULES = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT_PATTERN, r"\p{N}+", r"[0-9][0-9][0-9]")
 # Types of tokens, as in sentencepiece.
 _CONTROL, _USER = 3, 4
 _TOKENS = ("bos", "eos", "unknown", "padding")
@@ -75,8 +79,13 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Build a byte-level BPE tokenizer (of the `tokenizers` library) from tokens and merges."""
-    pre = str(metadata.get("tokenizer.ggml.pre", "gpt-2"))
-    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2):
+    pre = str(metadata.get("tokenizer.ggml.pre") or _DEFAULT)
+    if "tokenizer.ggml.pre" not in metadata:
+        log_warning(
+            "The GGUF file does not say how its tokenizer splits text (tokenizer.ggml.pre). jingu uses llama.cpp's "
+            "default, and the ids can differ from those that the model was trained on."
+        )
+    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2, _DEFAULT):
         raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not support.")
     pairs = [(first, second) for first, second in (merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"])]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -89,6 +98,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     if pre in _DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])
+    if pre == _DEFAULT:
+        splits = [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in _DEFAULT_RULES]
+        inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
     for token, type_ in zip(tokens, metadata.get("tokenizer.ggml.token_type", []), strict=False):
         if type_ in (_CONTROL, _USER):

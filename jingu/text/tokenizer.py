@@ -93,7 +93,7 @@ class Tokenizer:
     def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text. Special tokens in it are encoded as plain text unless `parse_special_tokens`."""
         if parse_special_tokens:
-            return list(self._parsing.encode(text, add_special_tokens=False).ids)
+            return list(self._parsing.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return [id_ for chunk in self._divide_text(text) for id_ in self._encode_chunk(chunk)]
 
     def encode_parts(self, text: str, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
@@ -106,7 +106,8 @@ class Tokenizer:
                 yield np.array(self._encode_chunk(chunk), dtype)
 
     def _encode_chunk(self, text: str) -> list[int]:
-        # Encode a batch of one: only batches have a call that does not track offsets.
+        # Encode a batch of one: only batches have a call that does not track offsets. Unlike `encode`, it also lets
+        # other threads run in the meantime.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     @cached_property
@@ -142,6 +143,8 @@ class Tokenizer:
         A space that no piece covers belongs to the piece after it. A piece that crosses the end of a span belongs to
         the span.
         """
+        if not spans:
+            return self.encode(text, parse_special_tokens=parse_special_tokens), []
         encoding = self._encode_text(text, parse_special_tokens)
         ids = list(encoding.ids)
 
@@ -164,7 +167,32 @@ class Tokenizer:
 
     def _encode_text(self, text: str, parse_special_tokens: bool) -> Any:
         inner = self._parsing if parse_special_tokens else self._inner
-        return inner.encode(text, add_special_tokens=False)
+        # A batch of one lets other threads run in the meantime, which `encode` does not.
+        return inner.encode_batch([text], add_special_tokens=False)[0]
+
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of ids of a text, with or without special tokens in it; 0 if unknown.
+
+        Much cheaper than `encode`: the size of the text divided by that of the longest token.
+        """
+        return len(text.encode(errors="replace")) // self._max_token_bytes if self._max_token_bytes else 0
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        """The most bytes of a text that one token can stand for; 0 if there is no such limit."""
+        normalizer = self._spec.get("normalizer") or {}
+        if (
+            normalizer.get("type", "NFC") != "NFC"
+            or self.spelling != "bytes"
+            or not LETTER_TO_BYTE.keys() <= set(self.vocab())
+        ):
+            # Without all bytes, or with other normalizers, tokens can stand for text of any length.
+            return 0
+        if any(token.get("lstrip") or token.get("rstrip") for token in self._added):
+            return 0  # such a token includes all the white space around it
+        longest = max(len(self.token_bytes(token)) for token in self.vocab().values())
+        # NFC shortens a text at most to a third, such as three letters of Hangul to one.
+        return 3 * longest if normalizer else longest
 
     @cached_property
     def _parsing(self) -> Any:

@@ -434,6 +434,12 @@ def test_an_unsupported_tokenizer_is_reported_when_it_is_used(
             {"llama.block_count": 3, "llama.embedding_length": 64},
             r"missing: model\.layers\.2\..*of the wrong shape: model\.embed_tokens\.weight \(has \[317, 48\]",
         ),
+        ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "only 4 of a head's 8 dims are rotated"),
+        ({"llama.attention.sliding_window": 16}, "metadata llama.attention.sliding_window = 16 changes the model's"),
+        ({"llama.attention.clamp_kqv": 8}, "attention.clamp_kqv = 8 changes"),
+        ({"llama.rope.scaling.attn_factor": 2}, "rope.scaling.attn_factor = 2 changes"),
+        ({"llama.expert_gating_func": 2}, "expert_gating_func = 2 changes"),
+        ({"llama.attention.head_count_kv": [3, 1]}, "this does not describe a model"),
         ({"llama.block_count": 1}, r"unexpected: blk\.1\.attn_q\.weight, blk\.1\.attn_k\.weight"),
     ],
     ids=str,
@@ -442,6 +448,45 @@ def test_models_that_are_refused(changes: dict[str, Any], words: str, tmp_path: 
     path = written(tmp_path / "model.gguf", llama(), **changes)
     with pytest.raises(JinguError, match=words):
         open_model(path)
+
+
+def test_metadata_without_effect_are_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    neutral = {"attention.sliding_window": 0, "expert_weights_scale": 1, "rope.scaling.finetuned": 1, "vocab_size": 317}
+    path = written(tmp_path / "a.gguf", llama(), **{f"llama.{key}": value for key, value in neutral.items()})
+    assert open_model(path).spec == open_model(written(tmp_path / "b.gguf", llama())).spec
+    assert not caplog.records
+    open_model(written(tmp_path / "c.gguf", llama(), **{"llama.moon_phase": 3}))
+    assert "does not know the metadata llama.moon_phase = 3" in caplog.text
+
+
+def test_an_old_factor_of_rotary_scaling_is_read(tmp_path: Path) -> None:
+    """llama.cpp reads `rope.scale_linear` as `rope.scaling.factor`, and takes a factor without type for linear."""
+    keys = [
+        {"llama.rope.scale_linear": 4},
+        {"llama.rope.scaling.factor": 4},
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4},
+    ]
+    specs = [open_model(written(tmp_path / "a.gguf", llama(), **key)).spec for key in keys]
+    assert specs[0] == specs[1] == specs[2] != open_model(written(tmp_path / "a.gguf", llama())).spec
+    for neutral in (
+        {"llama.rope.scale_linear": 1},
+        {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4},
+    ):
+        assert (
+            open_model(written(tmp_path / "a.gguf", llama(), **neutral)).spec
+            == open_model(written(tmp_path / "b.gguf", llama())).spec
+        )
+
+
+def test_a_missing_pre_tokenizer_is_guessed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    facts = tokenizer_facts(a_tokenizer())
+    del facts["tokenizer.ggml.pre"]
+    folder = open_model(written(tmp_path / "model.gguf", llama(), **facts)).tokenizer()
+    assert "does not say how its tokenizer splits text" in caplog.text
+    rules = Tokenizer.load(folder)._inner.pre_tokenizer
+    pieces = [piece for piece, _ in rules.pre_tokenize_str(" 12345 isn't+=it")]
+    # Punctuation first, then GPT-2's words, then numbers, by threes.
+    assert pieces == ["Ġ", "123", "45", "Ġisn", "'", "t", "+=", "it"]
 
 
 def test_a_missing_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

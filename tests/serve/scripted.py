@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jingu.serve.formulas import convert
 from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
 
 Answer = Callable[[dict[str, Any]], Iterator[str | dict[str, Any]]]
@@ -48,6 +49,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/math":
+            trees = [convert(item["latex"], item["display"]) for item in body["formulas"]]
+            self._reply(200, json.dumps({"formulas": trees}).encode(), "application/json", {})
+            return
         self.server.asked.append(body)
         self.server.keys.append(self.headers.get("Authorization"))
         pieces = self.server.answer(body)

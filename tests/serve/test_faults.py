@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
+import logging
+import resource
 import signal
 import socket
 import threading
+import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +23,10 @@ from jingu.infer import distributed
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import ModelRunner
+from jingu.serve import async_engine, responses
+from jingu.serve.middleware import RepetitionFilter
+from jingu.serve.server import raise_connection_limit
+from jingu.text.tokenizer import Tokenizer
 from tests.limits import PATIENCE
 from tests.serve.conftest import Running, ScriptedEngine, Serve, eventually, send
 
@@ -524,3 +533,206 @@ def _shared(serve: Serve, servers: dict[int, Running] = {}) -> Running:  # noqa:
     if id(serve) not in servers:
         servers[id(serve)] = serve()
     return servers[id(serve)]
+
+
+# One client does not stop the others
+
+
+def longest_pause(server: Running, until: threading.Event) -> float:
+    """Return the longest time that `/health` took until an event."""
+    longest = 0.0
+    while not until.is_set():
+        start = time.perf_counter()
+        assert server.call("/health")[0] == 200
+        longest = max(longest, time.perf_counter() - start)
+    return longest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["weather is fine. " * 100_000, "a" * 1_900_000, "的数据" * 100_000],
+    ids=["words", "one letter", "Chinese"],
+)
+def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenized(
+    text: str, serve: Serve, tiny_model: InferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = _shared(serve)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the prompt was tokenized"))
+    for path, body in (
+        ("/generate", {"inputs": text}),
+        ("/v1/completions", {"model": "tiny", "prompt": text}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": text}]}),
+    ):
+        status, answer, _ = server.call(path, body)
+        assert status in (400, 422) and "or more tokens exceed the model's context of 2048" in json.dumps(answer)
+
+
+def test_other_clients_are_answered_while_a_long_text_is_tokenized(serve: Serve) -> None:
+    server = _shared(serve)
+    done = threading.Event()
+    pauses: list[float] = []
+    thread = threading.Thread(target=lambda: pauses.append(longest_pause(server, done)))
+    thread.start()
+    # Truncation makes a prompt of any length acceptable, so all of it is tokenized.
+    body = {"inputs": "the weather is fine. " * 90_000, "parameters": {"truncate": 5, "max_new_tokens": 2}}
+    start = time.perf_counter()
+    assert server.call("/generate", body)[0] == 200
+    seconds = time.perf_counter() - start
+    done.set()
+    thread.join(PATIENCE)
+    assert pauses[0] < seconds
+
+
+def test_a_backlog_is_bounded(serve: Serve, tiny_model: InferenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "MAX_UNREAD_TOKENS", 100)
+    server = serve(ScriptedEngine(tiny_model))
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((server.host, server.port))
+        message = {"model": "tiny", "prompt": "the weather " * 250, "max_tokens": 1000, "stream": True, "logprobs": 20}
+        body = json.dumps({**message, "n": 16}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        eventually(lambda: server.engine.cancelled == [1])
+        assert server.call("/generate", SHORT)[0] == 200
+
+
+def test_answers_to_one_prompt_count_towards_the_limit(gated: Callable[..., Running], gate: StepGate) -> None:
+    server = gated(max_concurrent_requests=8)
+    body = {"model": "tiny", "prompt": "the weather", "max_tokens": 2}
+    status, answer, _ = server.call("/v1/completions", {**body, "n": 9})
+    assert status == 400 and "at most 8 answers at once, not 9" in answer["error"]["message"]
+    first = send(server, "/v1/completions", {**body, "n": 6})
+    eventually(lambda: server.server.engine.num_requests == 6)
+    for more in ({"n": 3}, {"prompt": ["a", "b", "c"]}, {"best_of": 3}):
+        assert server.call("/v1/completions", {**body, **more})[0] == 429, more
+    gate.open()
+    assert first.getresponse().status == 200
+    eventually(lambda: free(server))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sign"),
+    [
+        ("/v1/completions", {"prompt": "the weather"}, b": keep-alive\n\n"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, b": keep-alive\n\n"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}, b"event: ping\n"),
+        ("/generate_stream", {"inputs": "the weather"}, b": keep-alive\n\n"),
+        ("/v1/responses", {"input": "the weather"}, b": keep-alive\n\n"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, b'"content":""},"done":false}\n'),
+        ("/api/generate", {"prompt": "a"}, b'"response":"","done":false}\n'),
+    ],
+)
+def test_silent_streams_send_keep_alives(
+    path: str,
+    body: dict[str, Any],
+    sign: bytes,
+    gated: Callable[..., Running],
+    gate: StepGate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.02)
+    server = gated()
+    fields = {} if path == "/generate_stream" else {"model": "tiny", "stream": True}
+    response = send(server, path, {**fields, **body}).getresponse()
+    text = b""
+    while sign not in text:
+        text += response.readline()
+    gate.open()
+    assert response.read()
+    eventually(lambda: free(server))
+
+
+def test_idle_connections_make_room(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), max_connections=4)
+    idle = [socket.create_connection((server.host, server.port), timeout=PATIENCE) for _ in range(12)]
+    try:
+        eventually(lambda: len(server.server.server_state.connections) <= 4)
+        assert server.call("/health")[0] == 200
+        assert idle[0].recv(10) == b""  # the oldest was closed
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_the_limit_of_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert raise_connection_limit() == 4096 - 64 and limits == [(4096, 4096)]
+
+
+def test_repeated_errors_are_logged_once() -> None:
+    logger, handler = logging.Logger("asyncio-like"), _Records()
+    logger.addHandler(handler)
+    logger.addFilter(RepetitionFilter(seconds=60.0))
+    for _ in range(1000):
+        logger.error("socket.accept() out of system resource")
+    logger.error("another one")
+    assert handler.texts == ["socket.accept() out of system resource", "another one"]
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+# Forms of HTTP
+
+
+@pytest.mark.parametrize("target", [b"http://a/health", b"http://a:8000/health?x=1", b"HTTP://a/health"])
+def test_a_request_for_a_whole_url_is_answered(serve: Serve, target: bytes) -> None:
+    data = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    server = _shared(serve)
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
+        connection.sendall(data)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_the_host_of_a_whole_url_is_checked(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), hosts=("localhost",))
+    for host, status in (("localhost", b"200"), ("evil.example", b"403")):
+        with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
+            request = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            connection.sendall(request.encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_compressed_bodies_are_read(serve: Serve) -> None:
+    server = _shared(serve)
+    plain = json.dumps(SHORT).encode()
+    for encoding, body in (("gzip", gzip.compress(plain)), ("deflate", zlib.compress(plain)), ("identity", plain)):
+        assert server.call("/generate", body, headers={"Content-Encoding": encoding})[0] == 200, encoding
+    for encoding, body, status, words in (
+        ("gzip", plain, 422, "not in the format"),
+        ("gzip", gzip.compress(plain)[:-9], 422, "incomplete"),
+        ("br", plain, 415, "gzip, deflate or no encoding"),
+        ("gzip", gzip.compress(b" " * 3_000_000), 413, "2,000,000"),
+    ):
+        result, answer, _ = server.call("/generate", body, headers={"Content-Encoding": encoding})
+        assert result == status and words in answer["error"], (encoding, answer)
+
+
+def test_private_networks_are_reached_from_allowed_origins(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(ScriptedEngine(tiny_model), origins=("https://page.example",))
+    asks = {
+        "Origin": "https://page.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    status, _, headers = server.call("/generate", method="OPTIONS", headers=asks)
+    assert status == 200 and headers["access-control-allow-private-network"] == "true"
+    other = server.call("/generate", method="OPTIONS", headers={**asks, "Origin": "https://evil.example"})
+    assert other[0] == 400
+
+
+def test_the_id_of_a_request_has_the_name_of_each_protocol(serve: Serve) -> None:
+    headers = _shared(serve).call("/v1/models")[2]
+    assert headers["request-id"] == headers["x-request-id"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
@@ -40,8 +41,134 @@ def test_a_required_tool_constrains_the_answer() -> None:
     assert name is None and constraint is not None
     first, second = json.loads(constraint.value)["anyOf"]
     assert first["properties"]["name"] == {"const": "add"} and second["properties"]["name"] == {"const": "weather"}
-    # References point to where the schema is embedded.
-    assert first["properties"]["arguments"]["properties"]["a"] == {"$ref": "#/anyOf/0/properties/arguments/$defs/n"}
+    # Each schema is a resource of its own, so that its references mean the same as in the schema alone.
+    assert first["properties"]["arguments"] == {"$id": "jingu:schema/0", **WITH_REFERENCE}
+
+
+def accepts(constraint: Constraint, value: Any) -> bool:
+    """Return whether a constraint allows an answer, by llguidance with bytes as tokens."""
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(constraint.value), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(json.dumps(value))
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+INTEGER = {"type": "integer"}
+CLOSED = {"type": "object", "additionalProperties": False}
+# By name: a schema of arguments, arguments that follow it, and arguments that do not.
+SCHEMAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "data called $ref": (
+        {**CLOSED, "properties": {"x": {"const": {"$ref": "#z"}}}, "required": ["x"]},
+        {"x": {"$ref": "#z"}},
+        {"x": {"$ref": "#/anyOf/0"}},
+    ),
+    "an example with $ref": (
+        {**CLOSED, "properties": {"x": {"enum": [{"$ref": "#/a"}, 5], "default": {"$ref": "#/b"}}}},
+        {"x": {"$ref": "#/a"}},
+        {"x": 6},
+    ),
+    "a property called $ref": ({**CLOSED, "properties": {"$ref": INTEGER, "$id": INTEGER}}, {"$ref": 1}, {"$ref": "a"}),
+    "the root": ({**CLOSED, "properties": {"child": {"$ref": "#"}, "n": INTEGER}}, {"child": {"n": 1}}, {"child": 1}),
+    "an anchor": (
+        {**CLOSED, "properties": {"n": {"$ref": "#here"}}, "$defs": {"a": {"$anchor": "here", **INTEGER}}},
+        {"n": 1},
+        {"n": "a"},
+    ),
+    "an id": (
+        {
+            "$id": "https://example.com/schema",
+            **CLOSED,
+            "properties": {"n": {"$ref": "https://example.com/schema#/$defs/a"}, "m": {"$ref": "#/$defs/a"}},
+            "$defs": {"a": INTEGER},
+        },
+        {"n": 1, "m": 2},
+        {"n": "a"},
+    ),
+    "an id within": (
+        {
+            **CLOSED,
+            "properties": {
+                "n": {"$id": "https://example.com/inner", "$ref": "#/$defs/a", "$defs": {"a": INTEGER}},
+                "m": {"$ref": "https://example.com/inner"},
+            },
+        },
+        {"n": 1, "m": 1},
+        {"m": "a"},
+    ),
+    "draft 7": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            **CLOSED,
+            "properties": {"n": {"$ref": "#here"}},
+            "definitions": {"a": {"$id": "#here", **INTEGER}},
+        },
+        {"n": 1},
+        {"n": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("others", [0, 1, 9])
+def test_a_schema_means_the_same_beside_others(name: str, others: int) -> None:
+    schema, valid, invalid = SCHEMAS[name]
+    tools = {"tool": schema, **{f"other{index}": WITH_REFERENCE for index in range(others)}}
+    _, constraint = forced_function(chat_request(tools, "required"))
+    assert constraint is not None
+    wrap = (lambda value: {"name": "tool", "arguments": value}) if others else (lambda value: value)
+    assert accepts(constraint, wrap(valid)) and not accepts(constraint, wrap(invalid))
+    # Beside a schema of the answer.
+    body = chat_request(tools, "auto")
+    combined = chat_run._allow_calls(Constraint("json_schema", json.dumps(schema)), chat_run.allowed_functions(body))
+    assert accepts(combined, valid) and not accepts(combined, invalid)
+    assert accepts(combined, {"name": "tool", "arguments": valid})
+    assert not accepts(combined, {"name": "tool", "arguments": invalid})
+
+
+def test_different_schemas_with_one_id_are_refused() -> None:
+    schemas = [
+        {"$id": "https://example.com/a", "type": "object", "properties": {"n": {"type": t}}}
+        for t in ("integer", "null")
+    ]
+    with pytest.raises(ApiError, match=r"different schemas have the same \$id, 'https://example.com/a'"):
+        forced_function(chat_request({"a": schemas[0], "b": schemas[1]}, "required"))
+    forced_function(chat_request({"a": schemas[0], "b": schemas[0]}, "required"))
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "object", "properties": {}}, {}])
+def test_a_function_without_parameters_gets_no_arguments(schema: dict[str, Any]) -> None:
+    _, constraint = forced_function(chat_request({"now": schema}, "required"))
+    assert constraint is not None
+    assert accepts(constraint, {}) and not accepts(constraint, {"zone": "UTC"})
+    _, constraint = forced_function(
+        chat_request({"now": {**schema, "type": "object", "additionalProperties": True}}, "required")
+    )
+    assert constraint is not None and accepts(constraint, {"zone": "UTC"})
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_an_error_in_a_tools_schema_is_blamed_on_tools(tool_choice: str, serve: Serve) -> None:
+    server = serve()
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": kind}}}
+        for name, kind in (("a", "object"), ("b", "objekt"))
+    ]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": tool_choice}
+    answer_schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    status, answer, _ = server.call("/v1/chat/completions", {**body, "response_format": answer_schema})
+    assert status == 400 and answer["error"]["param"] == "tools" and "objekt" in answer["error"]["message"]
+    answer_schema["json_schema"]["schema"] = {"type": "objekt"}
+    body["tools"] = tools[:1]
+    status, answer, _ = server.call(
+        "/v1/chat/completions", {**body, "tool_choice": "auto", "response_format": answer_schema}
+    )
+    assert status == 400 and answer["error"]["param"] == "response_format"
+    answer_schema["json_schema"]["schema"] = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    status, answer, _ = server.call(
+        "/v1/chat/completions", {**body, "tool_choice": "none", "response_format": answer_schema}
+    )
+    assert status == 400 and "write anyOf" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -567,3 +567,98 @@ def test_the_page_with_the_real_server(browser: Browser, serve: Serve, tiny_mode
     assert browser.run("document.querySelector('.assistant strong').textContent") == "the"
     assert "tokens" in browser.run("document.querySelector('.assistant .tools').innerText")
     assert browser.complaints() == []
+
+
+def test_reasoning_is_folded_and_not_sent_back(talk: PageSession) -> None:
+    talk.go_on.clear()
+    talk.says = [
+        {"choices": [{"index": 0, "delta": {"reasoning_content": "First **think**"}, "finish_reason": None}]},
+        "[WAIT]",
+        {"choices": [{"index": 0, "delta": {"reasoning_content": " more."}, "finish_reason": None}]},
+        "The answer.",
+    ]
+    browser = talk.browser
+    browser.type("Why?")
+    browser.press("Enter")
+    browser.until("document.querySelector('.reasoning summary')?.textContent === 'Reasoning…'")
+    talk.go_on.set()
+    browser.until(DONE)
+    assert browser.run(ANSWERS) == ["The answer."]
+    fold = "(({open, innerText}) => [open, innerText])(document.querySelector('.reasoning'))"
+    assert browser.run(fold) == [False, "Reasoning"]
+    browser.run("document.querySelector('.reasoning').open = true")
+    assert browser.run("document.querySelector('.reasoning > div').innerText") == "First think more."
+    talk.says = ["Fine."]
+    talk.say("And?")
+    sent = [(message["role"], message["content"]) for message in talk.server.asked[-1]["messages"]]
+    assert sent == [("user", "Why?"), ("assistant", "The answer."), ("user", "And?")]
+    assert all("reasoning_content" not in message for message in talk.server.asked[-1]["messages"])
+
+
+def test_each_block_has_the_direction_of_its_text(talk: PageSession) -> None:
+    talk.says = ["שלום `x = 1` עולם.\n\n- مرحبا بالعالم\n- English\n\nplain text\n\n## כותרת\n"]
+    talk.say("ما هذا؟")
+    direction = "getComputedStyle(document.querySelector('.assistant .body > {}')).direction"
+    for place, expected in (("p", "rtl"), ("ul", "rtl"), ("p:nth-of-type(2)", "ltr"), ("h4", "rtl")):
+        assert talk.browser.run(direction.format(place)) == expected, place
+    assert talk.browser.run("getComputedStyle(document.querySelector('.user .body')).direction") == "rtl"
+    # The words before the code stand on its right.
+    places = talk.browser.run(
+        "(() => { const range = document.createRange(); const p = document.querySelector('.assistant .body p');"
+        " range.selectNode(p.firstChild); const left = (part) => part.getBoundingClientRect().left;"
+        " return [left(range), left(p.querySelector('code'))]; })()"
+    )
+    assert places[0] > places[1]
+
+
+def test_task_lists_have_boxes(talk: PageSession) -> None:
+    talk.says = ["- [x] done\n- [ ] open\n- [y] no task\n"]
+    talk.say("List")
+    boxes = (
+        "[...document.querySelectorAll('.assistant li')].map((item) => item.querySelector('input')?.checked ?? null)"
+    )
+    assert talk.browser.run(boxes) == [True, False, None]
+    assert talk.browser.run(ANSWERS) == ["done\nopen\n[y] no task"]
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [
+        ("Area \\(\\pi r^2\\).", 1),
+        ("So $E = mc^2$, and $x$.", 2),
+        ("$$\n\\frac{a}{b}\n$$", 1),
+        ("\\[\n\\int_0^1 x\\,dx\n\\]\nafter", 1),
+        ("It costs $5 or $10, about US$ 7.", 0),
+        ("`$x$` and ```$y$```", 0),
+        ("An open $x + y", 0),
+        ("Bad $\\frac{$ one", 0),
+    ],
+)
+def test_formulas_are_shown(talk: PageSession, text: str, formulas: int) -> None:
+    talk.says = [text]
+    talk.say("Formula")
+    count = "document.querySelectorAll('.assistant math').length"
+    if formulas:
+        talk.browser.until(f"{count} === {formulas}")
+    else:
+        assert talk.browser.run(count) == 0
+        assert talk.browser.run("document.querySelector('.assistant .body').innerText").replace(
+            "`", ""
+        ) == text.replace("`", "")
+
+
+def test_formulas_cannot_carry_markup(talk: PageSession) -> None:
+    talk.says = ["$\\text{<img src=x onerror=alert(1)>}$ and $\\href{javascript:alert(1)}{x}$"]
+    talk.say("Formula")
+    talk.browser.until("document.querySelector('.assistant math')")
+    assert talk.browser.run("document.querySelectorAll('.assistant img, .assistant a, .assistant [href]').length") == 0
+
+
+def test_long_formulas_scroll_on_a_phone(talk: PageSession) -> None:
+    talk.says = ["$$" + "+".join(f"x_{{{number}}}" for number in range(60)) + "$$\n\n- [x] done"]
+    talk.say("Formula")
+    talk.browser.until("document.querySelector('.assistant math')")
+    assert talk.browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert talk.browser.run(
+        "(({scrollWidth, clientWidth}) => scrollWidth > clientWidth)(document.querySelector('div.math'))"
+    )

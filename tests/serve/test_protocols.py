@@ -268,6 +268,39 @@ def test_logit_bias_seed_and_stop(tiny: Running) -> None:
     assert samples[0] == samples[1] != samples[2]
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    ["नम abc def", "naïve 🙂🙂 end", "的数据 the weather", "<|im_start|>user नम", "\u0645\u0631\u062d\u0628\u0627"],
+)
+def test_offsets_of_tokens_are_positions_in_the_text(tiny: Running, prompt: str) -> None:
+    """The bytes of a character have its position; a special token, which the text leaves out, that of the next one."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "echo": True, "logprobs": 1, "seed": 1}
+    choice = tiny.call("/v1/completions", body)[1]["choices"][0]
+    tokenizer = tiny.engine.model.tokenizer
+    ids = tokenizer.encode(prompt, parse_special_tokens=True)
+    offsets = choice["logprobs"]["text_offset"]
+    # Where each token begins, by the library's own offsets of the text.
+    text = choice["text"]
+    skipped = {id_ for id_ in ids if id_ in tokenizer.special_tokens.values()}
+    length = len(prompt) - len(text[: len(tokenizer.decode(ids))])
+    expected = [
+        max(start - (length if index else 0), 0)
+        for index, (start, _) in enumerate(tokenizer.encode_with_offsets(prompt, parse_special_tokens=True)[1])
+    ]
+    assert offsets[: len(ids)] == expected and (len(skipped) > 0) is (length > 0)
+    assert offsets == sorted(offsets) and offsets[len(ids)] == len(tokenizer.decode(ids))
+    chunks = tiny.events("/v1/completions", {**body, "echo": False, "stream": True})[:-1]
+    streamed = [
+        place
+        for chunk in chunks
+        for entry in chunk["choices"]
+        if entry["logprobs"]
+        for place in entry["logprobs"]["text_offset"]
+    ]
+    once = tiny.call("/v1/completions", {**body, "echo": False})[1]["choices"][0]["logprobs"]["text_offset"]
+    assert streamed == once and streamed[0] == 0
+
+
 def test_chat_applies_the_template(echo: Running) -> None:
     body = {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}], "max_tokens": 200}
     body["messages"] += [
@@ -492,7 +525,7 @@ def test_hints_and_nulls_do_not_change_the_answer(tiny: Running) -> None:
     assert expected["system_fingerprint"].startswith("jingu-")
     status, answer, _ = tiny.call("/v1/chat/completions", {**body, **NO_EFFECT})
     assert status == 200 and answer["choices"] == expected["choices"]
-    for field in ({"web_search_options": {}}, {"modalities": ["audio"]}, {"functions": []}):
+    for field in ({"web_search_options": {}}, {"modalities": ["audio"]}, {"functions": [{"name": "f"}]}):
         assert tiny.call("/v1/chat/completions", {**body, **field})[0] == 400, field
 
 

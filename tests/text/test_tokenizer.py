@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +356,34 @@ def test_wordpiece_takes_the_longest_piece_each_time() -> None:
             expected.append(prefix + rest[:size])
             rest = rest[size:]
         assert [names[id_] for id_ in tokenizer.encode(word)] == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(), special=st.booleans())
+def test_the_least_number_of_tokens_is_a_bound(text: str, special: bool) -> None:
+    tokenizer = _bounded_tokenizer()
+    text += "<|endoftext|>  \n" * special
+    for parse in (False, True):
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, parse_special_tokens=parse))
+
+
+@cache
+def _bounded_tokenizer() -> Tokenizer:
+    return train_tokenizer(iter(["the end is near " * 5, "각각 café"]), 400, ["<|endoftext|>"])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_bounded"),
+    [
+        ({}, True),
+        ({"normalizer": {"type": "NFC"}}, True),
+        ({"normalizer": {"type": "NFKC"}}, False),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}}, False),
+    ],
+)
+def test_only_some_tokenizers_have_a_least_number_of_tokens(change: dict[str, Any], is_bounded: bool) -> None:
+    tokenizer = _bounded_tokenizer()
+    changed = Tokenizer(json.dumps({**json.loads(tokenizer.content), **change}), {"eos_token": "<|endoftext|>"})
+    text = "각" * 500  # NFC joins three letters of each
+    assert (changed.min_tokens(text) > 0) is is_bounded
+    assert changed.min_tokens(text) <= len(changed.encode(text))

@@ -67,17 +67,18 @@ export function choose(conversation, node) {
   conversation.leaf = leaf.id;
 }
 
-/** The messages of a request. */
-export function messages(conversation, until = Infinity) {
+/** The messages of a request. The model does not see its earlier reasoning. */
+export function messages(conversation, withReasoning = false) {
   const system = conversation.settings.system?.trim();
-  const turns = path(conversation).slice(0, until).map(({ role, text }) => ({ role, content: text }));
+  const turns = path(conversation).map(({ role, text, reasoning }) =>
+    ({ role, content: text, ...(withReasoning && reasoning && { reasoning_content: reasoning }) }));
   return system ? [{ role: "system", content: system }, ...turns] : turns;
 }
 
 /** The selected path as JSON, whose `messages` are those of a row of instruction data. */
 export function asJson(conversation) {
   const { system, ...settings } = conversation.settings;
-  return JSON.stringify({ title: conversation.title, settings, messages: messages(conversation) }, null, 2) + "\n";
+  return JSON.stringify({ title: conversation.title, settings, messages: messages(conversation, true) }, null, 2) + "\n";
 }
 
 export function asMarkdown(conversation, strings) {

@@ -80,8 +80,22 @@ function renderMessage(node) {
 }
 
 function fill(body, node) {
-  if (node.role === "user") body.textContent = node.text;
-  else showMarkdown(body, node.text, strings);
+  if (node.role === "user") {
+    Object.assign(body, { textContent: node.text, dir: "auto" });
+    return;
+  }
+  // The reasoning before an answer is folded.
+  let fold = body.previousElementSibling;
+  if (node.reasoning && !fold?.matches(".reasoning")) {
+    fold = element("details", { className: "reasoning" }, element("summary"), element("div"));
+    body.before(fold);
+  }
+  if (node.reasoning) {
+    const isOver = node.text || generation?.node !== node;
+    fold.firstElementChild.textContent = isOver ? strings.reasoning : strings.reasons;
+    showMarkdown(fold.lastElementChild, node.reasoning, strings);
+  }
+  showMarkdown(body, node.text, strings);
 }
 
 function tools(node) {
@@ -282,7 +296,6 @@ async function reply() {
   scrollToEnd();
   announce(strings.answering);
   let end = "stop";
-  let isReasoning = false;
   let first = 0;
   let last = 0;
   let saved = performance.now();
@@ -290,13 +303,11 @@ async function reply() {
     for await (const chunk of answer({ messages, ...requestSettings() }, sessionStorage.getItem("jingu.key"), current.stop.signal)) {
       if (generation !== current) return;
       const choice = chunk.choices?.[0];
-      // Reasoning comes separately; the page shows it between the model's own tags.
       const reasoning = choice?.delta?.reasoning_content;
       const content = choice?.delta?.content;
-      if (reasoning) node.text += (isReasoning ? "" : "<think>\n") + reasoning;
-      if (content) node.text += (isReasoning ? "\n</think>\n\n" : "") + content;
+      if (reasoning) node.reasoning = (node.reasoning ?? "") + reasoning;
+      if (content) node.text += content;
       if (reasoning || content) {
-        isReasoning = Boolean(reasoning);
         last = performance.now();
         first ||= last;
         scheduleRefresh(current);

@@ -1,18 +1,28 @@
 // Markdown to DOM nodes. Text only ever becomes text nodes, so nothing that a model writes is executed or fetched:
 // there is no HTML, images become links, and links lead only to http, https and mailto addresses.
 
+import { formula } from "./math.js";
+
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(?=\S)|\s*$)/;
 const DIVIDER = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+// A formula that begins a line. Its end can be some lines below.
+const FORMULA = /^ {0,3}(?:\$\$|\\\[)/;
+// Text between two prices, such as "5 apples and US".
+const PRICES = /^\d[^\\^_=+*<>{}/]*\s[^\\^_=+*<>{}/]*$/;
+const TASK = /^\[([ xX])\]\s+/;
 const MAX_DEPTH = 12;
 
 // Spans have a maximum length, so that many unclosed marks stay cheap.
 const INLINE = new RegExp(
   [
-    /\\(?<escaped>[\\`*_{}[\]#+\-.!|~<>])/,
+    /\\\((?<round>[^]{1,2000}?)\\\)|\\\[(?<square>[^]{1,2000}?)\\\]|\$\$(?<dollars>[^$]{1,2000})\$\$/,
+    // As in Pandoc: spaces or digits beside a dollar sign mean that it stands for a price.
+    /(?<![\\$\p{L}\p{N}])\$(?<dollar>(?![\s$])(?:[^$\n\\]|\\[^\n]){0,1999}?[^$\n\\\s]|[^$\s\\])\$(?![\d$])/,
+    /\\(?<escaped>[\\`*_{}[\]#+\-.!|~<>$()])/,
     /(?<ticks>`+)(?<code>[^`]|[^`][^]{0,4000}?[^`])\k<ticks>(?!`)/,
     /!?\[(?<label>[^\]\n]{0,400})\]\(\s*<?(?<address>[^\s)>]{1,2000})>?(?:\s+"[^"\n]{0,400}")?\s*\)/,
     /(?<bare>https?:\/\/(?:\([^\s<>"'`()]*\)|[^\s<>"'`()，。；：！？、（）]){1,2000}(?<![.,;:!?\]*_~]))/,
@@ -67,6 +77,8 @@ function blocks(lines, depth) {
       const end = new RegExp(`^ {0,3}\\${fence[1][0]}{${fence[1].length},}\\s*$`);
       for (at++; at < lines.length && !end.test(lines[at]); at++);
       push("code", from, { language: fence[2], text: lines.slice(from + 1, at++).join("\n") });
+    } else if (FORMULA.test(line) && (at = formulaEnd(lines, from)) > from) {
+      push("formula", from, { text: lines.slice(from, at).join("\n").trim() });
     } else if (heading) {
       at++;
       push("heading", from, { level: heading[1].length, text: heading[2] });
@@ -95,8 +107,19 @@ function blocks(lines, depth) {
   return result;
 }
 
+/** Return the line after a formula that begins at a line and ends at the end of one; the same line if there is none. */
+function formulaEnd(lines, at) {
+  const close = lines[at].includes("$$") ? "$$" : "\\]";
+  for (let end = at; end < Math.min(lines.length, at + 100); end++) {
+    const text = end === at ? lines[end].trim().slice(2) : lines[end].trim();
+    if (text.includes(close)) return text.endsWith(close) && text.indexOf(close) === text.length - 2 ? end + 1 : at;
+  }
+  return at;
+}
+
 /** Return whether a block other than a paragraph starts at this line. */
 function starts(lines, at) {
+  if (FORMULA.test(lines[at]) && formulaEnd(lines, at) > at) return true;
   return [FENCE, HEADING, RULE, QUOTE, ITEM].some((form) => form.test(lines[at])) || isTable(lines, at);
 }
 
@@ -144,29 +167,34 @@ function render(block, strings) {
   switch (block.kind) {
     case "code":
       return renderCode(block, strings);
+    case "formula":
+      return formula(block.text.slice(2, -2), true, block.text);
     case "heading":
-      return element(`h${Math.min(6, block.level + 2)}`, {}, inline(block.text));
+      return element(`h${Math.min(6, block.level + 2)}`, { dir: "auto" }, inline(block.text));
     case "rule":
       return element("hr");
     case "quote":
-      return element("blockquote", {}, ...all(block.inner));
+      return element("blockquote", { dir: "auto" }, ...all(block.inner));
     case "list": {
       const ordered = !Number.isNaN(block.number);
-      const items = block.items.map((inner) => element("li", {}, ...renderItem(inner, strings)));
-      return element(ordered ? "ol" : "ul", ordered ? { start: block.number } : {}, ...items);
+      const items = block.items.map((inner) => renderItem(inner, strings));
+      return element(ordered ? "ol" : "ul", { dir: "auto", ...(ordered && { start: block.number }) }, ...items);
     }
     case "table":
       return renderTable(block);
     default:
-      return element("p", {}, inline(block.text));
+      return element("p", { dir: "auto" }, inline(block.text));
   }
 }
 
-/** Render a list item: if it begins with a paragraph, its text gets no <p>. */
+/** Render a list item: if it begins with a paragraph, its text gets no <p>. A task begins with a box. */
 function renderItem(inner, strings) {
   const rest = inner.filter((item, number) => number > 0 || item.kind !== "paragraph");
-  const first = rest.length < inner.length ? [inline(inner[0].text)] : [];
-  return [...first, ...rest.map((item) => render(item, strings))];
+  const text = rest.length < inner.length ? inner[0].text : null;
+  const task = text?.match(TASK);
+  const box = task && element("input", { type: "checkbox", checked: task[1] !== " ", disabled: true });
+  const first = text === null ? [] : [inline(task ? text.slice(task[0].length) : text)];
+  return element("li", { className: task ? "task" : "" }, ...(box ? [box] : []), ...first, ...rest.map((item) => render(item, strings)));
 }
 
 function renderCode(block, strings) {
@@ -189,7 +217,7 @@ function renderTable({ rows, sides }) {
     element("tr", {}, ...Array.from({ length: width }, (_, place) =>
       element(name, { className: sides[place] ?? "" }, inline(texts[place] ?? ""))));
   const [head, ...body] = rows;
-  const table = element("table", {}, element("thead", {}, row("th")(head)), element("tbody", {}, ...body.map(row("td"))));
+  const table = element("table", { dir: "auto" }, element("thead", {}, row("th")(head)), element("tbody", {}, ...body.map(row("td"))));
   return element("div", { className: "table" }, table);
 }
 
@@ -205,7 +233,10 @@ function inline(text, depth = 0) {
     fragment.append(text.slice(end, match.index));
     end = match.index + match[0].length;
     const part = match.groups;
-    if (part.escaped) fragment.append(part.escaped);
+    const latex = part.round ?? part.square ?? part.dollars ?? part.dollar;
+    if (part.dollar && PRICES.test(part.dollar)) fragment.append(match[0]);
+    else if (latex !== undefined) fragment.append(formula(latex, part.square !== undefined || part.dollars !== undefined, match[0]));
+    else if (part.escaped) fragment.append(part.escaped);
     else if (part.code !== undefined) fragment.append(element("code", {}, part.code.replace(/^ (.*[^ ].*) $/s, "$1")));
     else if (part.address) fragment.append(link(part.address, inline(part.label || part.address, depth + 1), match[0]));
     else if (part.bare) fragment.append(link(part.bare, part.bare, part.bare));

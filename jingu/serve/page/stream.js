@@ -3,7 +3,7 @@
 /** An error that the server reported, with a message for the user. */
 export class ServerError extends Error {}
 
-const headers = (key) => ({ "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) });
+export const headers = (key) => ({ "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) });
 
 /** The names of the served models. */
 export async function models(key) {
