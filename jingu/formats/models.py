@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +14,10 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.resume import complete_steps, newest_complete, run_checkpoints, run_config, step_folder
 from jingu.checkpoint.store import CheckpointReader
 from jingu.config.load import load_stored_config
+from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixLmSettings
 from jingu.errors import JinguError, join_words, pluralize
+from jingu.formats.description import FOLDER, Description, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
@@ -22,6 +26,7 @@ from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shap
 from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
 from jingu.model.spec import ModelSpec
+from jingu.text.tokenizer import Tokenizer
 
 
 def open_model(path: Path) -> StoredModel:
@@ -43,7 +48,8 @@ def open_model(path: Path) -> StoredModel:
         raise _no_model(path)
     # The files of a folder show its format.
     if (path / ADAPTER_CONFIG).is_file():
-        base = open_model(base_model_path(path))
+        # As in transformers, adapters beside a whole model belong to that model.
+        base = open_hf(path) if (path / "config.json").is_file() else open_model(base_model_path(path))
         return apply_adapters(read_adapters(path, base), base)
     if (path / MANIFEST).is_file() or (path / "model.json").is_file():
         model, run = _open_run(path)
@@ -114,7 +120,54 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
         return reader.read(name) if expert is None else reader.read_expert(name, expert)
 
     tokenizer = run / "tokenizer" if (run / "tokenizer").is_dir() else None
-    return StoredModel(spec, read, tokenizer, step, is_prefix_lm=is_prefix_lm), run
+    model = StoredModel(spec, read, tokenizer, step, is_prefix_lm=is_prefix_lm)
+    description = _describe(run, config, tokenizer, spec)
+    parts = {name: getattr(description, name) for name in ("config", "generation_config", "chat_templates")}
+    return replace(model, **parts), run
+
+
+def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec: ModelSpec) -> Description:
+    """Return the description that a run stores. For runs that older releases made, it is computed."""
+    if (run / FOLDER).is_dir():
+        return read_description(run)
+    if config is None or tokenizer is None:
+        return Description()
+    loaded = Tokenizer.load(tokenizer)
+    with suppress(JinguError):
+        return describe_run(config, loaded, spec, open_initial(config))
+    # The template is gone.
+    return Description(special_token_ids(loaded, spec))
+
+
+def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> Description:
+    """Return the description of a run that starts or resumes.
+
+    What it has stored takes precedence over its initial model.
+
+    Raises:
+        JinguError: the chat template cannot be loaded, and the run has not stored it.
+    """
+    if not (run / FOLDER).is_dir():
+        return describe_run(config, tokenizer, spec, open_initial(config))
+    stored = read_description(run)
+    folder = run / "tokenizer" if (run / "tokenizer").is_dir() else None
+    unread = StoredModel(spec, lambda name: torch.empty(0), folder, run)
+    initial = replace(unread, config=stored.config, generation_config=stored.generation_config)
+    try:
+        return describe_run(config, tokenizer, spec, initial)
+    except JinguError:
+        if folder is None:
+            raise
+    return replace(stored, chat_templates=Tokenizer.load(folder).chat_templates)
+
+
+def open_initial(config: RunConfig) -> StoredModel | None:
+    """Open the model that a run starts from; None if it starts from random weights, or the model is gone."""
+    if config.initialize.from_ is None:
+        return None
+    with suppress(JinguError):
+        return open_model(Path(config.initialize.from_))
+    return None
 
 
 def _open_base(run: Path) -> tuple[StoredModel, Path]:
