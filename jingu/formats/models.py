@@ -23,10 +23,15 @@ from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
+from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Lora, ModelSpec
+from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
+
+# Fields of an adapter that change what its parameters mean, but not their names and shapes.
+_MEANING_FIELDS = ("init_lora_weights", "trainable_token_indices", "after_input")
 
 
 def open_model(path: Path) -> StoredModel:
@@ -223,14 +228,64 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
 
 
 def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Open adapters for a model, like `load_adapters`. Raises JinguError unless their names and shapes match `spec`."""
+    """Open adapters for a model, like `load_adapters`, as the parameters of `spec` that change the model alike.
+
+    The strength of a LoRA depends on rank and alpha. If these differ, the matrices B are rescaled.
+
+    Raises:
+        JinguError: the adapters are of another kind or size than those of `spec`, or cannot be expressed by them.
+    """
     adapters = load_adapters(path, base)
+    old, new = adapters.spec.adapter, spec.adapter
+    assert old is not None and new is not None
     expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}
-    if names != set(expected) or any(adapters.read(name).shape != shape for name, shape in expected.items()):
-        raise JinguError(
-            "the initial adapters are of another kind or size, or for another model.",
-            where=path,
-            fix="Use the same settings under `tune` that they were trained with.",
+    fix = "Use the same settings under `tune` that they were trained with."
+    if names != set(expected) or type(old) is not type(new):
+        what = "the initial adapters are of another kind, or for other modules or another model."
+        raise JinguError(what, where=path, fix=fix)
+    for field in _MEANING_FIELDS:
+        values = [getattr(adapter, field, None) for adapter in (old, new)]
+        # Other initializations do not change the frozen matrices.
+        meanings = [value in RESIDUAL_INITS and value for value in values] if "init" in field else values
+        if meanings[0] != meanings[1]:
+            what = f"the initial adapters have {field} {values[0]!r}, and the run's have {values[1]!r}."
+            raise JinguError(what, where=path, fix=fix)
+    if adapters.spec.quantization != spec.quantization and adapters.spec.quantization is not None:
+        log_warning(
+            f"{path}: the initial adapters were trained on matrices in {adapters.spec.quantization}, and now stand "
+            f"beside {spec.quantization or 'matrices that are not quantized'}."
         )
-    return adapters
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        value = adapters.read(name, expert)
+        if isinstance(old, Lora) and isinstance(new, Lora):
+            module, _, leaf = name.rpartition(".")
+            before, after = old.of_module(module), new.of_module(module)
+            if new.init_lora_weights in RESIDUAL_INITS and (before.rank, before.scale) != (after.rank, after.scale):
+                what = f"the initial adapters began as a part of {module}, by another rank or alpha than the run's."
+                raise JinguError(what, where=path, fix=fix)
+            if leaf in ("lora_b", "lora_bias") and before.scale != after.scale:
+                wide = torch.promote_types(value.dtype, torch.float32)
+                value = value.to(wide) * (before.scale / after.scale)
+            value = _resize_rank(value, leaf, after.rank)
+        shape = expected[name] if expert is None else expected[name][1:]
+        if value.shape != shape:
+            what = f"{name} of the initial adapters has the shape {list(value.shape)}, and the run's has {list(shape)}."
+            raise JinguError(what, where=path, fix=fix)
+        return value
+
+    for name in expected:
+        read(name)
+    return replace(adapters, spec=spec, read=read)
+
+
+def _resize_rank(value: Tensor, leaf: str, rank: int) -> Tensor:
+    """Return matrix A [..., R, I] or B [..., O, R] without the rows or columns beyond a rank, if these are zero.
+
+    Readers fill up the matrices of a peft folder, whose modules may have different ranks, to the largest one.
+    """
+    dim = {"lora_a": -2, "lora_b": -1}.get(leaf)
+    if dim is None or value.shape[dim] <= rank or value.narrow(dim, rank, value.shape[dim] - rank).any():
+        return value
+    return value.narrow(dim, 0, rank)

@@ -527,8 +527,10 @@ def _freeze(spec: ModelSpec, settings: tune.FullSettings) -> ModelSpec:
     patterns = list(settings.freeze)
     for pattern in patterns:
         if not any(matches_any(name, [pattern]) for name in names):
+            is_tied_head = spec.tie_word_embeddings and not spec.score_head and matches_any("head.weight", [pattern])
+            cause = ": the head is tied to the embedding, whose name is embedding.weight" if is_tied_head else ""
             raise JinguError(
-                f"no parameter of the model matches {pattern}.",
+                f"no parameter of the model matches {pattern}{cause}.",
                 where="tune.freeze",
                 fix="Names are such as embedding.weight and blocks.0.attention.q.weight; * matches anything.",
             )
