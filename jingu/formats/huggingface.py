@@ -275,24 +275,36 @@ def _hf_name(key: str, base: str, expected: Collection[str]) -> str:
 
 
 def _check_wrappers(stored: Collection[str], expected: Collection[str], base: str, where: Path) -> None:
-    """Raise JinguError if tensors have the names that they have in a wrapper of another library."""
+    """Raise JinguError if missing tensors are there under the names that they have in something around the model.
+
+    transformers does not read such names either, and starts from random weights.
+    """
+    missing = set(expected) - set(stored)
     for key in stored:
-        parts = key.split(".")
-        wrappers = [part for part in parts if part in _WRAPPERS]
-        if key in expected or not wrappers:
+        if key in expected:
             continue
-        # peft has `base_model.model.` around a model that has a module `model` itself.
+        parts = key.split(".")
+        wrapper = next((part for part in parts if part in _WRAPPERS), None)
+        # peft has `base_model.model.` around a model that may have a module `model` itself.
         plain = [part for part in parts if part not in _WRAPPERS]
         names = {_hf_name(".".join(name), base, expected) for name in (plain, plain[1:])}
-        if names & {*expected} or "peft" in map(_WRAPPERS.get, wrappers):
-            library = _WRAPPERS[wrappers[0]]
+        if wrapper is not None and (names & missing or _WRAPPERS[wrapper] == "peft"):
+            library = _WRAPPERS[wrapper]
             raise JinguError(
-                f"the tensors have the names of a model inside {library} (such as {key}), which transformers does not "
-                "read either.",
+                f"the tensors have the names of a model inside {library} (such as {key}).",
                 where=where,
                 fix="Merge the adapters (merge_and_unload), and save the merged model."
                 if library == "peft"
-                else f"Save the model itself, without {wrappers[0]}.",
+                else f"Save the model itself, without {wrapper}.",
+            )
+        ends = [".".join(parts[start:]) for start in range(1, len(parts))]
+        end = next((end for end in ends if _hf_name(end, base, expected) in missing), None)
+        if end is not None:
+            raise JinguError(
+                f"the names of the tensors begin with {key.removesuffix(end)}, which those of the model do not.",
+                where=where,
+                fix=f"Rename them (such as {key} to {_hf_name(end, base, expected)}), or save only this part of the "
+                "model.",
             )
 
 
