@@ -40,14 +40,14 @@ _STORAGE_KEYS = ("quantization_config", "auto_map", "transformers_weights")
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelDescription:
     """Attributes: as in `StoredModel`."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: Mapping[str, Any] | None = None
     chat_templates: Mapping[str, str] | None = None
 
-    def add_end_ids(self, end_ids: tuple[int, ...], eos_token_id: int) -> Description:
+    def add_end_ids(self, end_ids: tuple[int, ...], eos_token_id: int) -> ModelDescription:
         """Return the description with further tokens that end an answer.
 
         Args:
@@ -136,7 +136,9 @@ def _change_config(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]
     return None
 
 
-def describe_run(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, initial: StoredModel | None) -> Description:
+def describe_run(
+    config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, initial: StoredModel | None
+) -> ModelDescription:
     """Return the description of the model that a run trains.
 
     Args:
@@ -148,11 +150,11 @@ def describe_run(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, initi
         JinguError: the chat template cannot be loaded.
     """
     ids = special_token_ids(tokenizer, spec)
-    description = Description(ids)
+    description = ModelDescription(ids)
     if initial is not None and initial.config:
-        description = Description(initial.config, initial.generation_config)
+        description = ModelDescription(initial.config, initial.generation_config)
     elif initial is not None and initial.generation_config is not None:
-        description = Description(ids, initial.generation_config)
+        description = ModelDescription(ids, initial.generation_config)
     templates = _find_templates(config, tokenizer, initial)
     if templates and (isinstance(config.data.objective, RowSettings) or isinstance(config.task, RolloutSettings)):
         end_ids = find_end_ids(tokenizer.replace_chat_templates(templates))
@@ -195,7 +197,7 @@ def _find_templates(config: RunConfig, tokenizer: Tokenizer, initial: StoredMode
     return tokenizer.chat_templates
 
 
-def write_description(run: Path, description: Description) -> None:
+def write_description(run: Path, description: ModelDescription) -> None:
     """Write a description into the folder of a run, unless the same one is there.
 
     Its chat templates are not written: `copy_tokenizer` does that.
@@ -210,11 +212,11 @@ def write_description(run: Path, description: Description) -> None:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
-def read_description(run: Path) -> Description:
+def read_description(run: Path) -> ModelDescription:
     """Read the description that is stored in the folder of a run. Raises JinguError if a file is damaged."""
     folder = run / FOLDER
     generation_config = folder / _GENERATION_CONFIG
-    return Description(
+    return ModelDescription(
         read_model_json(folder / _CONFIG),
         read_model_json(generation_config) if generation_config.is_file() else None,
     )

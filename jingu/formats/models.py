@@ -17,7 +17,7 @@ from jingu.config.load import load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixLmSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.formats.description import FOLDER, Description, describe_run, read_description, special_token_ids
+from jingu.formats.description import FOLDER, ModelDescription, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
@@ -131,20 +131,20 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
     return replace(model, **parts), run
 
 
-def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec: ModelSpec) -> Description:
+def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec: ModelSpec) -> ModelDescription:
     """Return the description that a run stores. For runs that older releases made, it is computed."""
     if (run / FOLDER).is_dir():
         return read_description(run)
     if config is None or tokenizer is None:
-        return Description()
+        return ModelDescription()
     loaded = Tokenizer.load(tokenizer)
     with suppress(JinguError):
         return describe_run(config, loaded, spec, open_initial(config))
     # The template is gone.
-    return Description(special_token_ids(loaded, spec))
+    return ModelDescription(special_token_ids(loaded, spec))
 
 
-def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> Description:
+def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> ModelDescription:
     """Return the description of a run that starts or resumes.
 
     What it has stored takes precedence over its initial model.

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.description import Description, find_end_ids
+from jingu.formats.description import ModelDescription, find_end_ids
 from jingu.formats.huggingface import read_model_json
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
@@ -149,7 +149,7 @@ def _add_description(adapters: StoredModel, base: StoredModel, folder: Path) -> 
     adapters = replace(adapters, tokenizer_folder=folder)
     templates = None if base.tokenizer_folder is None else Tokenizer.load(base.tokenizer_folder).chat_templates
     if adapters.generation_config is None and tokenizer.chat_templates not in ({}, base.chat_templates, templates):
-        description = Description(base.config, generation_config)
+        description = ModelDescription(base.config, generation_config)
         description = description.add_end_ids(find_end_ids(tokenizer), tokenizer.eos_token_id)
         return replace(adapters, config=description.config, generation_config=description.generation_config)
     return adapters
