@@ -76,7 +76,7 @@ def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None
         JinguError: there is no such template, or it is not valid Jinja.
     """
     where = "--template" if template_name else "data.objective.template"
-    name = template_name or _template_of_run(path) or "auto"
+    name = template_name or _template_of_run(path, tokenizer) or "auto"
     if name == "auto" and tokenizer.chat_template is None:
         return None
     template = load_template(name, tokenizer, where=where)
@@ -90,11 +90,18 @@ def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None
     return ChatFormat(template, tokenizer, tuple(eos_token_ids), tuple(stop))
 
 
-def _template_of_run(path: Path) -> str | None:
-    """Return the setting `data.objective.template` of the run that trained a model; None unless it tuned on rows."""
+def _template_of_run(path: Path, tokenizer: Tokenizer) -> str | None:
+    """Return the template of the run that trained a model, as for `load_template`; None if `path` is not of a run.
+
+    It is the text that the run keeps with its tokenizer, or else the setting `data.objective.template`.
+    """
     # `path` is the run itself or one of its checkpoints, RUN/checkpoints/STEP.
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run / "model.json").is_file():
+            template = run / "tokenizer" / "chat_template.jinja"
+            if template.is_file():
+                is_own = template.read_text(encoding="utf-8") == tokenizer.chat_template
+                return "auto" if is_own else str(template)
             objective = load_stored_config(run / "config.yaml").data.objective
             return objective.template if isinstance(objective, RowSettings) else None
     return None

@@ -183,7 +183,6 @@ class ChatTemplate:
         self.source = source
         self.tools_source = tools_source
         self.where = where
-        self.source = source
         self._for_tools = self
         if tools_source is not None:
             self._for_tools = ChatTemplate(

@@ -91,7 +91,7 @@ class _ArgumentsReader:
 
     def read(self, buffer: str) -> list[CallFragment]:
         """Return the fragments in the text of the calls since the last time; `buffer` is that text so far."""
-        fragments = []
+        fragments: list[CallFragment] = []
         while True:
             if self._name is None:
                 head = _CALL_HEAD.match(buffer, self._position)

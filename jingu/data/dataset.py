@@ -26,6 +26,8 @@ from jingu.errors import JinguError
 from jingu.text.document_reader import format_location
 from jingu.text.tokenizer import Tokenizer
 
+# Documents whose entries in an index are read together.
+_DOCUMENTS_AT_ONCE = 64
 # Stands for the tokenizer's fingerprint in data sets that other tools wrote.
 UNKNOWN_TOKENIZER = "unknown"
 
@@ -61,18 +63,47 @@ class TokenDataset:
 
     def document_lengths(self) -> Int64Array:
         """Return [documents] the tokens of each document, EOS included. Reads the whole index."""
-        return np.concatenate([reader.lengths.astype(np.int64) for reader in self.readers])
+        return np.concatenate([reader.document_lengths for reader in self.readers])
 
     def document_range(self, shard: int, number: int) -> tuple[int, int]:
         """Return the offset and the length of a document."""
-        start, length = self.readers[shard].sequence_range(number)
-        return int(self.shard_starts[shard]) + start, length
+        start, end = self.readers[shard].document_starts(number, number + 2).tolist()
+        return int(self.shard_starts[shard]) + start, end - start
 
     def find_document(self, offset: int) -> tuple[int, int]:
         """Return the document that contains an offset. Reads only a few entries of the index."""
         shard = int(np.searchsorted(self.shard_starts, offset, side="right")) - 1
-        later_documents = range(1, len(self.readers[shard]))
+        later_documents = range(1, self.readers[shard].num_documents)
         return shard, bisect_right(later_documents, offset, key=lambda number: self.document_range(shard, number)[0])
+
+    def document_ids(self, starts: Int64Array, length: int) -> Int64Array:
+        """Return [len(starts), length] the document of each token from each offset on, counted from 0 in each row.
+
+        Rows continue as those of `gather`.
+        """
+        rows = np.empty((len(starts), length), dtype=np.int64)
+        for row, offset in zip(rows, starts.tolist(), strict=True):
+            first = True
+            number = filled = 0
+            shard, document = self.find_document(offset)
+            position = offset - int(self.shard_starts[shard])
+            while filled < length:
+                reader = self.readers[shard]
+                stop = min(document + _DOCUMENTS_AT_ONCE, reader.num_documents)
+                ends = reader.document_starts(document, stop + 1)[1:]
+                for end in ends.tolist():
+                    count = min(end - position, length - filled)
+                    if count > 0:
+                        number += not first
+                        first = False
+                        row[filled : filled + count] = number
+                        filled += count
+                        position = end
+                document = stop
+                if document == reader.num_documents:
+                    shard = (shard + 1) % len(self.readers)
+                    document = position = 0
+        return rows
 
     def document_name(self, shard: int, number: int) -> str:
         """Return the name of a document for users: SOURCE/SHARD:NUMBER."""
@@ -176,7 +207,7 @@ def _describe_prefix(prefix: Path, eos_token_id: int) -> DatasetManifest:
     reader = IndexedReader(prefix, "lazy")
     shard = ShardEntry(
         name=prefix.name,
-        documents=len(reader),
+        documents=reader.num_documents,
         tokens=reader.tokens,
         text_bytes=0,
         bin_bytes=prefix.with_name(f"{prefix.name}.bin").stat().st_size,

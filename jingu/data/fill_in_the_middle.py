@@ -36,23 +36,34 @@ class FillInTheMiddle:
     prompt_prefix_ids: tuple[int, ...] = ()
 
     def transform(
-        self, tokens_BT: Int64Array, labels_BT: Int64Array, samples_B: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return the new tokens and labels of rows that are these samples of the run."""
+        self, tokens_BT: Int64Array, labels_BT: Int64Array, documents_BS: Int64Array, samples_B: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return the new tokens, labels and documents of rows that are these samples of the run.
+
+        Args:
+            documents_BS: the document of each token and of the last label.
+        """
         rows_BS = np.concatenate([tokens_BT, labels_BT[:, -1:].clip(min=0)], axis=1)
+        documents_BS = documents_BS.copy()
         for index, sample in enumerate(samples_B.tolist()):
-            rows_BS[index] = self.transform_row(rows_BS[index], sample)
+            rows_BS[index], documents_BS[index] = self.transform_row(rows_BS[index], documents_BS[index], sample)
         tokens_BT = rows_BS[:, :-1].copy()
         labels_BT = rows_BS[:, 1:].copy()
         # An EOS after an EOS is the rest of a dropped document, which must not be predicted.
         labels_BT[(tokens_BT == self.eos_token_id) & (labels_BT == self.eos_token_id)] = IGNORE_INDEX
-        return tokens_BT, labels_BT
+        return tokens_BT, labels_BT, documents_BS
 
-    def transform_row(self, row_S: Int64Array, sample: int) -> Int64Array:
-        """Return the new tokens of one row, cut off at its length."""
-        documents = np.split(row_S, np.flatnonzero(row_S == self.eos_token_id) + 1)
-        parts = [self._transform_document(ids, sample, number) for number, ids in enumerate(documents) if len(ids)]
-        return np.concatenate(parts)[: len(row_S)]
+    def transform_row(self, row_S: Int64Array, documents_S: Int64Array, sample: int) -> tuple[Int64Array, Int64Array]:
+        """Return the new tokens of one row and their documents, cut off at its length.
+
+        A dropped document consists of EOS tokens, so an EOS also ends a part.
+        """
+        ends = (row_S[:-1] == self.eos_token_id) | (np.diff(documents_S) != 0)
+        cuts = np.flatnonzero(ends) + 1
+        pieces = np.split(row_S, cuts)
+        parts = [self._transform_document(ids, sample, number) for number, ids in enumerate(pieces)]
+        documents = np.repeat(documents_S[np.concatenate([[0], cuts])], [len(part) for part in parts])
+        return np.concatenate(parts)[: len(row_S)], documents[: len(row_S)]
 
     def _transform_document(self, ids: Int64Array, sample: int, number: int) -> Int64Array:
         """Return the new ids of the document that is the `number`-th of its row."""

@@ -7,7 +7,7 @@ The `.idx`, little-endian, as NVIDIA/Megatron-LM writes it (megatron/core/datase
 - int32[S] tokens of each sequence; int64[S] byte offset of each sequence in the `.bin`
 - int64[D] the first sequence of each document, then S
 
-jingu writes one sequence for each document.
+jingu writes one sequence for each document. Other tools may divide a document into several, such as its sentences.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class IndexLayout:
     # Type, first byte and number of the entries.
     lengths: tuple[str, int, int]
     offsets: tuple[str, int, int]
+    # The first sequence of each document, and the number of sequences; None: each sequence is a document.
+    documents: tuple[str, int, int] | None
     # Bytes that an offset of 1 stands for.
     offset_unit: int
 
@@ -121,6 +123,11 @@ class IndexedReader:
             self._index = open_array(self.path, "uint8", self.path.stat().st_size, "lazy")
             self._layout = _read_layout(self.path, self._index)
             self.dtype = self._layout.dtype
+            if self._layout.documents is not None:
+                first, last = (int(self._read(self._layout.documents, n, n + 1)[0]) for n in (0, self.num_documents))
+                if (first, last) != (0, len(self)):
+                    what = f"its documents are the sequences {first:,} to {last:,}, but it has {len(self):,}."
+                    raise damaged_dataset_error(self.path, what)
             start, length = self.sequence_range(len(self) - 1) if len(self) else (0, 0)
             actual = bin_path.stat().st_size
             needed = (start + length) * np.dtype(self.dtype).itemsize
@@ -160,6 +167,46 @@ class IndexedReader:
         length = int(self._read(self._layout.lengths, index, index + 1)[0])
         return first_byte // np.dtype(self.dtype).itemsize, length
 
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, which consist of one sequence or several."""
+        return len(self) if self._layout.documents is None else self._layout.documents[2] - 1
+
+    def document_starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return [stop - first] the first token in the `.bin` of documents [first, stop), and of what follows the last.
+
+        The number after the last document is the number of tokens.
+        """
+        if self._layout.documents is None:
+            sequences = np.arange(first, stop, dtype=np.int64)
+        else:
+            sequences = self._check_documents(self._read(self._layout.documents, first, stop).astype(np.int64))
+        starts = np.full(stop - first, self.tokens, dtype=np.int64)
+        inside = sequences < len(self)
+        if inside.any():
+            # The sequences of neighboring documents are neighbors in the index.
+            low = int(sequences[0])
+            offsets = self._read(self._layout.offsets, low, int(sequences[inside][-1]) + 1).astype(np.int64)
+            unit = np.dtype(self.dtype).itemsize
+            starts[inside] = offsets[sequences[inside] - low] * self._layout.offset_unit // unit
+        return starts
+
+    @property
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """[documents] tokens of each document. Reads the whole index."""
+        lengths = self.lengths.astype(np.int64)
+        if self._layout.documents is None:
+            return lengths
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        documents = self._read(self._layout.documents, 0, self._layout.documents[2]).astype(np.int64)
+        return np.diff(ends[self._check_documents(documents)])
+
+    def _check_documents(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return entries of the document index. Raise JinguError unless they rise from 0 to the number of sequences."""
+        if len(sequences) and (sequences[0] < 0 or sequences[-1] > len(self) or (np.diff(sequences) < 0).any()):
+            raise damaged_dataset_error(self.path, "the first sequences of its documents are not in order.")
+        return sequences
+
     def __getitem__(self, index: int) -> IdArray:
         """Return the ids of one sequence."""
         start, length = self.sequence_range(index)
@@ -187,6 +234,7 @@ def _read_layout(path: Path, index: ArrayReader) -> IndexLayout:
         dtype=_read_dtype(path, version, code),
         lengths=("int32", HEADER.size, sequences),
         offsets=("int64", HEADER.size + 4 * sequences, sequences),
+        documents=("int64", HEADER.size + 12 * sequences, documents) if documents > 1 else None,
         offset_unit=1,
     )
     needed = HEADER.size + 12 * sequences + 8 * documents
@@ -210,17 +258,20 @@ def _read_legacy_layout(path: Path, header: bytes, size: int) -> IndexLayout:
     arrays_size = 8 * (2 * (sequences + 1) + dimensions)
     # fairseq's variant has no number of documents: its arrays begin 8 bytes earlier.
     start = LEGACY_HEADER.size - 8
+    marks = None
     if size != start + arrays_size:
         start = LEGACY_HEADER.size
         needed = start + arrays_size + 8 * documents
         if size != needed:
             raise damaged_dataset_error(path, f"the index has {size:,} bytes, but its header announces {needed:,}.")
+        marks = ("int64", start + arrays_size, documents) if documents > 1 else None
     if dimensions != sequences or id_size != np.dtype(dtype).itemsize:
         raise damaged_dataset_error(path, "the index is of multi-dimensional arrays, not of sequences of ids.")
     return IndexLayout(
         dtype=dtype,
         lengths=("int64", start + 16 * (sequences + 1), dimensions),
         offsets=("int64", start + 8 * (sequences + 1), sequences),
+        documents=marks,
         offset_unit=id_size,
     )
 

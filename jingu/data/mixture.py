@@ -26,7 +26,7 @@ from jingu.data.batch import IGNORE_INDEX, Batch, map_tensors
 from jingu.data.dropped_documents import DroppedDocuments
 from jingu.data.fill_in_the_middle import FillInTheMiddle
 from jingu.data.permutation import Int64Array, masks_by_value
-from jingu.data.row_sources import PackedDataset, RowArrays, WindowDataset, document_ids
+from jingu.data.row_sources import PackedDataset, RowArrays, WindowDataset
 
 # Maximum sum of the integers that represent shares. Shares that need a larger sum are rounded.
 MAX_PERIOD = 1 << 16
@@ -246,12 +246,14 @@ class MixtureDataset:
             label_offsets = (offsets + 1) % source.dataset.tokens
             tokens = np.where(self.dropped.contains(source_id, offsets), eos_token_id, tokens)
             labels = np.where(self.dropped.contains(source_id, label_offsets), IGNORE_INDEX, labels)
-        if self.fill_in_the_middle is not None:
-            tokens, labels = self.fill_in_the_middle.transform(tokens, labels, samples)
+        if documents is None and (self.document_mask or self.fill_in_the_middle is not None):
+            # The documents of the tokens, and of the last label.
+            documents = source.dataset.document_ids(locations, tokens.shape[1] + 1)
+            if self.fill_in_the_middle is not None:
+                tokens, labels, documents = self.fill_in_the_middle.transform(tokens, labels, documents, samples)
+            documents = documents[:, : tokens.shape[1]]
         if not self.document_mask:
             documents = None
-        elif documents is None:
-            documents = document_ids(tokens, eos_token_id)
         return replace(rows, tokens=tokens, labels=labels, documents=documents)
 
     def _used_length(self, documents_BT: Int64Array) -> int:

@@ -46,12 +46,6 @@ class RowArrays:
         )
 
 
-def document_ids(tokens_BT: Int64Array, eos_token_id: int) -> Int64Array:
-    """Return [B, T] the document of each token, counted from 0 in each row; an EOS ends its own document."""
-    is_eos = tokens_BT == eos_token_id
-    return np.cumsum(is_eos, axis=1) - is_eos
-
-
 def document_positions(documents_BT: Int64Array) -> Int64Array:
     """Return [B, T] positions that restart at 0 with each document."""
     columns = np.broadcast_to(np.arange(documents_BT.shape[1]), documents_BT.shape)
@@ -247,5 +241,9 @@ def validation_batch(
     is_past_end = np.arange(start, start + count * sequence_length) >= dataset.tokens
     tokens_BT = np.where(is_past_end, dataset.eos_token_id, ids[:-1]).reshape(count, sequence_length)
     labels_BT = np.where(is_past_end, IGNORE_INDEX, ids[1:]).reshape(count, sequence_length)
-    documents_BT = document_ids(tokens_BT, dataset.eos_token_id) if document_mask else None
+    documents_BT = None
+    if document_mask:
+        ids = dataset.document_ids(np.array([(start - 1) % dataset.tokens]), count * sequence_length)[0]
+        documents_BT = ids.reshape(count, sequence_length)
+        documents_BT = documents_BT - documents_BT[:, :1]
     return RowArrays(tokens_BT, labels_BT, documents_BT).to_batch()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from jingu.chat.chat_format import find_chat_format
 from jingu.checkpoint.manifest import safetensors_header
 from jingu.checkpoint.save_folder import write_all
 from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_bytes
 from jingu.errors import JinguError
-from jingu.formats.huggingface import INDEX, WEIGHTS, read_model_json, write_json
+from jingu.formats.description import build_config, special_token_ids
+from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
 from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.safetensors import CHUNK_ELEMENTS
@@ -28,19 +28,13 @@ from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_files import copy_tokenizer
 
 _LOGGER = logging.getLogger("jingu")
 ReadTensor = Callable[[str], Tensor]
 
 # Maximum size of a weight file. A file with a single tensor may be larger.
 SHARD_BYTES = 5_000_000_000
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 
 
 def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> None:
@@ -72,6 +66,9 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
     if family.equivalent:
         loaders = "transformers has no such architecture: jingu loads it, and so does the code of its authors"
     print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loaders}.")
+    chat_format = find_chat_format(to, Tokenizer.load(to))
+    if chat_format is not None and chat_format.stop:
+        print(f"Its answers end with the text {chat_format.stop[0]!r}, which is no token: set it as a stop string.")
 
 
 def _normalize_head(read: ReadTensor) -> ReadTensor:
@@ -106,8 +103,8 @@ def export_hf(
         to: a new or empty folder.
         dtype: dtype of the written weights.
         shard_bytes: maximum size of a weight file.
-        source: the model that supplies special token ids and generation config; None: the ids come from the
-            tokenizer.
+        source: the model that supplies config, generation config and chat templates; None: the special token ids
+            come from the tokenizer.
         check: whether weights that contain NaN or infinity in `dtype` are an error; otherwise they are logged.
 
     Returns:
@@ -126,25 +123,23 @@ def export_hf(
     spec = same
     family = FAMILIES[spec.family]
     # Describe the model in config.json.
-    special_ids = {} if source is None else dict(source.special_token_ids)
-    if not special_ids:
-        special_ids = _special_token_ids(Tokenizer.load(tokenizer_folder), spec)
+    source_config = {} if source is None else source.config
+    if not source_config:
+        source_config = special_token_ids(Tokenizer.load(tokenizer_folder), spec)
     generation_config = None if source is None else source.generation_config
-    config = {
-        "architectures": [family.architectures[0]],
-        **family.hf_config(spec),
-        **special_ids,
-        # transformers reads `torch_dtype` before release 5, and `dtype` since then.
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    # Without a generation config, transformers takes these settings from the config.
+    if generation_config is None and "model_type" not in source_config:
+        generation_config = source_config
+    config = build_config(spec, source_config, dtype)
     with create_folder_atomically(to) as folder:
         write_json(folder / "config.json", config)
-        write_json(folder / "generation_config.json", special_ids if generation_config is None else generation_config)
-        _write_tokenizer(folder, tokenizer_folder)
+        if generation_config is not None:
+            write_json(folder / "generation_config.json", generation_config)
+        copy_tokenizer(tokenizer_folder, folder, None if source is None else source.chat_templates)
         with single_thread():  # casts and checks on one thread are as fast as the disk
             broken = _write_weights(folder, spec, read, dtype, shard_bytes)
-        problem = f"{len(broken)} of the weights contain NaN or infinity in {config['dtype']}: {', '.join(broken)}."
+        dtype_name = str(dtype).removeprefix("torch.")
+        problem = f"{len(broken)} of the weights contain NaN or infinity in {dtype_name}: {', '.join(broken)}."
         if broken and not check:
             _LOGGER.warning("%s: %s", to, problem)
         elif broken:
@@ -166,30 +161,6 @@ def _require_empty(to: Path) -> None:
             where=to,
             fix="Delete it first, or choose another folder.",
         )
-
-
-def _special_token_ids(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:
-    """Return the special token ids of a model whose source defines none."""
-    # EOS must not be the padding token too: transformers does not train the embedding of the padding token.
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
-    if spec.num_encoder_layers is not None:
-        start = tokenizer.decoder_start_token_id
-        ids |= {"pad_token_id": start, "decoder_start_token_id": start}
-    return ids
-
-
-def _write_tokenizer(folder: Path, source: Path) -> None:
-    """Copy the tokenizer's files unchanged. A tokenizer in another format is converted to tokenizer.json."""
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    if not (folder / "tokenizer.json").is_file():
-        Tokenizer.load(source).save(folder)
-    # `auto_map` names a class whose code is not copied. tokenizer.json contains the whole tokenizer, so a standard
-    # class loads it.
-    config = read_model_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    if config.pop("auto_map", None):
-        write_json(folder / "tokenizer_config.json", {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:

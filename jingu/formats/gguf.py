@@ -73,6 +73,8 @@ def open_gguf(path: Path) -> StoredModel:
     )
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
     num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
+    # The config is not that of a folder, but made for the reader.
+    model = replace(model, config=model.special_token_ids)
     model = replace(model, has_int4_blocks=2 * num_4bit > sum(info.shape.numel() for info in matrices))
     # The tokenizer is part of the file. Write it to a temporary folder, which is deleted when the process ends.
     until_exit = ExitStack()

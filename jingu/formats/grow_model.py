@@ -117,8 +117,9 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
     stored = replace(
         stored,
         tokenizer_folder=folder,
-        special_token_ids=_translate_ids(stored.special_token_ids, new_ids),
+        config=_translate_ids(stored.config, new_ids),
         generation_config=None if generation_config is None else _translate_ids(generation_config, new_ids),
+        chat_templates=None,
     )
     copied = sum(len(ids) == 1 for ids in old_rows_of)
     print(f"{copied:,} of {new.vocab_size:,} tokens keep their rows; the others start as means.")
@@ -129,16 +130,16 @@ def _translate_ids(settings: Mapping[str, Any], new_ids: Mapping[int, int]) -> d
     """Translate the token ids in settings to the new tokenizer. Ids of tokens that it lacks are left out.
 
     Args:
-        settings: special token ids, or a generation config; other keys are copied.
+        settings: a config or a generation config; keys that are no token ids are copied.
         new_ids: new id by old id.
     """
     translated = {}
     for key, value in settings.items():
-        if not key.endswith("_token_id"):
+        if not key.endswith(("_token_id", "suppress_tokens")) or value is None:
             translated[key] = value
         elif isinstance(value, list):
             ids = [new_ids[token_id] for token_id in value if token_id in new_ids]
-            translated[key] = ids or None
-        else:
-            translated[key] = new_ids.get(value)
-    return {key: value for key, value in translated.items() if value is not None}
+            translated |= {key: ids} if ids else {}
+        elif value in new_ids:
+            translated[key] = new_ids[value]
+    return translated

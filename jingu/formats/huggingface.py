@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -21,16 +22,27 @@ from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import read_json
+from jingu.runtime.log import log_warning
 from jingu.text.tokenizer_formats import find_tokenizer_file
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Suffixes of the weight scales of FP8 matrices, and of their activation scales, which jingu does not need.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _INPUT_SCALES = (".input_scale", ".activation_scale")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Modules of other libraries around a model or a part of it, whose names some files contain.
+_WRAPPERS = {
+    "module": "DistributedDataParallel or DeepSpeed",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "base_model": "peft",
+    "base_layer": "peft",
+}
+# Elements that are compared at a time.
+_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,14 @@ def open_from_config(
         JinguError: the config is not supported, or the weights are not those that it describes.
     """
     family, spec = _read_spec(config, config_file)
+    # A tied head may be stored too.
+    untied = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
+    weights = open_weights(family, {mapping.hf_name: mapping.shape for mapping in untied})
+    if spec.tie_word_embeddings and not spec.score_head:
+        spec, weights = _resolve_tied_head(spec, weights, untied, where)
     mappings = map_tensors(spec)
-    expected = {mapping.hf_name: mapping.shape for mapping in mappings}
     # Compare all shapes before any weight is read.
-    weights = open_weights(family, expected)
-    compare_shapes(expected, weights.shapes, where)
+    compare_shapes({mapping.hf_name: mapping.shape for mapping in mappings}, weights.shapes, where)
     # For each of jingu's parameters, the stored tensors that contain it.
     sources: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
@@ -105,8 +120,44 @@ def open_from_config(
         tensor = mapping.to_jingu(weights.read(mapping.hf_name))[name]
         return tensor if separate else tensor[expert]
 
-    ids = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
-    return StoredModel(spec, read, None, where, weights.dtype, ids)
+    return StoredModel(spec, read, None, where, weights.dtype, config)
+
+
+def _resolve_tied_head(
+    spec: ModelSpec, weights: StoredWeights, mappings: Sequence[TensorMapping], where: Path
+) -> tuple[ModelSpec, StoredWeights]:
+    """Return the spec and the weights of a model with a tied head, given what is stored of the two tensors.
+
+    As in transformers: if only the head is stored, it is the embedding too; if both are and differ, they are not tied.
+
+    Args:
+        mappings: mappings of the model with an untied head.
+    """
+    names = {name: mapping.hf_name for mapping in mappings for name in mapping.jingu_shapes}
+    embedding, head = names["embedding.weight"], names["head.weight"]
+    if head not in weights.shapes:
+        return spec, weights
+    shapes = {name: shape for name, shape in weights.shapes.items() if name != head}
+    if embedding not in shapes:
+        shapes[embedding] = weights.shapes[head]
+        return spec, replace(
+            weights, shapes=shapes, read=lambda name: weights.read(head if name == embedding else name)
+        )
+    if _are_equal(weights, embedding, head):
+        return spec, replace(weights, shapes=shapes)
+    log_warning(
+        f"{where}: the config ties {head} to {embedding}, but the file has both, and they differ. As in transformers, "
+        "they are not tied."
+    )
+    return spec.model_copy(update={"tie_word_embeddings": False}), weights
+
+
+def _are_equal(weights: StoredWeights, first: str, second: str) -> bool:
+    """Return whether two tensors have the same values in the dtype of most weights."""
+    if weights.shapes[first] != weights.shapes[second]:
+        return False
+    pair = [weights.read(name).flatten().split(_CHUNK) for name in (first, second)]
+    return all(torch.equal(a.to(weights.dtype), b.to(weights.dtype)) for a, b in zip(*pair, strict=True))
 
 
 def spec_from_config(path: Path) -> ModelSpec:
@@ -120,14 +171,14 @@ def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, Mo
     Raises:
         JinguError: the architecture is unknown, or values are missing, wrong or not supported.
     """
-    family = _find_family(config, config_file)
+    family = find_family(config, config_file)
     try:
         return family, family.spec_from_hf(config)
     except JinguError as error:
         raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
 
 
-def _find_family(config: Mapping[str, Any], where: Path) -> Family:
+def find_family(config: Mapping[str, Any], where: Path) -> Family:
     """Return the family of the architecture that a config names.
 
     Raises:
@@ -135,16 +186,18 @@ def _find_family(config: Mapping[str, Any], where: Path) -> Family:
     """
     names = [str(name) for name in config.get("architectures") or []]
     families = {name: family for family in FAMILIES.values() for name in family.architectures}
-    readable = {**families, **{family.classifier: family for family in FAMILIES.values()}}
-    family = next((readable[name] for name in names if name in readable), None)
-    if config.get("auto_map") and not (family and family.equivalent):
+    readable = {**families}
+    for family in FAMILIES.values():
+        readable |= {family.classifier: family, family.body: family}
+    match = next((readable[name] for name in names if name in readable), None)
+    if config.get("auto_map") and not (match and match.equivalent):
         raise JinguError(
             "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,
             fix="Use a release of the model for an architecture built into transformers.",
         )
-    if family:
-        return family
+    if match:
+        return match
     if not names and config.get("model_type") in FAMILIES:
         return FAMILIES[config["model_type"]]
     name = names[0] if names else str(config.get("model_type"))
@@ -164,21 +217,25 @@ def _open_weights(folder: Path, config: Mapping[str, Any], family: Family, expec
     """
     # Rows and columns of an FP8 block, which shares a scale. Without them, the scales divide a matrix evenly.
     block = (config.get("quantization_config") or {}).get("weight_block_size")
-    tensors = {
-        key: (path, key, location) for path in _weight_files(folder) for key, location in read_header(path).items()
-    }
-    # A model that was saved without its head (such as LlamaModel) has names without the prefix of the body (`model.`).
-    has_prefix = not family.base or any(key.startswith(family.base) for key in tensors)
+    files = _weight_files(folder, config.get("transformers_weights"))
+    tensors = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
     scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
     scales = set(scale_keys.values())
     for key, tensor in tensors.items():
         if key in scales or key.endswith(_INPUT_SCALES):
             continue
-        name = key if has_prefix or key in expected else family.base + key
-        # Some files contain a tied head, which is a copy of the embedding: ignore it.
+        name = _hf_name(key, family.base, expected)
+        if name in by_name:
+            raise JinguError(
+                f"{name} is stored twice, as {by_name[name][1]} and as {key}.",
+                where=folder,
+                fix="Delete one of the two from the files.",
+            )
+        # A reward model has no head, but some files contain it.
         if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
             by_name[name] = tensor
+    _check_wrappers(by_name, expected, family.base, folder)
 
     def read(name: str) -> Tensor:
         path, key, location = by_name[name]
@@ -201,6 +258,56 @@ def _open_weights(folder: Path, config: Mapping[str, Any], family: Family, expec
     return StoredWeights({name: location.shape for name, (_, _, location) in by_name.items()}, read, dtype)
 
 
+def _hf_name(key: str, base: str, expected: Collection[str]) -> str:
+    """Return the name in the model of a stored tensor. As in transformers, the prefix of the body may be missing, or be
+    there once too often.
+
+    A model that was saved without its head (such as LlamaModel) lacks the prefix.
+
+    Args:
+        base: that prefix, such as `model.`.
+        expected: names of the model's tensors.
+    """
+    if key in expected or not base:
+        return key
+    shorter = key.removeprefix(base)
+    return shorter if shorter in expected else (base + key if base + key in expected else key)
+
+
+def _check_wrappers(stored: Collection[str], expected: Collection[str], base: str, where: Path) -> None:
+    """Raise JinguError if missing tensors are there under the names that they have in something around the model.
+
+    transformers does not read such names either, and starts from random weights.
+    """
+    missing = set(expected) - set(stored)
+    for key in stored:
+        if key in expected:
+            continue
+        parts = key.split(".")
+        wrapper = next((part for part in parts if part in _WRAPPERS), None)
+        # peft has `base_model.model.` around a model that may have a module `model` itself.
+        plain = [part for part in parts if part not in _WRAPPERS]
+        names = {_hf_name(".".join(name), base, expected) for name in (plain, plain[1:])}
+        if wrapper is not None and (names & missing or _WRAPPERS[wrapper] == "peft"):
+            library = _WRAPPERS[wrapper]
+            raise JinguError(
+                f"the tensors have the names of a model inside {library} (such as {key}).",
+                where=where,
+                fix="Merge the adapters (merge_and_unload), and save the merged model."
+                if library == "peft"
+                else f"Save the model itself, without {wrapper}.",
+            )
+        ends = [".".join(parts[start:]) for start in range(1, len(parts))]
+        end = next((end for end in ends if _hf_name(end, base, expected) in missing), None)
+        if end is not None:
+            raise JinguError(
+                f"the names of the tensors begin with {key.removesuffix(end)}, which those of the model do not.",
+                where=where,
+                fix=f"Rename them (such as {key} to {_hf_name(end, base, expected)}), or save only this part of the "
+                "model.",
+            )
+
+
 def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None) -> Tensor:
     """Return FP8 matrices [..., O, I] in fp32.
 
@@ -217,19 +324,39 @@ def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None)
     return values.float() * scales
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the paths of the safetensors files. Raises JinguError if some are missing."""
-    if (folder / INDEX).is_file():
-        table = read_model_json(folder / INDEX).get("weight_map")
-        if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-            raise JinguError("the index has no weight_map.", where=folder / INDEX, fix="Fetch the file again.")
-        names = sorted(set(table.values()))
-        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-        if missing:
-            raise JinguError(f"weight files are missing: {', '.join(missing)}.", where=folder, fix="Fetch these files.")
-        return [folder / name for name in names]
+def _weight_files(folder: Path, chosen: str | None = None) -> list[Path]:
+    """Return the paths of the safetensors files. Raises JinguError if some are missing.
+
+    As in transformers, a single file takes precedence over an index.
+
+    Args:
+        chosen: the file or index that the config names (`transformers_weights`).
+    """
+    if chosen is not None:
+        if Path(chosen).name != chosen or not (folder / chosen).is_file():
+            what = f"the config names the weight file {chosen} (transformers_weights), which is not here."
+            raise JinguError(what, where=folder, fix="Fetch this file.")
+        return _indexed_files(folder, chosen) if chosen.endswith(".index.json") else [folder / chosen]
     if (folder / WEIGHTS).is_file():
+        others: list[Path] | None = None
+        with suppress(JinguError):  # the index may be damaged
+            others = _indexed_files(folder, INDEX, check=False)
+        if (folder / INDEX).is_file() and others != [folder / WEIGHTS]:
+            log_warning(
+                f"{folder} has both {WEIGHTS} and an index of other files. As in transformers, {WEIGHTS} is read. "
+                "Delete what is not needed."
+            )
         return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder, INDEX)
+    variants = sorted(item.name for item in folder.glob("*.safetensors*"))
+    if variants:
+        raise JinguError(
+            f"there is no {WEIGHTS} and no index of it here, only {', '.join(variants[:5])}, which transformers does "
+            "not read without being told.",
+            where=folder,
+            fix=f"Fetch the missing files, or, if one of these is the whole model, rename it to {WEIGHTS}.",
+        )
     pickled = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLE_SUFFIXES)
     if pickled:
         raise JinguError(
@@ -239,6 +366,22 @@ def _weight_files(folder: Path) -> list[Path]:
             "save it with save_pretrained, which writes safetensors.",
         )
     raise JinguError(f"there are no weights here (no {WEIGHTS}).", where=folder, fix="Fetch the model again.")
+
+
+def _indexed_files(folder: Path, index: str, *, check: bool = True) -> list[Path]:
+    """Return the paths of the files that an index names. Raises JinguError if it is damaged or some are missing.
+
+    Args:
+        check: whether missing files are an error.
+    """
+    table = read_model_json(folder / index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise JinguError("the index has no weight_map.", where=folder / index, fix="Fetch the file again.")
+    names = sorted(set(table.values()))
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing and check:
+        raise JinguError(f"weight files are missing: {', '.join(missing)}.", where=folder, fix="Fetch these files.")
+    return [folder / name for name in names]
 
 
 def read_model_json(

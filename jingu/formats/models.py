@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,16 +14,24 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.resume import complete_steps, newest_complete, run_checkpoints, run_config, step_folder
 from jingu.checkpoint.store import CheckpointReader
 from jingu.config.load import load_stored_config
+from jingu.config.schema import RunConfig
 from jingu.config.sections.data import PrefixLmSettings
 from jingu.errors import JinguError, join_words, pluralize
+from jingu.formats.description import FOLDER, ModelDescription, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
+from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import Lora, ModelSpec
+from jingu.runtime.log import log_warning
+from jingu.text.tokenizer import Tokenizer
+
+# Fields of an adapter that change what its parameters mean, but not their names and shapes.
+_MEANING_FIELDS = ("init_lora_weights", "trainable_token_indices", "after_input")
 
 
 def open_model(path: Path) -> StoredModel:
@@ -43,7 +53,8 @@ def open_model(path: Path) -> StoredModel:
         raise _no_model(path)
     # The files of a folder show its format.
     if (path / ADAPTER_CONFIG).is_file():
-        base = open_model(base_model_path(path))
+        # As in transformers, adapters beside a whole model belong to that model.
+        base = open_hf(path) if (path / "config.json").is_file() else open_model(base_model_path(path))
         return apply_adapters(read_adapters(path, base), base)
     if (path / MANIFEST).is_file() or (path / "model.json").is_file():
         model, run = _open_run(path)
@@ -114,7 +125,54 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
         return reader.read(name) if expert is None else reader.read_expert(name, expert)
 
     tokenizer = run / "tokenizer" if (run / "tokenizer").is_dir() else None
-    return StoredModel(spec, read, tokenizer, step, is_prefix_lm=is_prefix_lm), run
+    model = StoredModel(spec, read, tokenizer, step, is_prefix_lm=is_prefix_lm)
+    description = _describe(run, config, tokenizer, spec)
+    parts = {name: getattr(description, name) for name in ("config", "generation_config", "chat_templates")}
+    return replace(model, **parts), run
+
+
+def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec: ModelSpec) -> ModelDescription:
+    """Return the description that a run stores. For runs that older releases made, it is computed."""
+    if (run / FOLDER).is_dir():
+        return read_description(run)
+    if config is None or tokenizer is None:
+        return ModelDescription()
+    loaded = Tokenizer.load(tokenizer)
+    with suppress(JinguError):
+        return describe_run(config, loaded, spec, open_initial(config))
+    # The template is gone.
+    return ModelDescription(special_token_ids(loaded, spec))
+
+
+def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> ModelDescription:
+    """Return the description of a run that starts or resumes.
+
+    What it has stored takes precedence over its initial model.
+
+    Raises:
+        JinguError: the chat template cannot be loaded, and the run has not stored it.
+    """
+    if not (run / FOLDER).is_dir():
+        return describe_run(config, tokenizer, spec, open_initial(config))
+    stored = read_description(run)
+    folder = run / "tokenizer" if (run / "tokenizer").is_dir() else None
+    unread = StoredModel(spec, lambda name: torch.empty(0), folder, run)
+    initial = replace(unread, config=stored.config, generation_config=stored.generation_config)
+    try:
+        return describe_run(config, tokenizer, spec, initial)
+    except JinguError:
+        if folder is None:
+            raise
+    return replace(stored, chat_templates=Tokenizer.load(folder).chat_templates)
+
+
+def open_initial(config: RunConfig) -> StoredModel | None:
+    """Open the model that a run starts from; None if it starts from random weights, or the model is gone."""
+    if config.initialize.from_ is None:
+        return None
+    with suppress(JinguError):
+        return open_model(Path(config.initialize.from_))
+    return None
 
 
 def _open_base(run: Path) -> tuple[StoredModel, Path]:
@@ -170,14 +228,64 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
 
 
 def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> StoredModel:
-    """Open adapters for a model, like `load_adapters`. Raises JinguError unless their names and shapes match `spec`."""
+    """Open adapters for a model, like `load_adapters`, as the parameters of `spec` that change the model alike.
+
+    The strength of a LoRA depends on rank and alpha. If these differ, the matrices B are rescaled.
+
+    Raises:
+        JinguError: the adapters are of another kind or size than those of `spec`, or cannot be expressed by them.
+    """
     adapters = load_adapters(path, base)
+    old, new = adapters.spec.adapter, spec.adapter
+    assert old is not None and new is not None
     expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}
-    if names != set(expected) or any(adapters.read(name).shape != shape for name, shape in expected.items()):
-        raise JinguError(
-            "the initial adapters are of another kind or size, or for another model.",
-            where=path,
-            fix="Use the same settings under `tune` that they were trained with.",
+    fix = "Use the same settings under `tune` that they were trained with."
+    if names != set(expected) or type(old) is not type(new):
+        what = "the initial adapters are of another kind, or for other modules or another model."
+        raise JinguError(what, where=path, fix=fix)
+    for field in _MEANING_FIELDS:
+        values = [getattr(adapter, field, None) for adapter in (old, new)]
+        # Other initializations do not change the frozen matrices.
+        meanings = [value in RESIDUAL_INITS and value for value in values] if "init" in field else values
+        if meanings[0] != meanings[1]:
+            what = f"the initial adapters have {field} {values[0]!r}, and the run's have {values[1]!r}."
+            raise JinguError(what, where=path, fix=fix)
+    if adapters.spec.quantization != spec.quantization and adapters.spec.quantization is not None:
+        log_warning(
+            f"{path}: the initial adapters were trained on matrices in {adapters.spec.quantization}, and now stand "
+            f"beside {spec.quantization or 'matrices that are not quantized'}."
         )
-    return adapters
+
+    def read(name: str, expert: int | None = None) -> Tensor:
+        value = adapters.read(name, expert)
+        if isinstance(old, Lora) and isinstance(new, Lora):
+            module, _, leaf = name.rpartition(".")
+            before, after = old.of_module(module), new.of_module(module)
+            if new.init_lora_weights in RESIDUAL_INITS and (before.rank, before.scale) != (after.rank, after.scale):
+                what = f"the initial adapters began as a part of {module}, by another rank or alpha than the run's."
+                raise JinguError(what, where=path, fix=fix)
+            if leaf in ("lora_b", "lora_bias") and before.scale != after.scale:
+                wide = torch.promote_types(value.dtype, torch.float32)
+                value = value.to(wide) * (before.scale / after.scale)
+            value = _resize_rank(value, leaf, after.rank)
+        shape = expected[name] if expert is None else expected[name][1:]
+        if value.shape != shape:
+            what = f"{name} of the initial adapters has the shape {list(value.shape)}, and the run's has {list(shape)}."
+            raise JinguError(what, where=path, fix=fix)
+        return value
+
+    for name in expected:
+        read(name)
+    return replace(adapters, spec=spec, read=read)
+
+
+def _resize_rank(value: Tensor, leaf: str, rank: int) -> Tensor:
+    """Return matrix A [..., R, I] or B [..., O, R] without the rows or columns beyond a rank, if these are zero.
+
+    Readers fill up the matrices of a peft folder, whose modules may have different ranks, to the largest one.
+    """
+    dim = {"lora_a": -2, "lora_b": -1}.get(leaf)
+    if dim is None or value.shape[dim] <= rank or value.narrow(dim, rank, value.shape[dim] - rank).any():
+        return value
+    return value.narrow(dim, 0, rank)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.functional import pad
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
+from jingu.formats.description import ModelDescription, find_end_ids
 from jingu.formats.huggingface import read_model_json
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
@@ -33,6 +35,9 @@ from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.log import log_warning
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_formats import find_tokenizer_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -115,8 +120,39 @@ def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
         weights[key] = map_tensor(folder / ADAPTER_WEIGHTS, location.begin, location.shape, location.dtype)
     if config["peft_type"] in _PROMPT_TYPES:
         prompt, parameters = _read_prompt(weights, base.spec, config, folder)
-        return StoredModel(base.spec.model_copy(update={"adapter": prompt}), parameters.__getitem__, None, folder)
-    return _AdapterReader(folder, base, config).read(weights)
+        spec = base.spec.model_copy(update={"adapter": prompt})
+        adapters = StoredModel(spec, parameters.__getitem__, None, folder)
+    else:
+        adapters = _AdapterReader(folder, base, config).read(weights)
+    return _add_description(adapters, base, folder)
+
+
+def _add_description(adapters: StoredModel, base: StoredModel, folder: Path) -> StoredModel:
+    """Return adapters with the tokenizer and the generation config in their folder.
+
+    Without a generation config there, the tokens that end an answer of the tokenizer's chat template are added to those
+    of the base model, if the base has another template.
+    """
+    generation_config = base.generation_config
+    if (folder / "generation_config.json").is_file():
+        generation_config = read_model_json(folder / "generation_config.json")
+        adapters = replace(adapters, generation_config=generation_config)
+    if find_tokenizer_file(folder) is None:
+        return adapters
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > base.spec.vocab_size:
+        log_warning(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size:,} entries, more than the {base.spec.vocab_size:,} of "
+            "the base model, whose tokenizer is used instead."
+        )
+        return adapters
+    adapters = replace(adapters, tokenizer_folder=folder)
+    templates = None if base.tokenizer_folder is None else Tokenizer.load(base.tokenizer_folder).chat_templates
+    if adapters.generation_config is None and tokenizer.chat_templates not in ({}, base.chat_templates, templates):
+        description = ModelDescription(base.config, generation_config)
+        description = description.add_end_ids(find_end_ids(tokenizer), tokenizer.eos_token_id)
+        return replace(adapters, config=description.config, generation_config=description.generation_config)
+    return adapters
 
 
 class _AdapterReader:

@@ -21,6 +21,7 @@ from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
+from jingu.text.tokenizer_files import copy_tokenizer
 
 # Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
 _A_KEYS = ("lora_A.weight", "lora_embedding_A")
@@ -31,7 +32,7 @@ Modules = Mapping[str, int]
 
 
 def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to: Path) -> None:
-    """Write adapters as a peft folder, for the exported base model.
+    """Write adapters as a peft folder, for the exported base model, with the tokenizer and generation config.
 
     Args:
         base_path: path of the base model, which the config names.
@@ -58,6 +59,10 @@ def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, config)
+        if adapters.tokenizer_folder is not None:
+            copy_tokenizer(adapters.tokenizer_folder, folder, adapters.chat_templates)
+        if adapters.generation_config is not None:
+            write_json(folder / "generation_config.json", adapters.generation_config)
 
 
 def _convert_weights(

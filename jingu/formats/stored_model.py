@@ -21,6 +21,7 @@ from jingu.model.spec import Experts, Ia3, Lora, ModelSpec, replace_fields
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 
+SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Shapes = Mapping[str, torch.Size]
 Update = Callable[[Tensor], Tensor]
 # The field of the spec that gives a module a bias, by the module's name.
@@ -42,8 +43,10 @@ class StoredModel:
         tokenizer_folder: folder of the tokenizer; None if the model has none.
         where: the folder or file, for messages.
         dtype: dtype of most stored weights.
-        special_token_ids: bos_token_id and so on, from the model's config; empty if it has none.
+        config: contents of the model's config.json, or those keys of it that another format has; empty: none.
         generation_config: contents of generation_config.json; None if there is none.
+        chat_templates: texts of the chat templates that the model was trained with, by name; None: those of the
+            tokenizer.
         tokenizer_problem: why the model has no tokenizer, if it has none.
         is_prefix_lm: whether the model was trained with bidirectional attention within prefixes.
         updates: only for adapters: functions that compute a parameter from that of the base model, by name, where jingu
@@ -56,12 +59,18 @@ class StoredModel:
     tokenizer_folder: Path | None
     where: CheckpointPath
     dtype: torch.dtype = torch.float32
-    special_token_ids: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: Mapping[str, Any] | None = None
+    chat_templates: Mapping[str, str] | None = None
     tokenizer_problem: str = "the model has no tokenizer."
     is_prefix_lm: bool = False
     updates: Mapping[str, Update] = field(default_factory=dict)
     has_int4_blocks: bool = False
+
+    @property
+    def special_token_ids(self) -> dict[str, Any]:
+        """bos_token_id and so on, from the model's config; empty if it has none."""
+        return {key: self.config[key] for key in SPECIAL_TOKEN_KEYS if self.config.get(key) is not None}
 
     def _token_ids(self, key: str) -> Any:
         """Return the id or ids of a special token. generation_config.json takes precedence over config.json."""
@@ -132,6 +141,9 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
         tokenizer_folder=adapters.tokenizer_folder or base.tokenizer_folder,
         where=adapters.where,
         is_prefix_lm=adapters.is_prefix_lm,
+        config=adapters.config or base.config,
+        generation_config=base.generation_config if adapters.generation_config is None else adapters.generation_config,
+        chat_templates=adapters.chat_templates,
     )
 
 

@@ -224,6 +224,8 @@ def _add_outside(model: nn.Module, spec: ModelSpec, adapter: Lora | Ia3) -> None
         problem = "the head is tied to the embedding and has no matrix of its own"
     if problem is not None:
         fix = "Leave them out, or train the modules themselves (tune.modules_to_save)."
+        if spec.tie_word_embeddings and "head" in targets:
+            fix = "Leave it out, or train the matrix of both (tune.modules_to_save=[embedding])."
         raise JinguError(f"{problem}.", where="tune.target_modules", fix=fix)
     assert isinstance(adapter, Lora)
     own: Any = model
@@ -288,6 +290,10 @@ def check_saved_modules(names: Collection[str], adapter: Lora, *, is_quantized: 
     for pattern in adapter.modules_to_save:
         matches = {module for module in modules if fnmatchcase(module, pattern)}
         problem = None if matches else "matches no module of the model"
+        fix = "Use names such as embedding, head and norm, or Hugging Face's, such as lm_head."
+        if not matches and fnmatchcase("head", pattern) and "score" not in modules:
+            problem = "has no module: the head is tied to the embedding, whose matrix both use"
+            fix = "Leave it out: embed_tokens (embedding) trains this matrix."
         if matches & adapted:
             problem = "matches modules that have an adapter"
         elif is_quantized and any("blocks." in module for module in matches):
@@ -296,7 +302,7 @@ def check_saved_modules(names: Collection[str], adapter: Lora, *, is_quantized: 
             raise JinguError(
                 f"{pattern} {problem}.",
                 where="tune.modules_to_save",
-                fix="Use names such as embedding, head and norm, or Hugging Face's, such as lm_head.",
+                fix=fix,
             )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family, map_tensors
+from jingu.model.families.name_map import TensorMapping
 from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
 
 
@@ -170,13 +173,13 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
 def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
     """Translate `tune.target_modules`, which may contain Hugging Face's names, to patterns of jingu's module names.
 
-    As in peft, `q_proj` stands for every module whose name ends in it, and `all-linear` for all matrices of the blocks.
-    A target that is no name of Hugging Face stays as it is.
+    As in peft, `q_proj` stands for every module whose name ends in it, `all-linear` for all matrices of the blocks, and
+    a regular expression for the modules whose whole name it matches. Any other target stays as it is.
     """
 
     patterns: list[str] = []
-    # Map the tensors of the base model. The spec of a resumed run already has the adapter.
-    spec = spec.model_copy(update={"adapter": None})
+    # Map the tensors of the base model: the spec of a resumed run already has the adapter. A tied head has a name too.
+    spec = spec.model_copy(update={"adapter": None, "tie_word_embeddings": False})
     try:
         mappings = map_tensors(spec)
     except LookupError:
@@ -195,5 +198,19 @@ def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
         # One pattern for all blocks, unless the target is a module of one block.
         if not re.search(r"\b\d+\b", target):
             names = [re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names]
-        patterns += names or [target]
+        patterns += names or _match_modules(target, mappings) or [target]
     return tuple(dict.fromkeys(patterns))
+
+
+def _match_modules(pattern: str, mappings: Iterable[TensorMapping]) -> list[str]:
+    """Return jingu's names of the matrices whose module in Hugging Face's model a regular expression matches."""
+    matrices = [mapping for mapping in mappings if len(mapping.shape) == 2 and mapping.hf_name.endswith(".weight")]
+    modules = [name.removesuffix(".weight") for mapping in matrices for name in mapping.jingu_shapes]
+    # A pattern of jingu's names may be a regular expression too.
+    if any(fnmatchcase(module, pattern) for module in modules):
+        return []
+    with suppress(re.error):
+        compiled = re.compile(pattern)
+        matches = [mapping for mapping in matrices if compiled.fullmatch(mapping.hf_name.removesuffix(".weight"))]
+        return [name.removesuffix(".weight") for mapping in matches for name in mapping.jingu_shapes]
+    return []

@@ -121,7 +121,7 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """A prompt to answer, or with `raw` to continue. Without a prompt, the request only loads the model."""
 
-    FIELDS = ("ollama generate", "ollama message")
+    FIELDS = ("ollama generate",)
 
     prompt: str | None = None
     raw: bool | None = None

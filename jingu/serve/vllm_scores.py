@@ -57,9 +57,10 @@ async def rerank(body: protocol.RerankRequest, request: HttpRequest, service: Se
         scores = await _collect_scores(handle)
         ranking = sorted(range(len(documents)), key=lambda index: -scores[index])
         # As in vLLM, 0 means all.
-        results = [{"index": index, "relevance_score": scores[index]} for index in ranking[: body.top_n or None]]
-        if body.return_documents is not False:
-            results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
+        results: list[dict[str, Any]] = []
+        for index in ranking[: body.top_n or None]:
+            document = {} if body.return_documents is False else {"document": {"text": documents[index]}}
+            results.append({"index": index, **document, "relevance_score": scores[index]})
         head = {"id": f"rerank-{secrets.token_hex(12)}", "model": body.model}
         return {**head, "results": results, "usage": _format_usage(handle)}
 

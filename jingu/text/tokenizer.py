@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -215,6 +215,11 @@ class Tokenizer:
         return dict(sorted(self._special.items(), key=lambda item: item[1]))
 
     @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens outside of the algorithm's own vocabulary, special or not, and their ids."""
+        return {token["content"]: token["id"] for token in self._added}
+
+    @property
     def special_names(self) -> dict[str, str]:
         """Special tokens by their key in the configuration, such as `pad_token`.
 
@@ -238,6 +243,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The chat template called default; None if there is none."""
         return self.chat_templates.get("default")
+
+    def replace_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
+        """Return the tokenizer with other chat templates, given by name."""
+        named = [{"name": name, "template": template} for name, template in templates.items()]
+        return Tokenizer(self.content, {**self._config, "chat_template": named})
 
     @property
     def decoder_start_token_id(self) -> int:

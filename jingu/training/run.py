@@ -30,7 +30,8 @@ from jingu.data.objective import Objective, build_objective
 from jingu.data.open_sources import open_sources
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_file import TaskIndex
-from jingu.formats.models import open_model
+from jingu.formats.description import write_description
+from jingu.formats.models import open_model, update_description
 from jingu.formats.provenance import Record, extend_provenance
 from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
@@ -42,6 +43,7 @@ from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftProm
 from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_files import copy_tokenizer
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
@@ -334,18 +336,26 @@ def write_run_files(run: Run) -> None:
         adapter = None if isinstance(settings, tune.FullSettings) else settings.initial_adapter
         start = [None if path is None else Path(path) for path in (run.config.initialize.from_, adapter)]
         extend_provenance(run.folder, run.data_records, *start)
-        _copy_tokenizer(run)
+        _write_description(run)
     except OSError as error:
         raise run_write_error(error, run.folder) from error
 
 
-def _copy_tokenizer(run: Run) -> None:
-    """Write the tokenizer into the run's folder, unless the same one is there already."""
+def _write_description(run: Run) -> None:
+    """Write the tokenizer, with the chat templates that the run trains with, and what the initial model's files say.
+
+    Files that are there already and need no change stay as they are.
+    """
+    description = update_description(run.folder, run.config, run.tokenizer, run.spec)
+    write_description(run.folder, description)
     folder = run.folder / "tokenizer"
-    if folder.exists() and Tokenizer.load(folder).fingerprint() == run.tokenizer.fingerprint():
-        return
+    templates = run.tokenizer.chat_templates if description.chat_templates is None else description.chat_templates
+    if folder.exists():
+        stored = Tokenizer.load(folder)
+        if stored.fingerprint() == run.tokenizer.fingerprint() and stored.chat_templates == templates:
+            return
     with create_folder_atomically(folder) as partial:
-        run.tokenizer.save(partial)
+        copy_tokenizer(Path(run.config.tokenizer.path), partial, templates)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -523,8 +533,10 @@ def _freeze(spec: ModelSpec, settings: tune.FullSettings) -> ModelSpec:
     patterns = list(settings.freeze)
     for pattern in patterns:
         if not any(matches_any(name, [pattern]) for name in names):
+            is_tied_head = spec.tie_word_embeddings and not spec.score_head and matches_any("head.weight", [pattern])
+            cause = ": the head is tied to the embedding, whose name is embedding.weight" if is_tied_head else ""
             raise JinguError(
-                f"no parameter of the model matches {pattern}.",
+                f"no parameter of the model matches {pattern}{cause}.",
                 where="tune.freeze",
                 fix="Names are such as embedding.weight and blocks.0.attention.q.weight; * matches anything.",
             )

@@ -46,8 +46,10 @@ def fill(rate: float, seed: int = 5, prompt_prefix_ids: tuple[int, ...] = ()) ->
 
 def test_the_bos_token_stays_in_front() -> None:
     row = np.array([5, 6, 7, 8, END, *[END] * 5])
-    plain = fill(1.0).transform_row(row, 3)
-    prefixed = fill(1.0, prompt_prefix_ids=(77, 78)).transform_row(np.array([77, 78, *row]), 3)
+    plain = fill(1.0).transform_row(row, np.zeros_like(row), 3)[0]
+    prefixed = fill(1.0, prompt_prefix_ids=(77, 78)).transform_row(
+        np.array([77, 78, *row]), np.zeros(len(row) + 2, int), 3
+    )[0]
     assert prefixed.tolist() == [77, 78, *plain.tolist()]
 
 
@@ -59,19 +61,19 @@ def test_the_text_can_be_restored(documents: list[list[int]], sample: int, ended
     if not ids:
         return
     row = np.array(ids + [END] * 3 * len(documents))  # with room, so that nothing is cut off
-    transformed = fill(0.7).transform_row(row, sample)
+    transformed = fill(0.7).transform_row(row, np.zeros_like(row), sample)[0]
     assert len(transformed) == len(row)
     text, count = undone(transformed.tolist())
     assert text[: len(ids)] == ids
-    assert np.array_equal(fill(0.7).transform_row(row, sample), transformed)
-    assert np.array_equal(fill(0.0).transform_row(row, sample), row)
-    always = fill(1.0).transform_row(row, sample)
+    assert np.array_equal(fill(0.7).transform_row(row, np.zeros_like(row), sample)[0], transformed)
+    assert np.array_equal(fill(0.0).transform_row(row, np.zeros_like(row), sample)[0], row)
+    always = fill(1.0).transform_row(row, np.zeros_like(row), sample)[0]
     assert undone(always.tolist())[1] == sum(map(bool, documents)) >= count
 
 
 def test_share_and_positions_follow_the_settings() -> None:
     row = np.tile(np.array([*range(1, 10), END]), 40)
-    built = np.stack([fill(0.3, seed=1).transform_row(row, sample) for sample in range(100)])
+    built = np.stack([fill(0.3, seed=1).transform_row(row, np.zeros_like(row), sample)[0] for sample in range(100)])
     documents = [[*ids] for each in built.tolist() for ids in _documents(each)]
     share = sum(ids[0] == PREFIX for ids in documents) / len(documents)
     assert 0.27 < share < 0.33

@@ -39,7 +39,7 @@ def model_in(folder: Path, tokenizer: Tokenizer, family: str = "llama", **settin
         read,
         None,
         folder,
-        special_token_ids={"bos_token_id": 0, "eos_token_id": [0, 1]},
+        config={"bos_token_id": 0, "eos_token_id": [0, 1]},
         generation_config={"eos_token_id": [0, 1], "temperature": 0.5},
     )
     export_hf(spec, read, folder.with_name("tokenizer"), folder, source=source)

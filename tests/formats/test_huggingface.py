@@ -227,6 +227,7 @@ def test_missing_shards_are_named(tokenizer_path: Path, tmp_path: Path) -> None:
 def test_shard_outside_the_folder_is_not_opened(exported: Path) -> None:
     table = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
     (exported / "model.safetensors.index.json").write_text(json.dumps(table))
+    (exported / "model.safetensors").unlink()
     assert "weight files are missing: ../outside.safetensors." in refusal(exported)
 
 

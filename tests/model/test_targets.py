@@ -21,6 +21,12 @@ CASES = [
     ("t5", "wi", ["encoder.blocks.*.feed_forward.up", "blocks.*.feed_forward.up"]),
     ("t5", "wi_0", ["wi_0"]),
     ("t5", "EncDecAttention.k", ["blocks.*.cross_attention.k"]),
+    ("gpt2", "lm_head", ["head"]),
+    ("llama", r"model\.layers\.1\..*\.(q|v)_proj", ["blocks.1.attention.q", "blocks.1.attention.v"]),
+    ("llama", r".*down_proj", ["blocks.0.feed_forward.down", "blocks.1.feed_forward.down"]),
+    ("gpt2", r".*\.1\.mlp\.c_\w+", ["blocks.1.feed_forward.up", "blocks.1.feed_forward.down"]),
+    ("llama", r"(", ["("]),
+    ("llama", r".*layers", [".*layers"]),
 ]
 
 

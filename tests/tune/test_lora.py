@@ -12,6 +12,7 @@ import torch
 
 from jingu.checkpoint.resume import step_folder
 from jingu.config.schema import RunConfig
+from jingu.config.sections.tune import LoraSettings
 from jingu.errors import JinguError
 from jingu.formats.export import convert
 from jingu.formats.models import open_adapter_run, open_model
@@ -19,7 +20,7 @@ from jingu.formats.peft import read_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, load_model, residual_base
 from jingu.formatting import format_rounded
 from jingu.infer.multi_lora import read_lora_adapter
-from jingu.model.decoder import build_model
+from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.parameter_table import is_trained
 from jingu.parallel import materialize
 from jingu.training.run import Run, open_run
@@ -342,6 +343,37 @@ def test_the_base_is_stored_in_the_compute_dtype(
     sharded = adapted({"precision.type": "bf16", "train.steps": 3, "parallel.zero_stage": 3}, name="sharded")
     train_on(2, sharded)
     assert done(sharded).column("loss") == pytest.approx(losses, rel=1e-3)
+
+
+def test_spellings_of_peft(adapted: MakeRun) -> None:
+    """A text in place of a list, a regular expression, and names of the head."""
+
+    def targets(value: Any, **more: Any) -> set[str]:
+        run = open_run(adapted({"tune": {"type": "lora", "target_modules": value, **more}}))
+        return {name.rpartition(".")[0] for name in parameter_shapes(run.spec) if name.endswith(".lora_a")}
+
+    assert targets("all-linear") == targets(["all-linear"]) == targets(["*attention.*", "*.feed_forward.*"])
+    assert targets("q_proj") == {"blocks.0.attention.q", "blocks.1.attention.q"}
+    assert targets(r".*layers\.1\.self_attn\.(q|v)_proj") == {"blocks.1.attention.q", "blocks.1.attention.v"}
+    assert targets(r".*down_proj", rank_pattern={"down_proj": 2}) == targets(["down_proj"])
+    assert "head" in targets(["lm_head", "q_proj"])
+    settings = adapted({"tune": {"type": "lora", "modules_to_save": "lm_head"}}).tune
+    assert isinstance(settings, LoraSettings) and settings.modules_to_save == ["lm_head"]
+
+
+def test_the_head_of_a_tied_model_is_named_as_the_cause(tiny_run: MakeRun, train_on: Train) -> None:
+    config = tiny_run({"train.steps": 1, "model.tie_word_embeddings": True}, name="tied")
+    train_on(1, config)
+    start = {"model": {}, "initialize": {"from": str(Path(config.runs_dir) / "tied")}}
+    for tune, words in (
+        ({"type": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}, "head has no module: the head is tied to"),
+        ({"type": "lora", "modules_to_save": "*head"}, r"\*head has no module: the head is tied to the embedding"),
+        ({"type": "lora", "target_modules": ["q_proj", "lm_head"]}, r"the head is tied.*modules_to_save=\[embedding\]"),
+        ({"type": "full", "freeze": ["head.*"]}, r"no parameter of the model matches head\.\*: the head is tied"),
+    ):
+        with pytest.raises(JinguError, match=words):
+            open_run(tiny_run({**start, "tune": tune}, name="next"))
+    open_run(tiny_run({**start, "tune": {"type": "lora", "modules_to_save": ["embed_tokens"]}}, name="next"))
 
 
 def test_errors(adapted: MakeRun, tiny_run: MakeRun, base: Path, train_on: Train, tmp_path: Path) -> None:

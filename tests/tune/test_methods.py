@@ -353,7 +353,7 @@ def test_prompts_start_from_text_or_another_adapter(
     torch.testing.assert_close(
         logits(beside(tmp_path / "third" / third.name)), logits(beside(tmp_path / "llama-dora")), rtol=1e-6, atol=1e-6
     )
-    with pytest.raises(JinguError, match="of another kind or size"):
+    with pytest.raises(JinguError, match="of another kind, or for other modules"):
         train_on(1, adapted("llama", "lora", runs, texts, {**changes, "runs_dir": str(tmp_path / "fourth")}))
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import BeforeValidator, Discriminator, Field
 
 from jingu.config.sections.base import PathText, Positive, Settings, default_type
+
+
+def _as_list(value: Any) -> Any:
+    """Return a single text, such as peft's `all-linear` or a regular expression, as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+# Names or patterns of modules; a single one may be written as a text.
+ModuleNames = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class FullSettings(Settings):
@@ -46,8 +55,8 @@ class LoraSettings(AdapterBase):
         use_dora: Also train the norm of each row of the adapted matrix (DoRA, Liu et al., 2024).
         dropout: Dropout probability of the adapter's input.
         target_modules: Patterns for names of the adapted matrices, such as `blocks.*.attention.q`; or names of modules
-            in Hugging Face's model, such as `q_proj`; or `all-linear`, for all matrices of the blocks. `embedding` and
-            `head` are allowed too.
+            in Hugging Face's model, such as `q_proj`, or a regular expression for them; or `all-linear`, for all
+            matrices of the blocks. `embedding` and `head` are allowed too.
         rank_pattern: Ranks of some of these matrices, by name or pattern: `{"*.feed_forward.*": 32}`. The first pattern
             that matches applies.
         alpha_pattern: Alphas of some of these matrices, in the same form.
@@ -69,13 +78,13 @@ class LoraSettings(AdapterBase):
     use_rslora: bool = False
     use_dora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    target_modules: list[str] = ["*attention.*", "*.feed_forward.*"]
+    target_modules: ModuleNames = ["*attention.*", "*.feed_forward.*"]
     rank_pattern: dict[str, Positive] = {}
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     lora_bias: bool = False
     init_lora_weights: Literal["default", "pissa", "olora", "eva", "loftq"] = "default"
     lora_plus_ratio: Annotated[float, Field(gt=0)] = 1.0
-    modules_to_save: list[str] = []
+    modules_to_save: ModuleNames = []
     trainable_token_indices: list[Annotated[int, Field(ge=0)]] = []
 
 
@@ -88,7 +97,7 @@ class Ia3Settings(AdapterBase):
     """
 
     type: Literal["ia3"] = "ia3"
-    target_modules: list[str] = ["*attention.k", "*attention.v", "*.feed_forward.down"]
+    target_modules: ModuleNames = ["*attention.k", "*attention.v", "*.feed_forward.down"]
 
 
 class SoftPromptBase(AdapterBase):

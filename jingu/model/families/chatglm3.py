@@ -102,4 +102,5 @@ GLM = Family(
         ConfigKeys(write=lambda spec: {"pad_token_id": None}),
     ),
     rules=name_rules("glm"),
+    base="model.",
 )

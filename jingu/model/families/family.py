@@ -63,7 +63,7 @@ class Family:
         rules: the map of tensor names.
         feed_forward_size: computes the default intermediate size from the hidden size.
         model_type: Hugging Face's name of the family, if it differs from jingu's.
-        base: prefix of tensor names that some checkpoints omit.
+        base: prefix of the body's tensor names, which some checkpoints omit or repeat.
         ignored: suffixes of the names of tensors that are not parameters (masks, tables).
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
@@ -89,6 +89,14 @@ class Family:
         """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
         return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
+
+    @property
+    def body(self) -> str:
+        """Name of Hugging Face's class for the family's models without their head."""
+        name = self.architectures[0]
+        for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+            name = name.removesuffix(suffix)
+        return name if name.endswith("Model") else f"{name}Model"
 
     @cached_property
     def presets(self) -> Mapping[str, ModelSpec]:

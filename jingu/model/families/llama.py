@@ -72,6 +72,7 @@ LLAMA = Family(
         ConfigKeys(write=_check_heads),
     ),
     rules=name_rules("llama"),
+    base="model.",
     ignored=(".rotary_emb.inv_freq",),
 )
 

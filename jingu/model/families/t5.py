@@ -84,6 +84,7 @@ T5 = Family(
         *name_rules("t5", table="plain_names", when=lambda spec: not _is_gated(spec)),
         *name_rules("t5", table="gated_names", when=_is_gated),
     ),
+    base="transformer.",
     ignored=("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
 )
 
