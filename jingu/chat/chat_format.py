@@ -88,10 +88,15 @@ def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None
 
 
 def _template_of_run(path: Path) -> str | None:
-    """Return the setting `data.objective.template` of the run that trained a model; None unless it tuned on rows."""
+    """Return the file or name of the chat template that a run trained a model with; None if it trained with none.
+
+    It is the run's copy, or in runs of older versions the setting `data.objective.template`.
+    """
     # `path` is the run itself or one of its checkpoints, RUN/checkpoints/STEP.
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run / "model.json").is_file():
+            if (run / "template.jinja").is_file():
+                return str(run / "template.jinja")
             objective = load_stored_config(run / "config.yaml").data.objective
             return objective.template if isinstance(objective, RowSettings) else None
     return None

@@ -114,6 +114,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.where = where
+        # The texts that it renders with: they are a part of the identity of prepared data.
+        self.sources = (source,) if tools_source is None else (source, tools_source)
         self._for_tools = self
         if tools_source is not None:
             self._for_tools = ChatTemplate(tools_source, tokenizer, where, parse_special_tokens=parse_special_tokens)

@@ -48,6 +48,7 @@ class StoredModel:
         is_prefix_lm: whether the model was trained with bidirectional attention within prefixes.
         updates: only for adapters: functions that compute a parameter from that of the base model, by name, where jingu
             has no adapter module for the change.
+        parts: the places of adapters and their base model; empty for a model in one place, `where`.
         has_int4_blocks: whether most elements of the model's matrices are stored in blocks of 4 bits.
     """
 
@@ -62,6 +63,7 @@ class StoredModel:
     is_prefix_lm: bool = False
     updates: Mapping[str, Update] = field(default_factory=dict)
     has_int4_blocks: bool = False
+    parts: tuple[CheckpointPath, ...] = ()
 
     def _token_ids(self, key: str) -> Any:
         """Return the id or ids of a special token. generation_config.json takes precedence over config.json."""
@@ -131,6 +133,7 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
         model,
         tokenizer_folder=adapters.tokenizer_folder or base.tokenizer_folder,
         where=adapters.where,
+        parts=(adapters.where, *(base.parts or (base.where,))),
         is_prefix_lm=adapters.is_prefix_lm,
     )
 

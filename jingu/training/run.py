@@ -32,6 +32,7 @@ from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_file import TaskIndex
 from jingu.formats.models import open_model
 from jingu.formats.provenance import Record, extend_provenance
+from jingu.formats.run_inputs import RunInputs
 from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
 from jingu.model.adapter_layers import check_saved_modules, check_targets
@@ -42,6 +43,7 @@ from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftProm
 from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.inputs import TEMPLATE_NAME, check_data, check_inputs, find_template_text, record_inputs
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
@@ -85,6 +87,7 @@ class Run:
         resume_options: what may differ from earlier starts of the run.
         changes: settings that have changed since the last start of the run, each as `key: old → new`.
         tasks: evaluation tasks that are measured during training.
+        warnings: settings that have less effect than they say.
     """
 
     config: RunConfig
@@ -97,6 +100,7 @@ class Run:
     resume_options: ResumeOptions
     changes: list[str] = field(default_factory=list)
     tasks: tuple[PreparedTask, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def checkpoints(self) -> CheckpointPath:
@@ -138,6 +142,8 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     changes = _check_changes(folder, config, resume_options.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
+    check_data(config, tokenizer, RunInputs.load(folder).files)
+    check_inputs(config, folder, tokenizer, tuple(resume_options.allow))
     spec = apply_tuning(build_run_spec(config, folder, tokenizer), config)
     # Settings that depend on the model.
     check_param_groups(config.optimizer, parameter_shapes(spec).keys())
@@ -315,8 +321,16 @@ def lock_run(run: Run) -> Iterator[None]:
                 owner.unlink(missing_ok=True)
 
 
-def write_run_files(run: Run) -> None:
-    """Write configuration, spec, tokenizer, and the record of the training data into the run's folder.
+def record_run_inputs(run: Run) -> RunInputs:
+    """Return the contents of what a run reads beside its data sets. Raises JinguError if a file cannot be read."""
+    return record_inputs(run.config, run.folder, run.tokenizer)
+
+
+def write_run_files(run: Run, inputs: RunInputs) -> None:
+    """Write configuration, spec, tokenizer, chat template, and records of what the run reads into the run's folder.
+
+    Args:
+        inputs: what the run reads beside its data sets.
 
     Raises:
         JinguError: the folder cannot be written.
@@ -329,15 +343,28 @@ def write_run_files(run: Run) -> None:
         start = [None if path is None else Path(path) for path in (run.config.initialize.from_, adapter)]
         extend_provenance(run.folder, run.data_records, *start)
         _copy_tokenizer(run)
+        text = find_template_text(run.config, run.tokenizer)
+        if text is None:
+            (run.folder / TEMPLATE_NAME).unlink(missing_ok=True)
+        else:
+            write_text_atomically(run.folder / TEMPLATE_NAME, text)
+        inputs.save(run.folder)
     except OSError as error:
         raise run_write_error(error, run.folder) from error
 
 
 def _copy_tokenizer(run: Run) -> None:
-    """Write the tokenizer into the run's folder, unless the same one is there already."""
+    """Write the tokenizer into the run's folder, unless the run has steps and the same one is there already.
+
+    Of the same tokenizer, a run that goes on keeps the chat template that it was started with.
+    """
     folder = run.folder / "tokenizer"
-    if folder.exists() and Tokenizer.load(folder).fingerprint() == run.tokenizer.fingerprint():
-        return
+    if folder.exists():
+        stored = Tokenizer.load(folder)
+        if stored.identity() == run.tokenizer.identity():
+            return
+        if complete_steps(run.checkpoints) and stored.fingerprint() == run.tokenizer.fingerprint():
+            return
     with create_folder_atomically(folder) as partial:
         run.tokenizer.save(partial)
         shutil.rmtree(folder, ignore_errors=True)
