@@ -56,6 +56,7 @@ def score(config: RunConfig, answers: Path | None = None, to: Path | None = None
     rows = _read_rows(answers)
     if all({"row", "text", "ids"} <= row.keys() for row in rows):
         prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_).prompts
+        _check_prompts(rows, prompts, answers, settings.prompts)
         sources = [prompts[row["row"]].messages or prompts[row["row"]].text for row in rows]
         rows = [_rollout_answer(row, prompts[row["row"]]) for row in rows]
     else:
@@ -117,6 +118,22 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise JinguError("it has no rows.", where=path, fix="Write one answer a line.")
     return rows
+
+
+def _check_prompts(rows: list[dict[str, Any]], prompts: list[Prompt], answers: Path, file: str) -> None:
+    """Raise JinguError unless each recorded answer is one to today's prompt of its row: by its ids, and by its text."""
+    for row in rows:
+        number = row["row"]
+        prompt = prompts[number] if isinstance(number, int) and 0 <= number < len(prompts) else None
+        is_same = prompt is not None and list(prompt.ids) == list(row.get("prompt_ids", ()))
+        if prompt is None or not is_same or row.get("prompt", prompt.text) != prompt.text:
+            raise JinguError(
+                f"its answers are to other prompts than those in {file} now: row {number} "
+                f"{'is missing' if prompt is None else 'has another prompt, or is rendered or encoded otherwise'}.",
+                where=answers,
+                fix="Restore the prompts, the template and the tokenizer of the run, or name a file with both prompts "
+                "and completions (--answers).",
+            )
 
 
 def _rollout_answer(row: dict[str, Any], prompt: Prompt) -> dict[str, Any]:

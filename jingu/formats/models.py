@@ -154,11 +154,13 @@ def _warn_of_other_base(run: Path, base: StoredModel) -> None:
         log_warning(f"{base.where} is not the model for which the adapters in {run} were trained ({expected.path}).")
 
 
-def load_adapters(path: Path, base: StoredModel) -> StoredModel:
+def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> StoredModel:
     """Open adapters, from a run or a peft folder, for a model.
 
     Args:
-        base: the model that the adapters will be applied to.
+        base: the model that the adapters will be applied to. If it is not the one that they were trained for, a warning
+            says so.
+        is_merged: whether the adapters are merged into this model already.
 
     Raises:
         JinguError: there are no adapters; those of a run are for a model of another depth; or those in a peft folder do
@@ -178,7 +180,8 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
         raise JinguError("there is no such folder of adapters.", where=path, fix=fix)
     adapters, run = _open_run(path)
     _check_has_adapters(adapters, path)
-    _warn_of_other_base(run, base)
+    if not is_merged:
+        _warn_of_other_base(run, base)
     depth, base_depth = ((spec.num_encoder_layers or 0) + spec.num_layers for spec in (adapters.spec, base.spec))
     if depth != base_depth:
         what = f"these adapters are for a model of {pluralize(depth, 'block')}, and this one has {base_depth:,}."

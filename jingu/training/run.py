@@ -18,7 +18,7 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
 from jingu.checkpoint.save_folder import read_state
-from jingu.config.compare import breaking_changes, changed_settings
+from jingu.config.compare import breaking_changes, changed_settings, resume_options_for
 from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
@@ -142,8 +142,6 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     changes = _check_changes(folder, config, resume_options.allow)
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     source = open_sources(config, tokenizer)
-    check_data(config, tokenizer, RunInputs.load(folder).files)
-    check_inputs(config, folder, tokenizer, tuple(resume_options.allow))
     spec = apply_tuning(build_run_spec(config, folder, tokenizer), config)
     # Settings that depend on the model.
     check_param_groups(config.optimizer, parameter_shapes(spec).keys())
@@ -154,9 +152,51 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     objective = _build_objective(config, spec, source, tokenizer)
     validation = open_validation(config, spec, source, objective)
     tasks = _prepare_tasks(config, spec, tokenizer)
-    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks)
+    warnings = _find_idle_settings(config, spec, validation, tasks)
+    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks, warnings)
     _check_checkpoints(run)
+    if not resume_options.allows_other_samples:
+        check_data(config, tokenizer, RunInputs.load(folder).files)
+    check_inputs(config, folder, tokenizer, tuple(resume_options.allow))
     return run
+
+
+def _find_idle_settings(
+    config: RunConfig, spec: ModelSpec, validation: tuple[ValidationRows, ...], tasks: tuple[PreparedTask, ...]
+) -> tuple[str, ...]:
+    """Return warnings of settings that have less effect than they say.
+
+    Raises:
+        JinguError: a setting depends on evaluations that the run does not have.
+    """
+    evaluation, checkpoint = config.evaluation, config.checkpoint
+    metric = checkpoint.best_metric
+    needs = {"evaluation.patience": evaluation.patience, "checkpoint.keep_best": checkpoint.keep_best}
+    is_measured = bool(evaluation.every) and (bool(validation) or metric.startswith("tasks/"))
+    reason = "the run has no validation rows" if evaluation.every else "the run never evaluates (evaluation.every)"
+    if is_measured and metric == "bits_per_byte" and config.data.objective.type == "span_corruption":
+        is_measured, reason = False, "span corruption has no bits per byte"
+    for key, value in needs.items():
+        if value and not is_measured:
+            raise JinguError(
+                f"it is {value}, but {reason}, so {metric} (checkpoint.best_metric) is never measured.",
+                where=key,
+                fix="Set data.validation_fraction above 0 and build the data set again, evaluate tasks, or set it to 0.",
+            )
+    warnings = []
+    has_results = validation or tasks or evaluation.sample_prompts
+    defaults = type(evaluation)()
+    if evaluation.every not in (0, defaults.every) and not has_results:
+        warnings.append(
+            f"evaluation.every is {evaluation.every}, but there are no validation rows, tasks or sample prompts: "
+            "nothing is evaluated."
+        )
+    settings = config.tune
+    if isinstance(settings, tune.FullSettings) and settings.num_trainable_layers and spec.tie_word_embeddings:
+        warnings.append(
+            "tune.num_trainable_layers does not train the head: it is tied to the embedding, which is frozen."
+        )
+    return tuple(warnings)
 
 
 def _build_objective(
@@ -193,12 +233,12 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
     previous = load_stored_config(stored)
     breaking = breaking_changes(previous, config, allow)
     if breaking:
-        options = " ".join(f"--allow {change.partition(':')[0]}" for change in breaking)
+        fix = "To resume it would mix two runs. Choose another name (name=...), or delete the folder to start over"
+        options = resume_options_for([change.partition(":")[0] for change in breaking])
+        if options:
+            fix = f"{fix}, or, if the change is intended, resume with {options}".replace(", or delete", ", delete")
         raise JinguError(
-            f"this run was started with another configuration: {'; '.join(breaking)}.",
-            where=folder,
-            fix="To resume it would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
-            f"if the change is intended, resume with {options}.",
+            f"this run was started with another configuration: {'; '.join(breaking)}.", where=folder, fix=f"{fix}."
         )
     return list(changed_settings(previous, config).values())
 
@@ -284,11 +324,15 @@ def _check_checkpoints(run: Run) -> None:
         except CheckpointError:
             continue  # a damaged checkpoint is skipped when the run resumes
         if state["data"] != run.data_checksums and not run.resume_options.allows_other_samples:
-            paths = ", ".join(str(source.dataset.path) for source in run.source.sources)
+            what = "another data set than the one in " + ", ".join(
+                str(source.dataset.path) for source in run.source.sources
+            )
+            if isinstance(run.config.task, RolloutSettings):
+                what = f"other prompts than those in {run.config.task.prompts}"
             raise JinguError(
-                f"the run was trained until step {step} on another data set than the one in {paths}.",
+                f"the run was trained until step {step} on {what}.",
                 where=run.folder,
-                fix="Restore that data set, start a new run (name=...), or resume on this one with --allow data.",
+                fix=f"Restore {'the file' if not run.source.sources else 'that data set'}, start a new run (name=...), or resume on this one with --allow data.",
             )
         return
 

@@ -241,10 +241,7 @@ def test_rebuilding_does_nothing_and_changed_settings_are_refused(
     with pytest.raises(JinguError) as caught:
         build(make_config(validation_fraction=0.3, suffixes=[".txt"]))
     assert f"{tmp_path / 'data'}: the data set here was built with other settings: corpus was " in str(caught.value)
-    assert (
-        f"; validation_fraction was 0.2 and is now 0.3. {delete}"
-        in str(caught.value)
-    )
+    assert f"; validation_fraction was 0.2 and is now 0.3. {delete}" in str(caught.value)
     train_tokenizer(iter(["other"]), 260, ["<a>"]).save(tmp_path / "other")
     with pytest.raises(JinguError, match=r"was built with other settings: tokenizer was \"[0-9a-f]{32}\" and is now"):
         build(make_config(tokenizer=tmp_path / "other"))

@@ -208,7 +208,7 @@ class PolicySettings(RolloutSettings):
             geometric mean of these ratios over the answer (GSPO, Zheng et al., 2025).
         objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
             (MiniMax, 2025).
-        clip_low: The ratio is clipped below 1 - clip_low.
+        clip_low: The ratio is clipped below 1 - clip_low, which must be above 0.
         clip_high: The ratio is clipped above 1 + clip_high.
         importance_cap: Upper bound of the weights that correct for the difference between generation and training
             (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
@@ -219,7 +219,7 @@ class PolicySettings(RolloutSettings):
     loss: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     ratio: Literal["token", "sequence"] = "token"
     objective: Literal["clip", "cispo"] = "clip"
-    clip_low: Coefficient = 0.2
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
     clip_high: Coefficient = 0.28
     importance_cap: AboveZero | None = None
     asynchronous: Asynchronous = SynchronousSettings()
@@ -272,7 +272,7 @@ class RewardedSettings(PolicySettings):
     Attributes:
         kl: KL penalty.
         overlong_tokens: Soft overlong penalty (DAPO): over the last `overlong_tokens` tokens before `max_new_tokens`,
-            the reward of an answer falls linearly by 1; 0: no penalty.
+            the reward of an answer falls linearly by 1; at most `max_new_tokens`; 0: no penalty.
     """
 
     kl: Kl = NoKlSettings()
