@@ -128,8 +128,8 @@ def _variable(name: str, default: int) -> int:
     except ValueError:
         raise JinguError(
             f"the environment variable {name} is {text!r}, which is not a whole number.",
-            fix="It is set by torchrun; start the run with `jingu train run.yaml --processes N` or torchrun, or remove the "
-            f"variable (`unset {name}`).",
+            fix="It is set by torchrun; start the run with `jingu train run.yaml --processes N` or torchrun, or remove "
+            f"the variable (`unset {name}`).",
         ) from None
 
 

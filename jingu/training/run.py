@@ -181,7 +181,7 @@ def _find_idle_settings(
             raise JinguError(
                 f"it is {value}, but {reason}, so {metric} (checkpoint.best_metric) is never measured.",
                 where=key,
-                fix="Set data.validation_fraction above 0 and build the data set again, evaluate tasks, or set it to 0.",
+                fix="Set it to 0; or evaluate, on tasks or on data built with data.validation_fraction above 0.",
             )
     warnings = []
     has_results = validation or tasks or evaluation.sample_prompts
@@ -332,7 +332,8 @@ def _check_checkpoints(run: Run) -> None:
             raise JinguError(
                 f"the run was trained until step {step} on {what}.",
                 where=run.folder,
-                fix=f"Restore {'the file' if not run.source.sources else 'that data set'}, start a new run (name=...), or resume on this one with --allow data.",
+                fix=f"Restore {'the file' if not run.source.sources else 'that data set'}, start a new run (name=...), "
+                "or resume on this one with --allow data.",
             )
         return
 
