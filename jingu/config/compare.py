@@ -31,8 +31,12 @@ def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = 
     return [text for key, text in changed_settings(old, new).items() if not f"{key}.".startswith(prefixes)]
 
 
-def resume_options_for(keys: Collection[str]) -> str:
-    """Return the options with which a run resumes although these settings have changed; empty if it cannot."""
+def resume_options_for(changes: Collection[str]) -> str:
+    """Return the options with which a run resumes in spite of changes `key: old → new`; empty if it cannot."""
+    keys = [change.partition(":")[0] for change in changes]
+    # Master weights of other precisions are fp32, and no checkpoint is converted.
+    if any(change.startswith("precision.type:") and "fp64" in change for change in changes):
+        return ""
     if any(f"{key}.".startswith(tuple(f"{fixed}." for fixed in _TABLE["fixed"])) for key in keys):
         return ""
     options = [f"--allow {key}" for key in keys]

@@ -131,7 +131,9 @@ def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: t
     if not stored.inputs or not complete_steps(checkpoints_path(folder, config)):
         return
     for key, read in _readers(config, tokenizer):
-        if key in stored.inputs and not f"{key}.".startswith(tuple(f"{name}." for name in allow)):
+        # "task.rewards[0].function" belongs to the section task.rewards.
+        is_allowed = f"{key}.".replace("[", ".").startswith(tuple(f"{name}." for name in allow))
+        if key in stored.inputs and not is_allowed:
             now = read(RunInputs(files=dict(stored.files)), folder)
             if now.content != stored.inputs[key].content:
                 raise JinguError(

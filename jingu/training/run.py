@@ -234,7 +234,7 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
     breaking = breaking_changes(previous, config, allow)
     if breaking:
         fix = "To resume it would mix two runs. Choose another name (name=...), or delete the folder to start over"
-        options = resume_options_for([change.partition(":")[0] for change in breaking])
+        options = resume_options_for(breaking)
         if options:
             fix = f"{fix}, or, if the change is intended, resume with {options}".replace(", or delete", ", delete")
         raise JinguError(
