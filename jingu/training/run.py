@@ -43,6 +43,7 @@ from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftProm
 from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.idle_settings import find_idle_settings
 from jingu.training.inputs import TEMPLATE_NAME, check_data, check_inputs, find_template_text, record_inputs
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
@@ -152,51 +153,13 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     objective = _build_objective(config, spec, source, tokenizer)
     validation = open_validation(config, spec, source, objective)
     tasks = _prepare_tasks(config, spec, tokenizer)
-    warnings = _find_idle_settings(config, spec, validation, tasks)
+    warnings = find_idle_settings(config, spec, has_validation=bool(validation))
     run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks, warnings)
     _check_checkpoints(run)
     if not resume_options.allows_other_samples:
         check_data(config, tokenizer, RunInputs.load(folder).files)
     check_inputs(config, folder, tokenizer, tuple(resume_options.allow))
     return run
-
-
-def _find_idle_settings(
-    config: RunConfig, spec: ModelSpec, validation: tuple[ValidationRows, ...], tasks: tuple[PreparedTask, ...]
-) -> tuple[str, ...]:
-    """Return warnings of settings that have less effect than they say.
-
-    Raises:
-        JinguError: a setting depends on evaluations that the run does not have.
-    """
-    evaluation, checkpoint = config.evaluation, config.checkpoint
-    metric = checkpoint.best_metric
-    needs = {"evaluation.patience": evaluation.patience, "checkpoint.keep_best": checkpoint.keep_best}
-    is_measured = bool(evaluation.every) and (bool(validation) or metric.startswith("tasks/"))
-    reason = "the run has no validation rows" if evaluation.every else "the run never evaluates (evaluation.every)"
-    if is_measured and metric == "bits_per_byte" and config.data.objective.type == "span_corruption":
-        is_measured, reason = False, "span corruption has no bits per byte"
-    for key, value in needs.items():
-        if value and not is_measured:
-            raise JinguError(
-                f"it is {value}, but {reason}, so {metric} (checkpoint.best_metric) is never measured.",
-                where=key,
-                fix="Set it to 0; or evaluate, on tasks or on data built with data.validation_fraction above 0.",
-            )
-    warnings = []
-    has_results = validation or tasks or evaluation.sample_prompts
-    defaults = type(evaluation)()
-    if evaluation.every not in (0, defaults.every) and not has_results:
-        warnings.append(
-            f"evaluation.every is {evaluation.every}, but there are no validation rows, tasks or sample prompts: "
-            "nothing is evaluated."
-        )
-    settings = config.tune
-    if isinstance(settings, tune.FullSettings) and settings.num_trainable_layers and spec.tie_word_embeddings:
-        warnings.append(
-            "tune.num_trainable_layers does not train the head: it is tied to the embedding, which is frozen."
-        )
-    return tuple(warnings)
 
 
 def _build_objective(
