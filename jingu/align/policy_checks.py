@@ -71,6 +71,7 @@ def check_policy_run(run: Run) -> None:
         open_model(Path(settings.teacher))
     elif settings.penalty is not None and (path := settings.penalty.reference or run.config.initialize.from_):
         open_model(Path(path))
+    _check_combinations(settings)
     if environments is not None:
         if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
             what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
@@ -100,6 +101,30 @@ def check_policy_run(run: Run) -> None:
             rewards.check_rows(prompt_set.prompts, settings.prompts)
     finally:
         rewards.close()
+
+
+def _check_combinations(settings: PolicySettings) -> None:
+    """Raise JinguError for settings that contradict each other, or that the others leave without effect."""
+    name = "task.overlong_tokens"
+    if isinstance(settings, RewardedSettings):
+        limit = settings.max_new_tokens
+        refuse(
+            settings.overlong_tokens > limit, name, settings.overlong_tokens, f"at most task.max_new_tokens, {limit}"
+        )
+    if settings.objective != "gmpo":
+        refuse(settings.clip_low >= 1, "task.clip_low", settings.clip_low, "below 1")
+    if isinstance(settings, GrpoSettings) and settings.advantage != "group" and settings.scale != "group":
+        what = (
+            f"it is {settings.scale}, and task.advantage={settings.advantage} does not divide by a group's deviation."
+        )
+        raise JinguError(what, where="task.scale", fix="Leave it out, or set task.advantage=group.")
+    if isinstance(settings, DistillationSettings) and settings.beta is not None:
+        defaults = DistillationSettings()
+        names = ("ratio", "objective", "clip_low", "clip_high")
+        other = [key for key in names if getattr(settings, key) != getattr(defaults, key)]
+        if other:
+            what = "with task.beta whole distributions are compared, without a ratio of sampled tokens."
+            raise JinguError(what, where=f"task.{other[0]}", fix="Leave it out, or task.beta.")
 
 
 def can_share_prompts(run: Run) -> bool:

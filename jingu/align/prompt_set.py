@@ -196,11 +196,11 @@ def _parse_prompt(
         value = json.loads(line)
     except ValueError as error:
         raise ConversationError(f"it is not JSON ({describe_json_error(error)})") from error
-    if isinstance(value, dict) and (names := sorted(ANSWER_NAMES & value.keys() - {"prompt"})):
+    row = parse_prompt(value)
+    if names := sorted(ANSWER_NAMES & value.keys() - {"prompt"}):
         raise ConversationError(
             f"field {names[0]}: rewards receive a value of this name for the answer; give the column another name"
         )
-    row = parse_prompt(value)
     columns = {name: item for name, item in value.items() if name != "prompt"}
     if row.segments:
         if tools:

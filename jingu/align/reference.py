@@ -19,17 +19,18 @@ from jingu.checkpoint.resume import complete_steps
 from jingu.config.batch_plan import MAX_AUTO_TOKENS
 from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.data.batch import Batch
-from jingu.data.dataset_manifest import sample_checksum
 from jingu.data.permutation import Int64Array
 from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError, pluralize
 from jingu.formats.models import open_model
+from jingu.formats.run_inputs import record_model
 from jingu.formats.stored_model import StoredModel
 from jingu.parallel.layout import Layout
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import data_rank, num_data_ranks
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
+from jingu.runtime.checksums import NO_RECORDS, Records, digest_records, parse_records
 from jingu.runtime.device import force_eager
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.runtime.log import log_info
@@ -105,12 +106,13 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     source = str(path or run.config.initialize.from_)
     record = run.folder / RECORD
     fingerprint = None
+    files: Records = NO_RECORDS
     if record.is_file():
         fingerprint = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
     stored = None
     if fingerprint is None:
         stored = open_model(Path(source))
-        fingerprint = fingerprint_model(stored, run)
+        fingerprint, files = fingerprint_model(stored, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
     datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
     task = run.config.task
@@ -129,7 +131,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
         # A barrier: no rank may read a folder before it exists.
         sum_over_ranks(torch.zeros((), device=mesh.device_type))
     if torch.distributed.get_rank() == 0 and not record.is_file():
-        write_text_atomically(record, json.dumps({"model": source, "fingerprint": fingerprint}))
+        _write_record(record, source, fingerprint, files)
     tables = {split: load_file(folder / _FILE)["log_probs"] for split, folder in folders.items()}
     return References(tables, has_labels)
 
@@ -152,8 +154,8 @@ def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: st
         raise JinguError(what, where=where, fix="Set it, or initialize.from.")
     stored = open_model(Path(path))
     check_vocabulary(stored, run, where)
-    fingerprint = fingerprint_model(stored, run)
-    _pin_reference(run, path, fingerprint, where)
+    fingerprint, files = fingerprint_model(stored, run)
+    _pin_reference(run, path, fingerprint, files, where)
     precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
     layout = training_layout(run.config, compile=False)
     reference = materialize(stored.spec, mesh, layout, precision, stored.read)
@@ -161,7 +163,13 @@ def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: st
     return reference, fingerprint
 
 
-def _pin_reference(run: Run, path: str, fingerprint: str, where: str) -> None:
+def _write_record(record: Path, path: str, fingerprint: str, files: Records) -> None:
+    """Write what a run knows of its reference: its path, its fingerprint, and the checksums of its files."""
+    content = {"model": path, "fingerprint": fingerprint, "files": [file.to_json() for file in files.values()]}
+    write_text_atomically(record, json.dumps(content))
+
+
+def _pin_reference(run: Run, path: str, fingerprint: str, files: Records, where: str) -> None:
     """Record the fingerprint of the reference, or compare it with the recorded one once the run has a checkpoint.
 
     A path may lead to another model after a while, such as the newest checkpoint of a run that goes on.
@@ -177,19 +185,23 @@ def _pin_reference(run: Run, path: str, fingerprint: str, where: str) -> None:
             where=where,
             fix=f"Restore it, or name a copy of it; or, to go on with this one, delete {record}.",
         )
-    if torch.distributed.get_rank() == 0:
-        write_text_atomically(record, json.dumps({"model": path, "fingerprint": fingerprint}))
+    if torch.distributed.get_rank() == 0 and not (record.is_file() and complete_steps(run.checkpoints)):
+        _write_record(record, path, fingerprint, files)
 
 
-def fingerprint_model(stored: StoredModel, run: Run) -> str:
-    """Return a hash of all that log-probabilities depend on except the data: spec, weights, precision, quantization."""
-    digest = xxhash.xxh3_128()
-    digest.update(f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}".encode())
-    where = Path(str(stored.where))
-    for file in sorted(where.rglob("*")) if where.is_dir() else [where]:
-        if file.is_file():
-            digest.update(f"{file.name} {file.stat().st_size} {sample_checksum(file)}".encode())
-    return digest.hexdigest()
+def fingerprint_model(stored: StoredModel, run: Run) -> tuple[str, Records]:
+    """Return a hash of all that log-probabilities depend on except the data: spec, weights, precision, quantization.
+
+    Also return the records of the model's files, by which files that do not change need not be read again.
+    """
+    record = run.folder / RECORD
+    known: Records = NO_RECORDS
+    if record.is_file():
+        known = parse_records(json.loads(record.read_text(encoding="utf-8")).get("files"))
+    records = record_model(stored, known)
+    spec = f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}"
+    digest = xxhash.xxh3_128_hexdigest(f"{spec} {digest_records(records)}".encode())
+    return digest, {file.path: file for file in records}
 
 
 def _folder(dataset: PreferenceDataset, fingerprint: str, has_labels: bool, tail_weight: float = 1.0) -> Path:
@@ -244,7 +256,7 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
 def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
     """Raise JinguError for a model with another fingerprint or vocabulary."""
     check_vocabulary(stored, run, "task.reference")
-    if fingerprint_model(stored, run) != fingerprint:
+    if fingerprint_model(stored, run)[0] != fingerprint:
         raise JinguError(
             "the reference model has changed since the run started, and its stored log-probabilities are gone.",
             where=stored.where,

@@ -183,6 +183,7 @@ class ChatTemplate:
         self.source = source
         self.tools_source = tools_source
         self.where = where
+        # The texts that it renders with: they are a part of the identity of prepared data.
         self._for_tools = self
         if tools_source is not None:
             self._for_tools = ChatTemplate(
@@ -205,6 +206,11 @@ class ChatTemplate:
         self._escaped_tokens = [] if parse_special_tokens else self._special.longest_first
         # The text that the template writes after the messages for a new answer, by the further variables.
         self._constant_prompts: dict[str, _Prompt] = {}
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The Jinja sources: for conversations without tools, and with tools if there is another one."""
+        return (self.source,) if self.tools_source is None else (self.source, self.tools_source)
 
     def render(
         self,

@@ -36,7 +36,13 @@ _LISTED_NAMES = 8
 
 
 class MismatchError(CheckpointError):
-    """An intact checkpoint does not have the tensors to fill."""
+    """An intact checkpoint does not have the tensors to fill.
+
+    Attributes:
+        concerns_only_optimizer: whether the weights could be filled.
+    """
+
+    concerns_only_optimizer: bool = False
 
 
 # Saving
@@ -238,7 +244,10 @@ def _compare(
         if names:
             problems.append(f"{what}: {', '.join(names[:_LISTED_NAMES])}{more}")
     if problems:
-        raise MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(problems)}.", where=folder)
+        error = MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(problems)}.", where=folder)
+        names = [*sorted(expected.keys() - stored.keys()), *unexpected, *different]
+        error.concerns_only_optimizer = all("optimizer/" in name.partition(" ")[0] for name in names)
+        raise error
 
 
 PieceOfBlock = tuple[Piece, TensorBlock]

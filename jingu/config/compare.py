@@ -10,7 +10,8 @@ from jingu.config.sections.train import ConstantSettings, InverseSqrtSettings
 from jingu.tables import flatten, read_table
 
 _CHECKPOINT_KEYS = (f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url")
-CHANGEABLE_KEYS = frozenset([*read_table(__file__, "changeable_keys.toml")["keys"], *_CHECKPOINT_KEYS])
+_TABLE = read_table(__file__, "changeable_keys.toml")
+CHANGEABLE_KEYS = frozenset([*_TABLE["keys"], *_CHECKPOINT_KEYS])
 """Keys and whole sections that may change when a run resumes. The run stays the same, up to rounding."""
 
 
@@ -28,6 +29,20 @@ def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = 
         changeable |= {"train.steps"}
     prefixes = tuple(f"{key}." for key in changeable)
     return [text for key, text in changed_settings(old, new).items() if not f"{key}.".startswith(prefixes)]
+
+
+def resume_options_for(changes: Collection[str]) -> str:
+    """Return the options with which a run resumes in spite of changes `key: old → new`; empty if it cannot."""
+    keys = [change.partition(":")[0] for change in changes]
+    # Master weights of other precisions are fp32, and no checkpoint is converted.
+    if any(change.startswith("precision.type:") and "fp64" in change for change in changes):
+        return ""
+    if any(f"{key}.".startswith(tuple(f"{fixed}." for fixed in _TABLE["fixed"])) for key in keys):
+        return ""
+    options = [f"--allow {key}" for key in keys]
+    if any(key in _TABLE["fresh_optimizer"] for key in keys):
+        options.append("--fresh-optimizer")
+    return " ".join(options)
 
 
 def changed_settings(old: RunConfig, new: RunConfig) -> dict[str, str]:

@@ -24,24 +24,18 @@ from tqdm import tqdm
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings
-from jingu.data.dataset_manifest import CORPUS_FILES_NAME, DatasetManifest, check_files, print_summary
+from jingu.data.dataset_manifest import CORPUS_FILES_NAME, MANIFEST_NAME, DatasetManifest, check_files, print_summary
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, UnitFile, encode_unit, hash_document, write_splits
 from jingu.data.task_pool import Executor, map_tasks
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import create_folder_atomically, write_error, write_text_atomically
 from jingu.runtime.gpus import num_usable_cores
-from jingu.text.build_record import refuse_changes
-from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
+from jingu.text.corpus import find_files, plan_units, validate_sources
 from jingu.text.document_reader import CorpusDocument, ReadCounts, Span, read_documents
+from jingu.text.identity import Identity, identify_documents, load_inputs
 from jingu.text.tokenizer import Tokenizer
 
-_NEUTRAL = (
-    "path num_workers on_error add_bos_token sources stages temperature order reader local_cache objective packing "
-    "document_mask drop"
-)
-# Settings of `data` that do not change the content of a data set.
-CONTENT_NEUTRAL_SETTINGS = set(_NEUTRAL.split())
 # A worker passes documents on as soon as it has this many ids: only a longer document takes more memory.
 MAX_BUFFERED_IDS = 1 << 22
 PROGRESS_NAME = "progress.json"
@@ -65,8 +59,7 @@ class BuildJob:
 
     data: DataSettings
     tokenizer: Tokenizer
-    # The settings that the manifest stores.
-    settings: dict[str, Any]
+    identity: Identity
     encode: UnitEncoder
     units: Sequence[Any]
     # Bytes of each unit.
@@ -80,6 +73,11 @@ class BuildJob:
     @property
     def path(self) -> Path:
         return Path(self.data.path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the manifest stores."""
+        return self.identity.settings
 
 
 def build(
@@ -126,13 +124,17 @@ def build_source(
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     files = find_files(data)
-    settings = data.model_dump(mode="json", exclude=CONTENT_NEUTRAL_SETTINGS)
-    settings |= {"corpus": describe_files(files), "tokenizer": tokenizer.fingerprint()}
-    if mixture is not None:
-        settings["mixture"] = mixture
-    if data.add_bos_token and tokenizer.prompt_prefix_ids:
-        settings["bos_ids"] = tokenizer.prompt_prefix_ids
-    if is_already_built(Path(data.path), settings):
+    path = Path(data.path)
+    if part is None or (path / MANIFEST_NAME).is_file():
+        identity = identify_documents(data, tokenizer, files, load_inputs(path), mixture)
+    else:
+        # The first part reads the whole corpus for its checksums; the others find them here.
+        units_folder = _parts_folder(path)
+        units_folder.mkdir(parents=True, exist_ok=True)
+        with _locked(units_folder):
+            identity = identify_documents(data, tokenizer, files, load_inputs(path, units_folder), mixture)
+            identity.save_inputs(units_folder)
+    if is_already_built(path, identity):
         return
     units = plan_units(files)
     # If the corpus is a single text, its last lines are for validation.
@@ -141,7 +143,7 @@ def build_source(
     job = BuildJob(
         data,
         tokenizer,
-        settings,
+        identity,
         partial(_encode_documents, tokenizer_path.absolute(), tokenizer.fingerprint(), data, is_single_text),
         units,
         sizes=[sum(span.end - span.start for span in unit) for unit in units],
@@ -161,8 +163,8 @@ def build_source(
         print_summary(result[0])
 
 
-def is_already_built(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether `path` contains the data set that the settings describe, and print its summary if so.
+def is_already_built(path: Path, identity: Identity) -> bool:
+    """Return whether `path` contains the data set of this identity, and print its summary if so.
 
     Raises:
         JinguError: `path` contains another data set, or an incomplete one.
@@ -171,7 +173,7 @@ def is_already_built(path: Path, settings: dict[str, Any]) -> bool:
     if manifest is None:
         return False
     fix = "Delete the folder to build it again, or set data.path to another folder."
-    refuse_changes(manifest.settings, settings, "the data set here was built", path, fix)
+    identity.refuse_changes(manifest.settings, "the data set here was built", path, fix)
     check_files(path, manifest.train, manifest.validation)
     print(f"data: already built in {path}.")
     print_summary(manifest)
@@ -207,14 +209,14 @@ def run_build(job: BuildJob) -> tuple[DatasetManifest, ReadCounts]:
 
 def _build_part(job: BuildJob, number: int, parts: int) -> tuple[DatasetManifest, ReadCounts] | None:
     """Encode one of the parts, and join all parts if this one finished last."""
-    units = job.path.with_name(f"{job.path.name}.parts")
+    units = _parts_folder(job.path)
     units.mkdir(parents=True, exist_ok=True)
     progress = units / PROGRESS_NAME
     with _locked(units):
         if progress.is_file():
             settings = json.loads(progress.read_text(encoding="utf-8"))
             fix = "Delete the folder, and build all parts again."
-            refuse_changes(settings, job.settings, "other parts here were built", units, fix)
+            job.identity.refuse_changes(settings, "other parts here were built", units, fix)
         else:
             write_text_atomically(progress, json.dumps(job.settings))
     count = len(job.units)
@@ -224,16 +226,21 @@ def _build_part(job: BuildJob, number: int, parts: int) -> tuple[DatasetManifest
         return _join_parts(job, units, number, parts)
     except FileNotFoundError:
         # Another job joined the parts and deleted their folder before this one could lock it.
-        if not is_already_built(job.path, job.settings):
+        if not is_already_built(job.path, job.identity):
             raise
         return None
+
+
+def _parts_folder(path: Path) -> Path:
+    """Return the folder of the parts of a data set that several jobs build."""
+    return path.with_name(f"{path.name}.parts")
 
 
 def _join_parts(job: BuildJob, units: Path, number: int, parts: int) -> tuple[DatasetManifest, ReadCounts] | None:
     """Write the data set if all units are encoded."""
     # Two jobs can finish at the same time.
     with _locked(units):
-        if is_already_built(job.path, job.settings):
+        if is_already_built(job.path, job.identity):
             return None
         count = len(job.units)
         missing = sum(not UnitFile.path(units, index).is_file() for index in range(count))
@@ -275,7 +282,8 @@ def _encode_units(job: BuildJob, folder: Path, numbers: range) -> Iterator[None]
 
 
 def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetManifest, ReadCounts]:
-    """Write all files of the data set into `folder`."""
+    """Write all files of the data set into `folder`. Raises JinguError if the corpus has changed meanwhile."""
+    job.identity.check_inputs()
     unit_files = [UnitFile(UnitFile.path(units, number)) for number in range(len(job.units))]
     dtype = best_dtype(job.tokenizer.vocab_size)
     train, validation, counts = write_splits(unit_files, folder, dtype, job.data)
@@ -299,6 +307,7 @@ def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetMan
         )
     if job.files:
         (folder / CORPUS_FILES_NAME).write_text(json.dumps(job.files), encoding="utf-8")
+    job.identity.save_inputs(folder)
     manifest.save(folder)
     return manifest, counts
 

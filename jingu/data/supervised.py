@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,8 @@ from jingu.data.indexed_dataset import IndexedReader
 from jingu.data.permutation import Int64Array, Permutation
 from jingu.data.row_sources import PackedDataset, RowArrays, pack_best_fit
 from jingu.text.build_record import refuse_changes
+from jingu.text.identity import content_settings
 
-# Settings of the objective that do not change the content of a data set.
-BATCHING_SETTINGS = {"packing"}
 # The integer that represents a weight of 1.
 WEIGHT_SCALE = 100
 # The integer that represents a margin of 1.
@@ -189,16 +187,6 @@ def encode_part(is_trained: npt.NDArray[np.bool_], is_rejected: bool, margin: fl
 def decode_parts(parts: Int64Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
     """Return for each id whether it is trained, whether it belongs to a rejected answer, and the margin."""
     return (parts & 1) > 0, (parts & 2) > 0, (parts >> 2) / MARGIN_SCALE
-
-
-def content_settings(objective: RowSettings) -> dict[str, Any]:
-    """Return the settings of the objective that change the content of a data set."""
-    settings = objective.model_dump(mode="json", exclude=BATCHING_SETTINGS)
-    # Data sets of older versions do not have these keys.
-    for key in ("columns", "turns", "train_empty_reasoning"):
-        if key in settings and settings[key] == type(objective).model_fields[key].default:
-            del settings[key]
-    return settings
 
 
 def open_supervised(

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jingu.config.sections.data import DataSettings
-from jingu.data.dataset import TokenDataset, check_tokenizer, open_dataset
+from jingu.data.dataset import UNKNOWN_TOKENIZER, TokenDataset, check_tokenizer, open_dataset
 from jingu.data.dataset_manifest import MANIFEST_NAME
 from jingu.data.permutation import Int64Array
 from jingu.data.task_pool import map_tasks
@@ -35,9 +35,10 @@ from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_da
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.evaluate.task_metrics import format_result
 from jingu.formatting import print_table
+from jingu.runtime.checksums import record_file
 from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.gpus import num_usable_cores
-from jingu.text.corpus import describe_files, find_files, plan_units
+from jingu.text.corpus import describe_records, find_files, plan_units, record_files
 from jingu.text.document_reader import ReadCounts, Span, read_documents
 from jingu.text.tokenizer import Tokenizer
 
@@ -107,7 +108,10 @@ def contamination(
     if not len(table.hashes):
         what = f"no document of these tasks has a text of {min(ngram, MIN_WORDS)} words to search for."
         raise JinguError(what, fix="Set --ngram to less.")
-    key = fingerprint_of([ngram, sources, len(units), all_texts, "near copies"])
+    reader = None if tokenizer is None else Tokenizer.load(tokenizer).fingerprint()
+    key = fingerprint_of(
+        [ngram, sources, len(units), all_texts, settings.model_dump(mode="json"), reader, "near copies"]
+    )
     workers = max(1, min(processes or num_usable_cores(), len(units)))
     near_table = NearCopyTable.build(text_rows)
     matches, similar_rows = scan((table, near_table), units, settings, (output, key), workers)
@@ -172,7 +176,7 @@ def plan_scan(
         if not (path / MANIFEST_NAME).is_file() and not path.with_name(f"{path.name}.idx").is_file():
             files = find_files(settings.model_copy(update={"input": name}))
             units += plan_units(files)
-            sources.append({"path": name, **describe_files(files)})
+            sources.append({"path": name, **describe_records(record_files(files))})
             continue
         if tokenizer is None:
             fix = "Give the tokenizer that it was built with: --tokenizer FOLDER."
@@ -185,6 +189,9 @@ def plan_scan(
             bounds = np.unique([0, *cuts, len(ends)]).tolist()
             units += [(path, tokenizer, shard, *pair) for pair in pairwise(bounds)]
         checksums = [shard.bin_xxh3 for shard in dataset.manifest.train.shards]
+        if dataset.manifest.tokenizer == UNKNOWN_TOKENIZER:
+            # Another tool wrote it, without checksums.
+            checksums = [record_file(shard_reader.path.with_suffix(".bin")).xxh3 for shard_reader in dataset.readers]
         sources.append({"path": name, "checksums": checksums})
     return units, sources
 

@@ -30,6 +30,7 @@ from jingu.evaluate.held_out import check_held_out, profile_task
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_training_rows
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.runtime.checksums import record_file
 from jingu.runtime.files import read_error, write_text_atomically
 
 # A line that distinguishes a mixture file from other YAML files.
@@ -247,18 +248,38 @@ def _is_mixture(text: str, *, as_text: bool) -> bool:
     return _HEAD.search(path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
+def find_mixture(data: DataSettings, *, as_text: bool = False) -> Path | None:
+    """Return the mixture file among the inputs; None if there is none. Raises JinguError if it has company."""
+    inputs = [data.input] if isinstance(data.input, str) else data.input
+    mixture = next((text for text in inputs if _is_mixture(text, as_text=as_text)), None)
+    if mixture is not None and len(inputs) > 1:
+        what = f"{mixture} is a mixture of tasks, which cannot stand beside other files."
+        raise JinguError(what, where="data.input", fix="Make it a source of its own (data.sources).")
+    return None if mixture is None else Path(mixture)
+
+
+def describe_mixture(file: Path) -> dict[str, str]:
+    """Return the checksums of a mixture file, and of the mixtures and task files that it names, by their names."""
+    checksums = {file.name: record_file(file).xxh3}
+    for member in _read_settings(file).members:
+        name = member.mixture or (member.task or "").partition("@")[0]
+        path = file.parent / name
+        if member.mixture is not None and path.name not in checksums:
+            checksums |= describe_mixture(path)
+        elif path.suffix in (".yaml", ".yml"):
+            checksums[path.name] = record_file(path).xxh3
+    return checksums
+
+
 def render_mixture(data: DataSettings, *, as_text: bool = False) -> tuple[DataSettings, dict[str, Any] | None]:
     """Replace a mixture file among the inputs with a file of its rows or texts; also return the mixture's provenance,
     or None if there is no mixture file."""
-    inputs = [data.input] if isinstance(data.input, str) else data.input
-    mixture = next((text for text in inputs if _is_mixture(text, as_text=as_text)), None)
+    mixture = find_mixture(data, as_text=as_text)
     if mixture is None:
         return data, None
-    if len(inputs) > 1:
-        what = f"{mixture} is a mixture of tasks, which cannot stand beside other files."
-        raise JinguError(what, where="data.input", fix="Make it a source of its own (data.sources).")
     file = Path(f"{data.path}.rows.jsonl")
-    record = TaskMixture(Path(mixture)).write(file, as_text=as_text)
+    record = TaskMixture(mixture).write(file, as_text=as_text)
+    record["files"] = describe_mixture(mixture)
     return data.model_copy(update={"input": str(file), "text_field": "text"}), record
 
 

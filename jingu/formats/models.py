@@ -22,11 +22,13 @@ from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
+from jingu.formats.run_inputs import BASE, RunInputs, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora, ModelSpec
+from jingu.runtime.checksums import digest_records
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 
@@ -179,7 +181,7 @@ def _open_base(run: Path) -> tuple[StoredModel, Path]:
     """Open the model from which a run started; also return its path."""
     base = load_stored_config(run / "config.yaml").initialize.from_
     assert base is not None
-    return open_model(Path(base)), Path(base)
+    return open_base(run, base, open_model)
 
 
 # Adapters
@@ -192,16 +194,30 @@ def open_adapter_run(path: Path) -> tuple[StoredModel, StoredModel, Path]:
         JinguError: the run trained no adapters, or it or its base model cannot be opened.
     """
     adapters, run = _open_run(path)
-    if adapters.spec.adapter is None:
-        raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
+    _check_has_adapters(adapters, path)
     return adapters, *_open_base(run)
 
 
-def load_adapters(path: Path, base: StoredModel) -> StoredModel:
+def _check_has_adapters(adapters: StoredModel, path: Path) -> None:
+    if adapters.spec.adapter is None:
+        raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
+
+
+def _warn_of_other_base(run: Path, base: StoredModel) -> None:
+    """Warn if adapters of a run are put on another model than the one that they were trained for."""
+    inputs = RunInputs.load(run)
+    expected = inputs.inputs.get(BASE)
+    if expected is not None and digest_records(record_model(base, inputs.files)) != expected.content:
+        log_warning(f"{base.where} is not the model for which the adapters in {run} were trained ({expected.path}).")
+
+
+def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> StoredModel:
     """Open adapters, from a run or a peft folder, for a model.
 
     Args:
-        base: the model that the adapters will be applied to.
+        base: the model that the adapters will be applied to. If it is not the one that they were trained for, a warning
+            says so.
+        is_merged: whether the adapters are merged into this model already.
 
     Raises:
         JinguError: there are no adapters; those of a run are for a model of another depth; or those in a peft folder do
@@ -219,7 +235,10 @@ def load_adapters(path: Path, base: StoredModel) -> StoredModel:
     if not path.is_dir():
         fix = "Give a run that trained adapters, or a folder of peft."
         raise JinguError("there is no such folder of adapters.", where=path, fix=fix)
-    adapters = open_adapter_run(path)[0]
+    adapters, run = _open_run(path)
+    _check_has_adapters(adapters, path)
+    if not is_merged:
+        _warn_of_other_base(run, base)
     depth, base_depth = ((spec.num_encoder_layers or 0) + spec.num_layers for spec in (adapters.spec, base.spec))
     if depth != base_depth:
         what = f"these adapters are for a model of {pluralize(depth, 'block')}, and this one has {base_depth:,}."

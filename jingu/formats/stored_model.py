@@ -51,6 +51,7 @@ class StoredModel:
         is_prefix_lm: whether the model was trained with bidirectional attention within prefixes.
         updates: only for adapters: functions that compute a parameter from that of the base model, by name, where jingu
             has no adapter module for the change.
+        parts: the places of adapters and their base model; empty for a model in one place, `where`.
         has_int4_blocks: whether most elements of the model's matrices are stored in blocks of 4 bits.
     """
 
@@ -66,6 +67,7 @@ class StoredModel:
     is_prefix_lm: bool = False
     updates: Mapping[str, Update] = field(default_factory=dict)
     has_int4_blocks: bool = False
+    parts: tuple[CheckpointPath, ...] = ()
 
     @property
     def special_token_ids(self) -> dict[str, Any]:
@@ -140,6 +142,7 @@ def apply_adapters(adapters: StoredModel, base: StoredModel) -> StoredModel:
         model,
         tokenizer_folder=adapters.tokenizer_folder or base.tokenizer_folder,
         where=adapters.where,
+        parts=(adapters.where, *(base.parts or (base.where,))),
         is_prefix_lm=adapters.is_prefix_lm,
         config=adapters.config or base.config,
         generation_config=base.generation_config if adapters.generation_config is None else adapters.generation_config,

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from jingu.config.sections.parallel import DeviceType
-from jingu.errors import JinguError
+from jingu.errors import JinguError, join_words
 from jingu.runtime.device import device_module, find_device_type, retain_freed_memory
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
 from jingu.runtime.signals import stop_with_launcher
@@ -67,8 +67,30 @@ class RankInfo:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or another launcher that sets its environment variables, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Return whether torchrun, or another launcher that sets its environment variables, started this process.
+
+    Raises:
+        JinguError: only some of these variables are set, or their values contradict each other.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if os.environ.get(name)]
+    # An address alone does not make this process a rank, and neither does a world of one.
+    if "RANK" not in present and ("WORLD_SIZE" not in present or _variable("WORLD_SIZE", 1) == 1):
+        return False
+    missing = [name for name in names if name not in present]
+    rank, world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    problem = f"{join_words(missing, 'and')} {'is' if len(missing) == 1 else 'are'} not" if missing else ""
+    if not missing and not 0 <= rank < world:
+        problem = f"RANK is {rank}, which is no rank of {world}"
+    if problem:
+        is_set = f"{join_words(present, 'and')} {'is' if len(present) == 1 else 'are'} set in the environment, and "
+        raise JinguError(
+            f"{is_set}{problem}.",
+            where="environment variables",
+            fix="Start the ranks with torchrun or `jingu train --processes N`, which set all of them; or, if they are "
+            f"left over from a scheduler, remove them (`unset {' '.join(present)}`).",
+        )
+    return True
 
 
 def count_ranks(processes: int | None) -> tuple[int, int]:
@@ -106,7 +128,8 @@ def _variable(name: str, default: int) -> int:
     except ValueError:
         raise JinguError(
             f"the environment variable {name} is {text!r}, which is not a whole number.",
-            fix="It is set by torchrun; start the run with `jingu train run.yaml --processes N` or torchrun.",
+            fix="It is set by torchrun; start the run with `jingu train run.yaml --processes N` or torchrun, or remove "
+            f"the variable (`unset {name}`).",
         ) from None
 
 

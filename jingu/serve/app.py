@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jingu import __version__
 from jingu.errors import JinguError
-from jingu.serve import anthropic_messages, formulas, ollama, openai, openai_chat, openai_responses, tgi, vllm_scores
+from jingu.serve import anthropic_messages, mathml, ollama, openai, openai_chat, openai_responses, tgi, vllm_scores
 from jingu.serve.http_errors import ApiError
 from jingu.serve.middleware import AccessMiddleware
 from jingu.serve.responses import error_response
@@ -53,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
         responses=_ERROR_RESPONSES,
     )
     app.state.service = service
-    for protocol in (tgi, openai, openai_chat, openai_responses, anthropic_messages, ollama, vllm_scores, formulas):
+    for protocol in (tgi, openai, openai_chat, openai_responses, anthropic_messages, ollama, vllm_scores, mathml):
         app.include_router(protocol.router)
     app.include_router(vllm_scores.unversioned_router)
     app.add_api_route("/metrics", _metrics, tags=["metrics"], response_class=PlainTextResponse)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jingu.errors import JinguError, pluralize
 from jingu.runtime.files import read_json
+from jingu.tables import flatten
 
 
 def read_record(path: Path, name: str, maker: str) -> dict[str, Any] | None:
@@ -38,6 +39,7 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], what: str, where: P
     Args:
         what: beginning of the message, before "with other settings".
     """
+    old, new = (_flatten(record) for record in (old, new))
     changes = [
         f"{key} was {_format_setting(old.get(key))} and is now {_format_setting(new.get(key))}"
         for key in sorted({*old, *new})
@@ -47,9 +49,16 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], what: str, where: P
         raise JinguError(f"{what} with other settings: {'; '.join(changes)}.", where=where, fix=fix)
 
 
+def _flatten(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the settings of its sections by dotted keys; a corpus stays together."""
+    sections = {key: value for key, value in record.items() if isinstance(value, dict) and "bytes" not in value}
+    return {key: value for key, value in record.items() if key not in sections} | flatten(sections)
+
+
 def _format_setting(value: object) -> str:
-    """Return a setting as JSON; a corpus (see `describe_files`) as the number and size of its files."""
-    if isinstance(value, dict) and value.keys() == {"files", "bytes", "listing"}:
+    """Return a setting as JSON; a corpus (see `describe_records`) as the number and size of its files."""
+    if isinstance(value, dict) and {"files", "bytes"} < value.keys():
         size = f"{pluralize(value['files'], 'file')} of {pluralize(value['bytes'], 'byte')}"
-        return f"{size} (names and sizes {value['listing'][:6]})"
+        kind, digest = ("content", value["content"]) if "content" in value else ("names and sizes", value["listing"])
+        return f"{size} ({kind} {digest[:6]})"
     return json.dumps(value, ensure_ascii=False)

@@ -9,16 +9,27 @@ import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError, join_words
+from jingu.runtime.checksums import NO_RECORDS, FileRecord, Records, digest_records, record_file
 from jingu.runtime.files import read_error, read_json
-from jingu.text.corpus_file import CorpusFile, is_url, open_filesystem, read_errors, strip_compression_suffix
+from jingu.runtime.log import log_warning
+from jingu.text.corpus_file import (
+    CorpusFile,
+    check_archive,
+    is_url,
+    open_filesystem,
+    read_errors,
+    strip_compression_suffix,
+    url_version,
+)
 from jingu.text.document_reader import ReadCounts, Span, corpus_file_error, read_documents
 
 # Approximate minimum size of a unit of work, which is several small files or a part of a large one, such as a .jsonl.
@@ -27,6 +38,11 @@ UNIT_BYTES = 1 << 20
 MAX_UNITS = 4096
 # A corpus is sampled in chunks of this size, in bytes.
 SAMPLE_CHUNK_BYTES = 256 << 10
+# Names that programs give to what is not, or not yet, data. Hidden names, with a dot before them, are none either.
+_OTHER_FOLDERS = ("__MACOSX", "__pycache__", "_temporary", "lost+found")
+_OTHER_PREFIXES = (".", "~$")
+_OTHER_ENDINGS = ("~", ".bak", ".crdownload", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp")
+_OTHER_FILES = ("_SUCCESS", "Thumbs.db", "desktop.ini")
 
 
 def validate_sources(data: DataSettings) -> list[SourceSettings]:
@@ -47,7 +63,8 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
 
     A folder is searched recursively for files with one of `data.suffixes`, also compressed ones. In a folder that
     `datasets` saved, the .arrow files are taken. A file that is named directly or matches a pattern (`*`, `?`, `[…]`,
-    `**`) may have any suffix. A URL (such as s3://…) names a file or is a pattern.
+    `**`) may have any suffix. A URL (such as s3://…) names a file or is a pattern. Folders and patterns leave out what
+    is not data (`_is_data`). A file with several names, through links, counts once.
 
     Raises:
         JinguError: there is no input, an input matches no file, or a file cannot be read more than once.
@@ -60,14 +77,25 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
         raise JinguError("there is no corpus.", where="data.input", fix=fix)
     paths = dict.fromkeys(path for name in inputs for path in _expand_input(name, settings.suffixes))
     files: list[CorpusFile] = []
+    # The name of each local file by its device and inode.
+    names: dict[tuple[int, int], str] = {}
     for path in paths:
         try:
-            size = open_filesystem(path)[0].size(path) if is_url(path) else Path(path).stat().st_size
+            if is_url(path):
+                size = open_filesystem(path)[0].size(path)
+            else:
+                status = Path(path).stat()
+                size = status.st_size
+                name = names.setdefault((status.st_dev, status.st_ino), path)
+                if name != path and (status.st_nlink > 1 or os.path.realpath(name) == os.path.realpath(path)):
+                    _warn_once(f"{path} is {name} under another name; it is read once.")
+                    continue
         except OSError as error:
             raise read_error(path, error) from error
         if not is_url(path) and not Path(path).is_file():
             what = "this is a pipe, a socket or a device, and a corpus is read more than once."
             raise JinguError(what, where=path, fix="Write its content to a file, and name that in data.input.")
+        check_archive(path)
         file = CorpusFile(path, size)
         # A file can be divided if it contains many documents and any part of it can be read separately.
         has_parts = file.kind in ("lines", "parquet") or (file.kind == "text" and settings.documents != "file")
@@ -75,12 +103,41 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
     return files
 
 
-def describe_files(files: list[CorpusFile]) -> dict[str, Any]:
-    """Return data that identify a corpus without reading it: number of files, bytes, and a hash of names and sizes."""
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged it before: a command lists its files several times."""
+    log_warning(message)
+
+
+def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[FileRecord]:
+    """Return the records of the files of a corpus; those that known records describe are not read.
+
+    A file at a URL is not read: its server's version of it stands for its content.
+
+    Raises:
+        JinguError: a file cannot be read.
+    """
+    return [
+        FileRecord(file.path, file.size, "", url_version(file.path))
+        if is_url(file.path)
+        else record_file(file.path, known)
+        for file in files
+    ]
+
+
+def describe_records(records: Sequence[FileRecord]) -> dict[str, Any]:
+    """Return data that identify a corpus: number of files, bytes, and a hash of names and contents."""
+    size = sum(record.size for record in records)
+    return {"files": len(records), "bytes": size, "content": digest_records(records)}
+
+
+def describe_listing(records: Sequence[FileRecord]) -> dict[str, Any]:
+    """Return what older versions stored of a corpus: instead of its contents, a hash of names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        digest.update(f"{Path(file.path).name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-    return {"files": len(files), "bytes": sum(file.size for file in files), "listing": digest.hexdigest()}
+    for record in records:
+        digest.update(f"{Path(record.path).name}\0{record.size}\0".encode("utf-8", "surrogateescape"))
+    size = sum(record.size for record in records)
+    return {"files": len(records), "bytes": size, "listing": digest.hexdigest()}
 
 
 def plan_units(files: list[CorpusFile], unit_bytes: int | None = None) -> list[tuple[Span, ...]]:
@@ -157,22 +214,48 @@ def _expand_input(name: str, suffixes: list[str]) -> list[str]:
     if path.exists():
         return [str(path)]
     matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
-    if not matches:
+    data_matches = [match for match in matches if _is_data_match(match, str(path))]
+    if not data_matches:
         what = f'there is no file or folder "{name}".'
         if glob.has_magic(name):
-            what = f'no file matches the pattern "{name}".'
+            left_out = " but hidden and temporary ones" if matches else ""
+            what = f'no file{left_out} matches the pattern "{name}".'
         fix = f"The path is {path.absolute()}; check the spelling and the current folder."
         raise JinguError(what, where="data.input", fix=fix)
     files: list[str] = []
-    for match in matches:
+    for match in data_matches:
         files += _walk_folder(Path(match), suffixes) if Path(match).is_dir() else [match]
     return files
+
+
+def _is_data(name: str) -> bool:
+    """Return whether a file or folder of this name is data: it is not hidden, temporary, a copy or a lock."""
+    is_other = name in (*_OTHER_FOLDERS, *_OTHER_FILES) or name.startswith(_OTHER_PREFIXES)
+    return not (is_other or name.lower().endswith(_OTHER_ENDINGS))
+
+
+def _is_data_match(match: str, pattern: str) -> bool:
+    """Return whether a match of a pattern is data.
+
+    What the pattern itself spells out is taken: the folders before its first wildcard, and the ending of its last part.
+    """
+    parts = Path(pattern).parts
+    literal = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    *folders, name = Path(match).parts[literal:] or ("data",)
+    names_ending = any(parts[-1].lower().endswith(ending) for ending in _OTHER_ENDINGS)
+    names_hidden = parts[-1].startswith(_OTHER_PREFIXES)
+    spelled_folders = [part for part in parts if not glob.has_magic(part)]
+    return all(_is_data(part) or part in spelled_folders for part in folders) and (
+        names_ending or names_hidden or _is_data(name)
+    )
 
 
 def _expand_url(url: str) -> list[str]:
     """Return the URLs of the files that a URL, or a pattern of URLs, names."""
     filesystem, path = open_filesystem(url)
-    matches = sorted(filesystem.glob(path)) if glob.has_magic(path) else [path]
+    matches = [path]
+    if glob.has_magic(path):
+        matches = [match for match in sorted(filesystem.glob(path)) if _is_data_match(match, path)]
     if not matches or not all(filesystem.isfile(match) for match in matches):
         fix = "Check its spelling and your access."
         raise JinguError(f'no file has the URL "{url}".', where="data.input", fix=fix)
@@ -180,7 +263,9 @@ def _expand_url(url: str) -> list[str]:
 
 
 def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
-    """Return the files in a folder with one of the suffixes, sorted. Links are followed; each folder is visited once.
+    """Return the files in a folder with one of the suffixes, sorted, without those that are not data.
+
+    Links are followed; each folder is visited once.
 
     Raises:
         JinguError: there is no such file, or `datasets` saved several splits here.
@@ -207,8 +292,8 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
-        folders.sort()
-        for name in names:
+        folders[:] = sorted(filter(_is_data, folders))
+        for name in filter(_is_data, names):
             if name.lower().endswith(endings) or strip_compression_suffix(name).endswith(endings):
                 files.append(str(Path(parent, name)))
             else:

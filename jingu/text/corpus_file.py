@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import lzma
@@ -16,7 +17,23 @@ from typing import IO, Any, Literal, cast
 from jingu.errors import JinguError
 
 FileKind = Literal["text", "lines", "json", "parquet", "arrow"]
-COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".lzma": "xz", ".zst": "zstd", ".zstd": "zstd"}
+# Archives of several files, and compressions that are not read.
+_ARCHIVES = (".7z", ".br", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip")
+# How files of these formats begin.
+_MAGIC = {
+    "gzip": b"\x1f\x8b",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "parquet": b"PAR1",
+    "zip": b"PK\x03\x04",
+}
+# The largest window of zstd that the format allows on machines of 64 bits.
+_MAX_ZSTD_WINDOW = 1 << 31
+# What a store says of the version of a file, the most exact first.
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "VersionId", "generation")
+_TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 KINDS: dict[str, FileKind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -44,7 +61,7 @@ class CorpusFile:
 
     @property
     def compression(self) -> str:
-        """The compression (gzip, xz or zstd), by the suffix; empty for an uncompressed file."""
+        """The compression (gzip, bzip2, xz or zstd), by the suffix; empty for an uncompressed file."""
         return COMPRESSIONS.get(os.path.splitext(self.path.lower())[1], "")  # noqa: PTH122 (not every path is local)
 
     @property
@@ -60,6 +77,8 @@ class CorpusFile:
             stored = open(self.path, "rb")  # noqa: PTH123, SIM115 (the caller closes it)
         if self.compression == "gzip":
             return cast(IO[bytes], gzip.open(stored))
+        if self.compression == "bzip2":
+            return cast(IO[bytes], bz2.open(stored))
         if self.compression == "xz":
             return cast(IO[bytes], lzma.open(stored))
         if self.compression == "zstd":
@@ -90,7 +109,7 @@ class _ZstdReader(io.RawIOBase):
                     raise EOFError("its last frame is truncated")
                 return 0
             if self._frame is None:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+                self._frame = self._zstd.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
             self._output = self._frame.decompress(compressed)
             self._compressed = b""
             if self._frame.eof:
@@ -113,6 +132,28 @@ def strip_compression_suffix(path: str) -> str:
     return name if suffix in COMPRESSIONS else path.lower()
 
 
+def check_archive(path: str) -> None:
+    """Raise JinguError for a file whose suffix is that of an archive, or of a compression that is not read."""
+    suffix = os.path.splitext(strip_compression_suffix(path))[1]  # noqa: PTH122
+    if suffix in _ARCHIVES:
+        what = f"{suffix} is an archive or a compression that is not read as text."
+        raise JinguError(what, where=path, fix=f"Unpack it; {', '.join(COMPRESSIONS)} are read as they are.")
+
+
+def is_misnamed(file: CorpusFile) -> bool:
+    """Return whether a file that should be in a binary format is text, or begins like another format."""
+    expected = file.compression or (file.kind if file.kind in ("parquet", "arrow") else "")
+    if not expected or is_url(file.path):
+        return False
+    with suppress(OSError, UnicodeDecodeError), open(file.path, "rb") as stored:  # noqa: PTH123
+        start = stored.read(256)
+        if (name := next((name for name, magic in _MAGIC.items() if start.startswith(magic)), None)) is not None:
+            return name != expected
+        # The last character may be cut.
+        return bool(start) and "\0" not in start[:-3].decode()
+    return False
+
+
 def is_url(path: str) -> bool:
     """Return whether a path is a URL, such as s3://bucket/name."""
     return "://" in path
@@ -131,6 +172,21 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         fix = "Check the protocol, or install the package for it (s3fs for s3://)."
         raise JinguError(f"the URL cannot be opened ({error}).", where=url, fix=fix) from error
+
+
+def url_version(url: str) -> str:
+    """Return what the server of a URL says of the file's version: an ETag or a checksum, else a time; may be empty.
+
+    Raises:
+        JinguError: the file cannot be found.
+    """
+    try:
+        filesystem, path = open_filesystem(url)
+        about = filesystem.info(path)
+    except OSError as error:
+        raise JinguError(f"the URL cannot be opened ({error}).", where=url, fix="Check it and your access.") from error
+    key = next((key for key in (*_VERSION_KEYS, *_TIME_KEYS) if about.get(key)), None)
+    return "" if key is None else f"{key} {about[key]}"
 
 
 def import_optional(name: str, purpose: str, where: str) -> ModuleType:

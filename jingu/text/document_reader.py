@@ -14,7 +14,7 @@ from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
 from jingu.runtime.files import read_error
 from jingu.runtime.log import log_warning
-from jingu.text.corpus_file import CorpusFile, import_optional, read_errors
+from jingu.text.corpus_file import CorpusFile, import_optional, is_misnamed, read_errors
 
 # Kinds of files whose documents are located by row number instead of byte.
 _ROW_KINDS = ("json", "parquet", "arrow")
@@ -97,15 +97,50 @@ def read_documents(spans: Iterable[Span], settings: DataSettings, counts: ReadCo
         except _SkippedError:
             pass
         except read_errors() as error:
-            reader.refuse(corpus_file_error(span.file, error, ", or set data.on_error=skip to keep what comes before"))
-            log_warning(f"{span.file.path} is damaged or was truncated; only what comes before the damage is read.")
+            problem = corpus_file_error(span.file, error, ", or set data.on_error=skip to keep what comes before")
+            reader.refuse(problem)
+            is_damaged = problem.what.startswith("the file is damaged")
+            state = "is damaged or was truncated" if is_damaged else "cannot be read to its end"
+            log_warning(f"{span.file.path} {state}; only what comes before the damage is read.")
+
+
+# What decoders say, in lower case, of files that are not damaged; what is wrong with those; and what to do.
+_DECODER_ERRORS = (
+    (
+        ("too much memory", "memory usage limit", "not enough memory"),
+        "decompressing it takes more memory than there is, or than is allowed ({error}).",
+        "Compress it again with a smaller window",
+    ),
+    (
+        ("dictionary mismatch", "dictionary is needed"),
+        "it was compressed with a dictionary, which is missing ({error}).",
+        "Compress it again without one",
+    ),
+    (("encrypted",), "it is encrypted ({error}).", "Decrypt it"),
+    (
+        ("codec", "not built", "not implemented", "unsupported integrity check"),
+        "the installed packages cannot read a feature of it ({error}).",
+        "Update them, or write the file in another form",
+    ),
+)
 
 
 def corpus_file_error(file: CorpusFile, error: Exception, alternative: str = "") -> JinguError:
-    """Return the error for an exception that reading a file raised. `alternative` is appended to the fix."""
+    """Return the error for an exception that reading a file raised.
+
+    Args:
+        alternative: another fix if the file is damaged.
+    """
     if isinstance(error, OSError) and error.strerror:
         return read_error(file.path, error)
-    what = f"the file is damaged, or was truncated while it was written or copied ({error})."
+    text = (str(error) or type(error).__name__).rstrip(".")
+    if is_misnamed(file):
+        what = f"its content is not of the format that its suffix names ({text})."
+        return JinguError(what, where=file.path, fix="Rename it, or write it again in this format.")
+    for messages, what, fix in _DECODER_ERRORS:
+        if any(message in text.lower() for message in messages):
+            return JinguError(what.format(error=text), where=file.path, fix=f"{fix}.")
+    what = f"the file is damaged, or was truncated while it was written or copied ({text})."
     return JinguError(what, where=file.path, fix=f"Download or copy it again{alternative}.")
 
 
@@ -388,8 +423,8 @@ def _read_column(file: CorpusFile, field: str, span: Span) -> Iterator[tuple[dic
                     batches = table.iter_batches(batch_size=1024, row_groups=[number], columns=[name])
                     yield from zip(_rows(name, (batch.column(0) for batch in batches)), count(rows_before + 1))
                 rows_before += group.num_rows
-    except ValueError as error:  # pyarrow's own errors are ValueErrors and OSErrors
-        raise EOFError(str(error).splitlines()[0]) from error
+    except (ValueError, NotImplementedError, MemoryError) as error:  # pyarrow's own errors are also OSErrors
+        raise EOFError((str(error) or "not enough memory").splitlines()[0]) from error
 
 
 def _rows(name: str, columns: Iterable[Any]) -> Iterator[dict[str, Any]]:

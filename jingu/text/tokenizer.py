@@ -397,6 +397,11 @@ class Tokenizer:
         canonical = json.dumps([spec, self.eos_token_id], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
+    def identity(self) -> str:
+        """Return a hash of all that `save` writes, also of what does not determine ids: names, chat templates."""
+        content = json.dumps([self._spec, self._config], sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
     def _divide_text(self, text: str) -> list[str]:
         """Divide a long text into chunks, at places that no token crosses."""
         if len(text) <= MAX_CHUNK_CHARS or not self._is_divisible:

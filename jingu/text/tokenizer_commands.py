@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -13,16 +12,20 @@ from jingu.config.legacy import migrate_tokenizer_record
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
 from jingu.errors import JinguError
+from jingu.runtime.checksums import parse_records
 from jingu.runtime.files import create_folder_atomically, read_text
-from jingu.text.build_record import read_record, refuse_changes, write_record
-from jingu.text.corpus import describe_files, find_files, sample_texts
+from jingu.text.build_record import read_record, write_record
+from jingu.text.corpus import find_files, sample_texts
 from jingu.text.corpus_file import CorpusFile
+from jingu.text.identity import identify_tokenizer
 from jingu.text.tokenizer import Tokenizer, sentinel_tokens
 from jingu.text.tokenizer_extension import extend_tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 
 # File with the settings and the corpus of the training, so that the same command does not train again.
 RECORD_NAME = "training.json"
+# The key of the records of the corpus files in it.
+_INPUTS_KEY = "inputs"
 # The text of `jingu tokenizer inspect` if the user gives none.
 SAMPLE_LINE = "    def grow(self, 年: int = 2026) -> str:  # 种子发芽了"
 
@@ -69,12 +72,16 @@ def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]]
     """
     path = Path(config.tokenizer.path)
     files = find_files(config.data)
-    record = _settings(config, files)
+    settings = config.tokenizer
+    base = None if settings.base is None else Tokenizer.load(Path(settings.base))
     old = read_record(path, RECORD_NAME, "jingu tokenizer train")
+    known = parse_records((old or {}).pop(_INPUTS_KEY, None))
+    identity = identify_tokenizer(settings, special_tokens(config), base, config.data, files, known)
     if old is not None:
         old = migrate_tokenizer_record(old)
         fix = "Delete the folder to train it again (then data sets must be built again too), or set tokenizer.path"
-        refuse_changes(old, record, "the tokenizer here was trained", path, f"{fix} to another folder.")
+        what = "the tokenizer here was trained"
+        identity.refuse_changes(old, what, path, f"{fix} to another folder.")
         print(f"tokenizer: already trained in {path} ({Tokenizer.load(path).vocab_size:,} entries).")
         return
     sample = _with_bar(files, config.data, config.tokenizer.sample_bytes)
@@ -87,7 +94,9 @@ def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]]
     tokenizer = make_tokenizer(chain([first], sample))
     with create_folder_atomically(path) as folder:
         tokenizer.save(folder)
-        write_record(folder / RECORD_NAME, record)
+        identity.check_inputs()
+        records = [record.to_json() for record in identity.inputs]
+        write_record(folder / RECORD_NAME, {**identity.settings, _INPUTS_KEY: records})
     print(f"tokenizer: {tokenizer.vocab_size:,} entries in {path}.")
     if tokenizer.vocab_size < config.tokenizer.vocab_size:
         print(f"  The sample has no more pairs to merge; tokenizer.vocab_size is {config.tokenizer.vocab_size:,}.")
@@ -139,21 +148,6 @@ def special_tokens(config: RunConfig) -> list[str]:
     objective = config.data.objective
     added = sentinel_tokens(objective.num_sentinels) if isinstance(objective, SpanCorruptionSettings) else []
     return [*config.tokenizer.special_tokens, *added]
-
-
-def _settings(config: RunConfig, files: list[CorpusFile]) -> dict[str, Any]:
-    """Return the settings and the description of the corpus that determine the trained tokenizer."""
-    tokenizer = config.tokenizer
-    return {
-        "type": tokenizer.type,
-        "base": None if tokenizer.base is None else Tokenizer.load(Path(tokenizer.base)).fingerprint(),
-        "vocab_size": tokenizer.vocab_size,
-        "special_tokens": special_tokens(config),
-        "sample_bytes": tokenizer.sample_bytes,
-        "text_field": config.data.text_field,
-        "invalid_utf8": config.data.invalid_utf8,
-        "corpus": describe_files(files),
-    }
 
 
 def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[str]:

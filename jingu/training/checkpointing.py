@@ -487,7 +487,13 @@ def load_latest_checkpoint(
             if in_memory is not None:
                 log_info(f"Step {step} is in the memory of the nodes; no checkpoint is read.")
             return state
-        except MismatchError:
+        except MismatchError as error:
+            error.fix = (
+                "Resume with --fresh-optimizer, which loads only the weights (with --allow for the settings that have "
+                "changed); or restore the settings, or choose another name (name=...)."
+                if error.concerns_only_optimizer
+                else "Restore the settings that the run was started with, or choose another name (name=...)."
+            )
             raise
         except CheckpointError as error:
             # Name a checkpoint in the run's own folder by its step alone.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -18,13 +19,14 @@ from jingu.config.introspect import all_keys
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError, join_words, pluralize
+from jingu.formats.run_inputs import RunInputs
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import find_device_type
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
-from jingu.runtime.log import log_info, log_to_folder, report_first_failure
+from jingu.runtime.log import log_info, log_to_folder, log_warning, report_first_failure
 from jingu.runtime.ranks import (
     RankInfo,
     all_ranks_agree,
@@ -39,12 +41,21 @@ from jingu.tables import flatten
 from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
-from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, lock_run, open_run, write_run_files
+from jingu.training.run import (
+    RESUME_UNCHANGED,
+    ResumeOptions,
+    Run,
+    lock_run,
+    open_run,
+    record_run_inputs,
+    write_run_files,
+)
 from jingu.training.session import train_run
 from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace
 from jingu.watch.activity import watch_rank
 
+T = TypeVar("T")
 # Settings that may differ between nodes: paths, and how data is read.
 NODE_KEYS = frozenset(
     {
@@ -141,22 +152,22 @@ def train_on_rank(
         if ranks.world > 1:
             inputs = {"checksums of the data": run.data_checksums, "tokenizer": run.tokenizer.fingerprint()}
             check_equal_on_all_ranks(inputs, ranks.host)
-        # 2. Only the first rank writes the files of the run. All ranks stop if it fails.
-        error: Exception | None = None
-        try:
-            if ranks.is_first:
-                stack.enter_context(lock_run(run))
-                write_run_files(run)
-        except Exception as caught:
-            error = caught
-        if not all_ranks_agree(error is None):
-            raise error or SystemExit(2)
+        # 2. Only the first rank writes the files of the run, and only once its state is loaded: a start that fails
+        # leaves the records of earlier starts as they are. Contents are read now, while no timeout runs.
+
+        def lock_and_record() -> RunInputs:
+            stack.enter_context(lock_run(run))
+            return record_run_inputs(run)
+
+        run_inputs = _call_on_first(ranks, lock_and_record) or RunInputs()
         if config.checkpoint.url is None:
             _check_folder_is_shared(run.folder, ranks)
         # 3. Start the log, the record of this rank's activity for the watchdog, and the trace.
         stack.enter_context(log_to_folder(run.folder / "log", ranks))
         for note in ranks.notes:
             log_info(note)
+        for warning in run.warnings:
+            log_warning(warning)
         if run.changes:
             log_info(f"Changed since the run was last started: {'; '.join(run.changes)}.")
         activity = stack.enter_context(watch_rank(run.folder / "log", ranks, config.train.hang_timeout))
@@ -170,10 +181,25 @@ def train_on_rank(
             activity.set_stage(model.rank)
             if tracer is not None:
                 tracer.attach(model)
+            _call_on_first(ranks, lambda: write_run_files(run, run_inputs))
 
         # 4. Train.
         is_complete = train_run(run, plan, ranks, stop, task_factory, on_model)
         return 0 if is_complete else stop.code
+
+
+def _call_on_first(ranks: RankInfo, function: Callable[[], T]) -> T | None:
+    """Call a function on the first rank, and return its result there. All ranks stop if it fails."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        if ranks.is_first:
+            result = function()
+    except Exception as caught:
+        error = caught
+    if not all_ranks_agree(error is None):
+        raise error or SystemExit(2)
+    return result
 
 
 def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:

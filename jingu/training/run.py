@@ -18,7 +18,7 @@ from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.resume import checkpoints_path, complete_steps, step_folder
 from jingu.checkpoint.save_folder import read_state
-from jingu.config.compare import breaking_changes, changed_settings
+from jingu.config.compare import breaking_changes, changed_settings, resume_options_for
 from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
@@ -33,6 +33,7 @@ from jingu.evaluate.task_file import TaskIndex
 from jingu.formats.description import write_description
 from jingu.formats.models import open_model, update_description
 from jingu.formats.provenance import Record, extend_provenance
+from jingu.formats.run_inputs import RunInputs
 from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
 from jingu.model.adapter_layers import check_saved_modules, check_targets
@@ -44,6 +45,8 @@ from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_files import copy_tokenizer
+from jingu.training.idle_settings import find_idle_settings
+from jingu.training.inputs import check_data, check_inputs, record_inputs
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
@@ -87,6 +90,7 @@ class Run:
         resume_options: what may differ from earlier starts of the run.
         changes: settings that have changed since the last start of the run, each as `key: old → new`.
         tasks: evaluation tasks that are measured during training.
+        warnings: settings that have less effect than they say.
     """
 
     config: RunConfig
@@ -99,6 +103,7 @@ class Run:
     resume_options: ResumeOptions
     changes: list[str] = field(default_factory=list)
     tasks: tuple[PreparedTask, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def checkpoints(self) -> CheckpointPath:
@@ -150,8 +155,12 @@ def open_run(config: RunConfig, resume_options: ResumeOptions = RESUME_UNCHANGED
     objective = _build_objective(config, spec, source, tokenizer)
     validation = open_validation(config, spec, source, objective)
     tasks = _prepare_tasks(config, spec, tokenizer)
-    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks)
+    warnings = find_idle_settings(config, spec, has_validation=bool(validation))
+    run = Run(config, folder, spec, tokenizer, source, validation, objective, resume_options, changes, tasks, warnings)
     _check_checkpoints(run)
+    if not resume_options.allows_other_samples:
+        check_data(config, tokenizer, RunInputs.load(folder).files)
+    check_inputs(config, folder, tokenizer, tuple(resume_options.allow))
     return run
 
 
@@ -189,12 +198,12 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
     previous = load_stored_config(stored)
     breaking = breaking_changes(previous, config, allow)
     if breaking:
-        options = " ".join(f"--allow {change.partition(':')[0]}" for change in breaking)
+        fix = "To resume it would mix two runs. Choose another name (name=...), or delete the folder to start over"
+        options = resume_options_for(breaking)
+        if options:
+            fix = f"{fix}, or, if the change is intended, resume with {options}".replace(", or delete", ", delete")
         raise JinguError(
-            f"this run was started with another configuration: {'; '.join(breaking)}.",
-            where=folder,
-            fix="To resume it would mix two runs. Choose another name (name=...), delete the folder to start over, or, "
-            f"if the change is intended, resume with {options}.",
+            f"this run was started with another configuration: {'; '.join(breaking)}.", where=folder, fix=f"{fix}."
         )
     return list(changed_settings(previous, config).values())
 
@@ -286,11 +295,16 @@ def _check_checkpoints(run: Run) -> None:
         except CheckpointError:
             continue  # a damaged checkpoint is skipped when the run resumes
         if state["data"] != run.data_checksums and not run.resume_options.allows_other_samples:
-            paths = ", ".join(str(source.dataset.path) for source in run.source.sources)
+            what = "another data set than the one in " + ", ".join(
+                str(source.dataset.path) for source in run.source.sources
+            )
+            if isinstance(run.config.task, RolloutSettings):
+                what = f"other prompts than those in {run.config.task.prompts}"
             raise JinguError(
-                f"the run was trained until step {step} on another data set than the one in {paths}.",
+                f"the run was trained until step {step} on {what}.",
                 where=run.folder,
-                fix="Restore that data set, start a new run (name=...), or resume on this one with --allow data.",
+                fix=f"Restore {'the file' if not run.source.sources else 'that data set'}, start a new run (name=...), "
+                "or resume on this one with --allow data.",
             )
         return
 
@@ -323,8 +337,16 @@ def lock_run(run: Run) -> Iterator[None]:
                 owner.unlink(missing_ok=True)
 
 
-def write_run_files(run: Run) -> None:
-    """Write configuration, spec, tokenizer, and the record of the training data into the run's folder.
+def record_run_inputs(run: Run) -> RunInputs:
+    """Return the contents of what a run reads beside its data sets. Raises JinguError if a file cannot be read."""
+    return record_inputs(run.config, run.folder, run.tokenizer)
+
+
+def write_run_files(run: Run, inputs: RunInputs) -> None:
+    """Write configuration, spec, tokenizer, chat template, and records of what the run reads into the run's folder.
+
+    Args:
+        inputs: what the run reads beside its data sets.
 
     Raises:
         JinguError: the folder cannot be written.
@@ -337,6 +359,7 @@ def write_run_files(run: Run) -> None:
         start = [None if path is None else Path(path) for path in (run.config.initialize.from_, adapter)]
         extend_provenance(run.folder, run.data_records, *start)
         _write_description(run)
+        inputs.save(run.folder)
     except OSError as error:
         raise run_write_error(error, run.folder) from error
 

@@ -47,7 +47,7 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     Args:
         model: a run that trained adapters, or a peft folder.
         to: the new folder.
-        base: the base model of a peft folder's adapters; None: the one that the folder names.
+        base: the model to merge the adapters into; None: the one that they were trained for.
         dtype: dtype of the merged weights; auto: that of the base model.
 
     Raises:
@@ -55,7 +55,9 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     """
     if base is not None:
         base_model = open_model(base)
-        merged = apply_adapters(read_adapters(model, base_model), base_model)
+        is_peft = (model / ADAPTER_CONFIG).is_file()
+        adapters = read_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
+        merged = apply_adapters(adapters, base_model)
     elif (model / ADAPTER_CONFIG).is_file():
         merged = open_model(model)
     else:
@@ -78,7 +80,7 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
         JinguError: the base cannot be restored, because merging rounded it too much or replaced some of its values.
     """
     merged = open_model(model)
-    adapter_model = load_adapters(adapters, merged)
+    adapter_model = load_adapters(adapters, merged, is_merged=True)
     adapter = adapter_model.spec.adapter
     assert adapter is not None
     adapter_names = parameter_shapes(adapter_model.spec)

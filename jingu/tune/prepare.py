@@ -13,20 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jingu.chat.messages import ConversationError, Row
-from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.chat.tokenization import LossOn, TokenizedRow, tokenize_row, tokenize_turns
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, hash_document
-from jingu.data.supervised import content_settings, open_supervised
+from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.evaluate.task_mixture import render_mixture
 from jingu.runtime.gpus import num_usable_cores
-from jingu.text.corpus import describe_files, find_files, plan_units, validate_sources
+from jingu.text.corpus import find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
+from jingu.text.identity import Identity, identify_rows, load_inputs
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.inputs import load_training_template
 from jingu.tune.row_fields import KNOWN_NAMES, is_missing
 from jingu.tune.row_formats import parse_row
 from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows
@@ -205,15 +207,7 @@ def build_row_tokenizer(kind: RowKind, data: DataSettings, tokenizer: Tokenizer,
     """Return a row tokenizer with the chat template of the settings. Raises JinguError if it cannot be loaded."""
     objective = data.objective
     assert isinstance(objective, RowSettings)
-    # Answers that are compared with each other begin where the model begins to generate them.
-    skips_empty_reasoning = isinstance(objective, SupervisedSettings) and not objective.train_empty_reasoning
-    template = load_template(
-        objective.template,
-        tokenizer,
-        parse_special_tokens=objective.parse_special_tokens,
-        train_empty_reasoning=not skips_empty_reasoning,
-    )
-    return kind.row_tokenizer(data, objective, tokenizer, template, max_length)
+    return kind.row_tokenizer(data, objective, tokenizer, load_training_template(objective, tokenizer), max_length)
 
 
 def row_tokenizers(config: RunConfig, kind: RowKind = SUPERVISED) -> Iterator[RowTokenizer]:
@@ -301,24 +295,24 @@ def prepare(config: RunConfig, kind: RowKind = SUPERVISED) -> None:
     check_columns(all_rows)
     for rows in all_rows:
         path = Path(rows.data.path)
-        settings = rows.data.model_dump(mode="json", exclude=build.CONTENT_NEUTRAL_SETTINGS)
-        settings |= {
-            "objective": content_settings(rows.objective),
-            "corpus": describe_files(find_files(rows.data)),
-            "tokenizer": rows.tokenizer.fingerprint(),
-            "sequence_length": config.batch.sequence_length,
-        }
-        if rows.mixture is not None:
-            settings["mixture"] = rows.mixture
-        if not build.is_already_built(path, settings):
-            _build(config, rows, settings)
+        identity = identify_rows(
+            rows.data,
+            rows.tokenizer,
+            find_files(rows.data),
+            load_inputs(path),
+            rows.template.sources,
+            config.batch.sequence_length,
+            rows.mixture,
+        )
+        if not build.is_already_built(path, identity):
+            _build(config, rows, identity)
 
 
-def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -> None:
+def _build(config: RunConfig, rows: RowTokenizer, identity: Identity) -> None:
     """Build the data set of one corpus, and print the counts of its rows.
 
     Args:
-        settings: all settings that the content depends on, to store with the data set.
+        identity: all that the content depends on, to store with the data set.
     """
     path = Path(rows.data.path)
     command, _ = rows.objective.BUILD_COMMAND.split()
@@ -326,7 +320,7 @@ def _build(config: RunConfig, rows: RowTokenizer, settings: dict[str, object]) -
     sizes = [sum(span.end - span.start for span in unit) for unit in units]
     start = time.monotonic()
     manifest, counts = build.run_build(
-        build.BuildJob(rows.data, rows.tokenizer, settings, encode, units, sizes, workers)
+        build.BuildJob(rows.data, rows.tokenizer, identity, encode, units, sizes, workers)
     )
     print(f"{command}: prepared in {path} in {time.monotonic() - start:.1f} s by {pluralize(workers, 'process')}.")
     for line in summarize(counts, drops_duplicates=rows.data.duplicates == "drop"):

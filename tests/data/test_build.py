@@ -241,10 +241,7 @@ def test_rebuilding_does_nothing_and_changed_settings_are_refused(
     with pytest.raises(JinguError) as caught:
         build(make_config(validation_fraction=0.3, suffixes=[".txt"]))
     assert f"{tmp_path / 'data'}: the data set here was built with other settings: corpus was " in str(caught.value)
-    assert (
-        f'; suffixes was [".txt", ".jsonl"] and is now [".txt"]; validation_fraction was 0.2 and is now 0.3. {delete}'
-        in str(caught.value)
-    )
+    assert f"; validation_fraction was 0.2 and is now 0.3. {delete}" in str(caught.value)
     train_tokenizer(iter(["other"]), 260, ["<a>"]).save(tmp_path / "other")
     with pytest.raises(JinguError, match=r"was built with other settings: tokenizer was \"[0-9a-f]{32}\" and is now"):
         build(make_config(tokenizer=tmp_path / "other"))
@@ -369,7 +366,7 @@ def test_a_part_that_finishes_after_the_join_succeeds(
 
     def late(folder: Path) -> Any:
         times.append(folder)
-        if len(times) == 2:  # the first part is encoded
+        if len(times) == 3:  # the first part is encoded
             build(config, part=(2, 2))
             assert not folder.exists()
         return locked(folder)
@@ -403,7 +400,8 @@ def test_a_part_reports_a_full_disk(
     assert str(caught.value) == (
         f"{tmp_path}/data: the disk is full. Make room, or run the command again (it resumes)."
     )
-    assert [item.name for item in (tmp_path / "data.parts").iterdir()] == ["progress.json"]
+    names = sorted(item.name for item in (tmp_path / "data.parts").iterdir())
+    assert names == ["inputs.json", "progress.json"]
     build(make_config(), part=(1, 2))
 
 

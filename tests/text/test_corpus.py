@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jingu.text.corpus as corpus_module
 from jingu.config.sections.data import DataSettings
 from jingu.errors import JinguError
-from jingu.text.corpus import describe_files, find_files, plan_units, sample_texts
+from jingu.text.corpus import describe_records, find_files, plan_units, record_files, sample_texts
 from jingu.text.corpus_file import CorpusFile
 from jingu.text.document_reader import ReadCounts, format_location, read_documents
 from tests.mistakes import explain_mistake
@@ -95,13 +95,17 @@ def test_a_large_corpus_has_larger_units() -> None:
     assert len(units) == 4096 and units[0][0].end == sum(file.size for file in files) // 4096
 
 
-def test_a_listing_tells_corpora_apart(tmp_path: Path) -> None:
+def test_names_and_contents_tell_corpora_apart(tmp_path: Path) -> None:
+    def describe() -> dict[str, Any]:
+        return describe_records(record_files(find_files(corpus_settings(tmp_path))))
+
     (tmp_path / "a.txt").write_text("one")
-    first = describe_files(find_files(corpus_settings(tmp_path)))
+    first = describe()
     assert first["files"] == 1 and first["bytes"] == 3
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    second = describe_files(find_files(corpus_settings(tmp_path)))
-    assert second["listing"] != first["listing"]
+    second = describe()
+    (tmp_path / "b.txt").write_text("two")
+    assert len({first["content"], second["content"], describe()["content"]}) == 3
 
 
 INVALID = 'Convert the file to UTF-8, or set data.invalid_utf8 to "replace" (U+FFFD for the bad bytes) or "skip" (leave'

@@ -220,15 +220,18 @@ def test_another_configuration_is_refused(tiny_run, done):
     assert train(config) == 0
     for changes, words, keys in (
         ({"optimizer.lr": 0.02}, "optimizer.lr: 0.01 → 0.02", ["optimizer.lr"]),
-        ({"model.num_layers": 3, "seed": 6}, "seed: 5 → 6; model.num_layers: 2 → 3", ["seed", "model.num_layers"]),
+        ({"optimizer.lr": 0.02, "seed": 6}, "seed: 5 → 6; optimizer.lr: 0.01 → 0.02", ["seed", "optimizer.lr"]),
         ({"train.steps": 3}, "train.steps: 2 → 3", ["train.steps"]),
-        ({"precision.type": "fp32"}, "precision.type: fp64 → fp32", ["precision.type"]),
     ):
         assert mistake(tiny_run({"train.steps": 2, "schedule.warmup": 2, **changes})) == (
             f"{done(config).folder}: this run was started with another configuration: {words}. To resume it would "
             "mix two runs. Choose another name (name=...), delete the folder to start over, or, if the change is "
             f"intended, resume with {' '.join(f'--allow {key}' for key in keys)}."
         )
+    # No checkpoint can follow these.
+    for changes in ({"model.num_layers": 3, "seed": 6}, {"precision.type": "fp32"}):
+        refusal = mistake(tiny_run({"train.steps": 2, "schedule.warmup": 2, **changes}))
+        assert refusal.endswith("Choose another name (name=...), or delete the folder to start over.")
 
 
 def test_allowed_changes_pass_and_are_logged(tiny_run, done, capsys):

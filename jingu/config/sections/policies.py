@@ -218,7 +218,8 @@ class PolicySettings(RolloutSettings):
         objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
             (MiniMax, 2025); gmpo: the geometric mean of the clipped ratios of an answer's tokens (Zhao et al., 2025,
             who clip at 0.4 on both sides).
-        clip_low: The ratio is clipped below 1 - clip_low; with gmpo its logarithm below -clip_low.
+        clip_low: The ratio is clipped below 1 - clip_low, which must be above 0; with gmpo its logarithm below
+            -clip_low.
         clip_high: The ratio is clipped above 1 + clip_high; with gmpo its logarithm above clip_high.
         importance_cap: Upper bound of the weights that correct for the difference between generation and training
             (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
@@ -282,7 +283,7 @@ class RewardedSettings(PolicySettings):
     Attributes:
         kl: KL penalty.
         overlong_tokens: Soft overlong penalty (DAPO): over the last `overlong_tokens` tokens before `max_new_tokens`,
-            the reward of an answer falls linearly by 1; 0: no penalty.
+            the reward of an answer falls linearly by 1; at most `max_new_tokens`; 0: no penalty.
     """
 
     kl: Kl = NoKlSettings()

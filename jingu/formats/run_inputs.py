@@ -1,0 +1,144 @@
+"""What a run reads beside its own folder: models and code, with their contents, in RUN/inputs.json.
+
+A path can lead to something else after a while. Whatever uses a run again therefore compares the contents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import xxhash
+
+from jingu.checkpoint.manifest import MANIFEST
+from jingu.checkpoint.remote import CheckpointPath
+from jingu.errors import JinguError
+from jingu.formats.stored_model import StoredModel
+from jingu.runtime.checksums import NO_RECORDS, FileRecord, Records, digest_records, parse_records, record_file
+from jingu.runtime.files import read_json
+from jingu.text.identity import INPUTS_NAME
+
+BASE = "initialize.from"
+"""The name of the model for which a run trains adapters."""
+# The files of a model's folder that determine its parameters.
+_MODEL_FILES = ("*.safetensors", "*.index.json", "*.gguf", "config.json", "adapter_config.json", MANIFEST)
+_FIX = "Restore the file, or delete it: then the contents of what the run reads are recorded anew."
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """One thing that a run reads.
+
+    Attributes:
+        path: absolute path.
+        relative: path relative to the run's folder; empty if there is none.
+        content: hash of the contents of all its files.
+    """
+
+    path: str
+    relative: str
+    content: str
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of a run by the setting that names them, and records of their files."""
+
+    inputs: dict[str, RunInput] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, run: Path) -> RunInputs:
+        """Read RUN/inputs.json; nothing if the run has none. Raises JinguError if it is damaged."""
+        path = run / INPUTS_NAME
+        if not path.is_file():
+            return cls()
+        content = read_json(path, _FIX)
+        try:
+            inputs = {key: RunInput(**value) for key, value in content["inputs"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise JinguError("the file is damaged.", where=path, fix=_FIX) from error
+        return cls(inputs, parse_records(content.get("files")))
+
+    def save(self, run: Path) -> None:
+        """Write RUN/inputs.json atomically, also beside other processes. Raises OSError if that fails."""
+        content: dict[str, Any] = {"inputs": {key: vars(value) for key, value in self.inputs.items()}}
+        content["files"] = [record.to_json() for record in self.files.values()]
+        partial = run / f".{INPUTS_NAME}.{uuid4().hex}"
+        try:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            partial.replace(run / INPUTS_NAME)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def add(self, path: CheckpointPath, records: Sequence[FileRecord], run: Path) -> RunInput:
+        """Add the records of the files of an input, and return the input.
+
+        Args:
+            run: the run's folder.
+        """
+        self.files.update({record.path: record for record in records})
+        absolute = str(path.absolute()) if isinstance(path, Path) else str(path)
+        relative = os.path.relpath(absolute, run.absolute()) if isinstance(path, Path) else ""
+        return RunInput(absolute, relative, digest_records(records))
+
+
+def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[FileRecord]:
+    """Return the records of all files that determine a model's parameters, with those of its base and adapters.
+
+    Raises:
+        JinguError: a file cannot be read.
+    """
+    records = []
+    for part in stored.parts or (stored.where,):
+        if not isinstance(part, Path):
+            # The manifest of a checkpoint has the checksums of all its files.
+            content = (part / MANIFEST).read_bytes()
+            records.append(FileRecord(str(part / MANIFEST), len(content), "", xxhash.xxh3_128_hexdigest(content)))
+        elif part.is_file():
+            records.append(record_file(part, known))
+        else:
+            files = sorted({file for pattern in _MODEL_FILES for file in part.glob(pattern) if file.is_file()})
+            records += [record_file(file, known) for file in files]
+    return records
+
+
+def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
+    """Open the model for which a run trained adapters, from wherever the command runs; also return its path.
+
+    Args:
+        named: the path in the run's configuration, relative to the folder in which the run was started.
+        open_model: opens a model.
+
+    Raises:
+        JinguError: the model is not to be found, or is not the one that the run was started with.
+    """
+    inputs = RunInputs.load(run)
+    expected = inputs.inputs.get(BASE)
+    # A run that stands beside its base finds it also after both have moved.
+    candidates = [Path(named), run.absolute().parent.parent / named]
+    if expected is not None:
+        candidates = [Path(expected.path), run / expected.relative, *candidates]
+    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [Path(named)]
+    for path in existing:
+        stored = open_model(path)
+        if expected is None:
+            return stored, path
+        records = record_model(stored, inputs.files)
+        if digest_records(records) == expected.content:
+            if any(inputs.files.get(record.path) != record for record in records):
+                with suppress(OSError):  # the records only save time
+                    RunInputs(inputs.inputs, inputs.files | {record.path: record for record in records}).save(run)
+            return stored, path
+    raise JinguError(
+        f"{existing[0]} is not the model for which these adapters were trained: its contents have changed.",
+        where=run,
+        fix=f"Restore it; or put the adapters on it nevertheless: `jingu tune merge {run} --base {existing[0]} --to "
+        "FOLDER`.",
+    )

@@ -1,0 +1,216 @@
+"""What a run reads from outside its folder: compared before it starts or resumes, and recorded once it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jingu.chat.chat_format import find_chat_format
+from jingu.chat.templates import ChatTemplate, load_template
+from jingu.checkpoint.resume import checkpoints_path, complete_steps
+from jingu.config.schema import RunConfig
+from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
+from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.rewards import ModelReward, PythonReward
+from jingu.config.sections.tune import FullSettings
+from jingu.data.dataset_manifest import MANIFEST_NAME, DatasetManifest
+from jingu.errors import JinguError
+from jingu.evaluate.task_mixture import describe_mixture, find_mixture
+from jingu.formats.models import open_model
+from jingu.formats.run_inputs import BASE, RunInput, RunInputs, record_model
+from jingu.runtime.checksums import Records, record_file
+from jingu.text.corpus import find_files
+from jingu.text.identity import Identity, hash_value, identify_documents, identify_rows, load_inputs, settings_for
+from jingu.text.tokenizer import Tokenizer
+
+# Prepared data
+
+
+def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
+    """Compare each data set of a run with what its settings would prepare now.
+
+    A source without `input` names no corpus: only settings with other values than the default are compared. A corpus
+    that is not on this machine is not compared either, but `input` must be as it was. Other tools leave no record.
+
+    Args:
+        known: records of files that need not be read while they are unchanged.
+
+    Raises:
+        JinguError: settings or contents have changed.
+    """
+    if isinstance(config.task, RolloutSettings):
+        return
+    for source in config.data.all_sources:
+        path = Path(source.path)
+        manifest = DatasetManifest.load(path) if (path / MANIFEST_NAME).is_file() else None
+        if manifest is None or not manifest.settings:
+            continue
+        command = "data build"
+        if isinstance(config.data.objective, RowSettings):
+            command = config.data.objective.BUILD_COMMAND
+        data, stored = config.data.for_source(source), manifest.settings
+        mixture = stored.get("mixture")
+        if (file := find_mixture(data, as_text=command == "data build")) is not None:
+            # Rendering all rows again takes long. The files of the mixture tell whether they would be the same.
+            data = data.model_copy(update={"input": stored.get("input", []), "text_field": "text"})
+            mixture = {**(mixture or {}), "files": describe_mixture(file)}
+        identity = _identify(config, data, tokenizer, {**load_inputs(path), **known}, mixture)
+        identity.refuse_changes(
+            stored,
+            "the data set here was built",
+            path,
+            f"Restore what has changed; or delete the folder and run `jingu {command}`; or, to train on what was "
+            "built, set data.input=[] (or leave out the input of the source), and these settings to what they were.",
+        )
+
+
+def _identify(
+    config: RunConfig, data: DataSettings, tokenizer: Tokenizer, known: Records, mixture: dict[str, Any] | None
+) -> Identity:
+    """Return the identity of the data set that the settings would prepare, as far as it is known here."""
+    files = None
+    if data.input and mixture is None:
+        try:
+            files = find_files(data)
+        except JinguError:
+            # The corpus is not here. If it never was what the settings name, `input` shows it.
+            files = None
+    if isinstance(data.objective, RowSettings):
+        template = load_training_template(data.objective, tokenizer)
+        length = config.batch.sequence_length
+        identity = identify_rows(data, tokenizer, files, known, template.sources, length, mixture)
+    else:
+        identity = identify_documents(data, tokenizer, files, known, mixture)
+    if data.input:
+        return identity
+    # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known.
+    defaults = DataSettings().model_dump(mode="json")
+    named = {"template_text", "special_names", "objective", "sequence_length"}
+    named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
+    return identity.only(named)
+
+
+def load_training_template(objective: RowSettings, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template with which rows are prepared. Raises JinguError if it cannot be loaded."""
+    # Answers that are compared with each other begin where the model begins to generate them.
+    skips_empty_reasoning = isinstance(objective, SupervisedSettings) and not objective.train_empty_reasoning
+    return load_template(
+        objective.template,
+        tokenizer,
+        parse_special_tokens=objective.parse_special_tokens,
+        train_empty_reasoning=not skips_empty_reasoning,
+    )
+
+
+# What else a run reads
+
+
+def find_template_text(config: RunConfig, tokenizer: Tokenizer) -> str | None:
+    """Return the text of the chat template that a run trains with; None for the tokenizer's own, or none."""
+    text = None
+    if isinstance(config.task, RolloutSettings):
+        template = None if config.task.template == "auto" else config.task.template
+        model = Path(config.initialize.from_ or config.task.prompts)
+        chat_format = find_chat_format(model, tokenizer, template)
+        text = None if chat_format is None else chat_format.template.source
+    elif isinstance(config.data.objective, RowSettings):
+        name = config.data.objective.template
+        text = None if name == "auto" else load_template(name, tokenizer).source
+    return None if text == tokenizer.chat_template else text
+
+
+def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: tuple[str, ...]) -> None:
+    """Compare what a run reads with what it read when it was started, if it has a checkpoint to resume from.
+
+    Args:
+        allow: keys and sections whose contents may have changed (`--allow`).
+
+    Raises:
+        JinguError: something has changed.
+    """
+    stored = RunInputs.load(folder)
+    if not stored.inputs or not complete_steps(checkpoints_path(folder, config)):
+        return
+    for key, read in _readers(config, tokenizer):
+        # "task.rewards[0].function" belongs to the section task.rewards.
+        is_allowed = f"{key}.".replace("[", ".").startswith(tuple(f"{name}." for name in allow))
+        if key in stored.inputs and not is_allowed:
+            now = read(RunInputs(files=dict(stored.files)), folder)
+            if now.content != stored.inputs[key].content:
+                raise JinguError(
+                    f"{now.path} is not what the run was started with: its contents have changed.",
+                    where=key,
+                    fix="Restore it, start a new run (name=...), or, if the change is intended, resume with --allow "
+                    f"{key.partition('[')[0]}.",
+                )
+
+
+def record_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> RunInputs:
+    """Return the contents of what a run reads. Files that have not changed since an earlier start are not read."""
+    inputs = RunInputs(files=dict(RunInputs.load(folder).files))
+    for key, read in _readers(config, tokenizer):
+        inputs.inputs[key] = read(inputs, folder)
+    return inputs
+
+
+class _Reader:
+    """Reads one input: `reader(inputs, run)` adds the records of its files to `inputs`, and returns the input."""
+
+    def __init__(self, path: Path, *, is_model: bool = False, files: tuple[Path, ...] = (), content: str = "") -> None:
+        self.path, self.is_model, self.files, self.content = path, is_model, files, content
+
+    def __call__(self, inputs: RunInputs, run: Path) -> RunInput:
+        if self.content:
+            return RunInput(str(self.path.absolute()), "", self.content)
+        if self.is_model:
+            stored = open_model(self.path)
+            records = record_model(stored, inputs.files)
+            return inputs.add(stored.where if not stored.parts else self.path, records, run)
+        records = [record_file(file, inputs.files) for file in self.files or (self.path,)]
+        return inputs.add(self.path, records, run)
+
+
+def _readers(config: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, _Reader]]:
+    """Yield the settings of `inputs.toml` that a run compares, each with a reader of its contents."""
+    path = Path(config.tokenizer.path)
+    yield "tokenizer.path", _Reader(path, content=hash_value([tokenizer.fingerprint(), tokenizer.special_names]))
+    if not isinstance(config.tune, FullSettings) and config.initialize.from_ is not None:
+        yield BASE, _Reader(Path(config.initialize.from_), is_model=True)
+    if not isinstance(config.task, RolloutSettings):
+        for number, source in enumerate(config.data.all_sources):
+            key = f"data.sources[{number}].path" if config.data.sources else "data.path"
+            if files := _foreign_files(Path(source.path)):
+                yield key, _Reader(Path(source.path), files=files)
+        return
+    text = find_template_text(config, tokenizer) or tokenizer.chat_template
+    if text is not None:
+        yield "task.template", _Reader(Path(config.task.template), content=hash_value(text))
+    for number, reward in enumerate(config.task.rewards):
+        if isinstance(reward, PythonReward) and (file := _code_file(reward.function)):
+            yield f"task.rewards[{number}].function", _Reader(file)
+        if isinstance(reward, ModelReward):
+            yield f"task.rewards[{number}].model", _Reader(Path(reward.model), is_model=True)
+    environment = config.task.environment
+    for name in [] if environment is None else [environment.path, *environment.tools]:
+        if name is not None and (file := _code_file(name)):
+            yield f"task.environment[{name}]", _Reader(file)
+
+
+def _code_file(name: str) -> Path | None:
+    """Return the file of `file.py:name` or `module:name`; None for a method, or a module that is not below this folder
+    (an installed package)."""
+    place = name.rpartition(":")[0]
+    if not place:
+        return None
+    module = Path(*place.split("."))
+    candidates = [Path(place)] if place.endswith(".py") else [module.with_suffix(".py"), module / "__init__.py"]
+    return next(filter(Path.is_file, candidates), None)
+
+
+def _foreign_files(path: Path) -> tuple[Path, ...]:
+    """Return the files of a data set that another tool wrote: PATH.bin, PATH_context.bin and so on."""
+    if (path / MANIFEST_NAME).is_file() or not path.parent.is_dir():
+        return ()
+    names = sorted(file for file in path.parent.glob(f"{path.name}*") if file.suffix in (".bin", ".idx"))
+    return tuple(file for file in names if file.stem == path.name or file.stem.startswith(f"{path.name}_"))
