@@ -18,7 +18,7 @@ from typing import Any
 
 from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError, join_words
-from jingu.runtime.checksums import NO_RECORDS, FileRecord, Records, digest_records, record_file
+from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, record_file
 from jingu.runtime.files import read_error, read_json
 from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import (
@@ -109,7 +109,7 @@ def _warn_once(message: str) -> None:
     log_warning(message)
 
 
-def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[FileRecord]:
+def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[ContentRecord]:
     """Return the records of the files of a corpus; those that known records describe are not read.
 
     A file at a URL is not read: its server's version of it stands for its content.
@@ -118,20 +118,20 @@ def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[F
         JinguError: a file cannot be read.
     """
     return [
-        FileRecord(file.path, file.size, "", url_version(file.path))
+        ContentRecord(file.path, file.size, "", url_version(file.path))
         if is_url(file.path)
         else record_file(file.path, known)
         for file in files
     ]
 
 
-def describe_records(records: Sequence[FileRecord]) -> dict[str, Any]:
+def describe_records(records: Sequence[ContentRecord]) -> dict[str, Any]:
     """Return data that identify a corpus: number of files, bytes, and a hash of names and contents."""
     size = sum(record.size for record in records)
     return {"files": len(records), "bytes": size, "content": digest_records(records)}
 
 
-def describe_listing(records: Sequence[FileRecord]) -> dict[str, Any]:
+def describe_listing(records: Sequence[ContentRecord]) -> dict[str, Any]:
     """Return what older versions stored of a corpus: instead of its contents, a hash of names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     for record in records:

@@ -15,7 +15,7 @@ import xxhash
 
 from jingu.config.sections.data import DataSettings, RowSettings, TokenizerSettings
 from jingu.errors import JinguError
-from jingu.runtime.checksums import FileRecord, Records, parse_records, record_file
+from jingu.runtime.checksums import ContentRecord, Records, parse_records, record_file
 from jingu.runtime.files import write_text_atomically
 from jingu.tables import read_table
 from jingu.text.build_record import refuse_changes
@@ -45,7 +45,7 @@ class Identity:
     """
 
     settings: dict[str, Any]
-    inputs: tuple[FileRecord, ...] = ()
+    inputs: tuple[ContentRecord, ...] = ()
     is_partial: bool = False
 
     def save_inputs(self, folder: Path) -> None:
@@ -118,7 +118,7 @@ def identify_documents(
     """
     settings = data.model_dump(mode="json", include=settings_for("documents", "data") - {"add_bos_token"})
     settings["tokenizer"] = tokenizer.fingerprint()
-    inputs: tuple[FileRecord, ...] = ()
+    inputs: tuple[ContentRecord, ...] = ()
     if files is not None:
         inputs = tuple(record_files(files, known))
         settings["corpus"] = describe_records(inputs)
@@ -199,10 +199,10 @@ def hash_value(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(content.encode("utf-8", "surrogatepass"))
 
 
-def load_inputs(*folders: Path) -> dict[str, FileRecord]:
+def load_inputs(*folders: Path) -> dict[str, ContentRecord]:
     """Return the records of files that `Identity.save_inputs` wrote into folders; those that cannot be read are left
     out, and their files are read again."""
-    records: dict[str, FileRecord] = {}
+    records: dict[str, ContentRecord] = {}
     for folder in folders:
         try:
             records |= parse_records(json.loads((folder / INPUTS_NAME).read_text(encoding="utf-8")))

@@ -46,7 +46,7 @@ from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_files import copy_tokenizer
 from jingu.training.idle_settings import find_idle_settings
-from jingu.training.inputs import check_data, check_inputs, record_inputs
+from jingu.training.input_checks import check_data, check_inputs, record_inputs
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation

@@ -28,7 +28,7 @@ from jingu.text.corpus import find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
 from jingu.text.identity import Identity, identify_rows, load_inputs
 from jingu.text.tokenizer import Tokenizer
-from jingu.training.inputs import load_training_template
+from jingu.training.input_checks import load_training_template
 from jingu.tune.row_fields import KNOWN_NAMES, is_missing
 from jingu.tune.row_formats import parse_row
 from jingu.tune.rows import BadRow, count_rows_before, raise_bad_row, read_rows

@@ -19,7 +19,7 @@ from jingu.config.sections.train import BatchSettings
 from jingu.data.build import build
 from jingu.errors import JinguError
 from jingu.runtime import checksums
-from jingu.runtime.checksums import FileRecord, record_file
+from jingu.runtime.checksums import ContentRecord, record_file
 from jingu.text.corpus import describe_records, find_files, record_files
 from jingu.text.identity import TABLE
 from jingu.text.tokenizer import Tokenizer
@@ -224,7 +224,7 @@ def test_an_unchanged_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
         with path.open("wb") as file:
             file.truncate(1 << 30)
         size, stamp, _ = checksums._stat(str(path))
-        known[str(path)] = FileRecord(str(path), size, stamp, "0")
+        known[str(path)] = ContentRecord(str(path), size, stamp, "0")
         files.append(path)
     monkeypatch.setattr(checksums, "hash_file", lambda path: pytest.fail("it was read"))
     found = find_files(DataSettings(input=str(tmp_path)))
@@ -237,7 +237,7 @@ def test_a_record_is_trusted_only_if_nothing_changed(kind: str, tmp_path: Path) 
     path.write_bytes(b"one")
     os.utime(path, ns=(10**18, 10**18))
     size, stamp, _ = checksums._stat(str(path))
-    known = {str(path): FileRecord(str(path), size, stamp, "recorded")}
+    known = {str(path): ContentRecord(str(path), size, stamp, "recorded")}
     assert record_file(path, known).xxh3 == "recorded"
     if kind == "content":
         path.write_bytes(b"two")

@@ -154,7 +154,7 @@ def record_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> RunI
     return inputs
 
 
-class _Reader:
+class _InputReader:
     """Reads one input: `reader(inputs, run)` adds the records of its files to `inputs`, and returns the input."""
 
     def __init__(self, path: Path, *, is_model: bool = False, files: tuple[Path, ...] = (), content: str = "") -> None:
@@ -171,30 +171,30 @@ class _Reader:
         return inputs.add(self.path, records, run)
 
 
-def _readers(config: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, _Reader]]:
+def _readers(config: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, _InputReader]]:
     """Yield the settings of `inputs.toml` that a run compares, each with a reader of its contents."""
     path = Path(config.tokenizer.path)
-    yield "tokenizer.path", _Reader(path, content=hash_value([tokenizer.fingerprint(), tokenizer.special_names]))
+    yield "tokenizer.path", _InputReader(path, content=hash_value([tokenizer.fingerprint(), tokenizer.special_names]))
     if not isinstance(config.tune, FullSettings) and config.initialize.from_ is not None:
-        yield BASE, _Reader(Path(config.initialize.from_), is_model=True)
+        yield BASE, _InputReader(Path(config.initialize.from_), is_model=True)
     if not isinstance(config.task, RolloutSettings):
         for number, source in enumerate(config.data.all_sources):
             key = f"data.sources[{number}].path" if config.data.sources else "data.path"
             if files := _foreign_files(Path(source.path)):
-                yield key, _Reader(Path(source.path), files=files)
+                yield key, _InputReader(Path(source.path), files=files)
         return
     text = find_template_text(config, tokenizer) or tokenizer.chat_template
     if text is not None:
-        yield "task.template", _Reader(Path(config.task.template), content=hash_value(text))
+        yield "task.template", _InputReader(Path(config.task.template), content=hash_value(text))
     for number, reward in enumerate(config.task.rewards):
         if isinstance(reward, PythonReward) and (file := _code_file(reward.function)):
-            yield f"task.rewards[{number}].function", _Reader(file)
+            yield f"task.rewards[{number}].function", _InputReader(file)
         if isinstance(reward, ModelReward):
-            yield f"task.rewards[{number}].model", _Reader(Path(reward.model), is_model=True)
+            yield f"task.rewards[{number}].model", _InputReader(Path(reward.model), is_model=True)
     environment = config.task.environment
     for name in [] if environment is None else [environment.path, *environment.tools]:
         if name is not None and (file := _code_file(name)):
-            yield f"task.environment[{name}]", _Reader(file)
+            yield f"task.environment[{name}]", _InputReader(file)
 
 
 def _code_file(name: str) -> Path | None:
