@@ -109,9 +109,7 @@ def contamination(
         what = f"no document of these tasks has a text of {min(ngram, MIN_WORDS)} words to search for."
         raise JinguError(what, fix="Set --ngram to less.")
     reader = None if tokenizer is None else Tokenizer.load(tokenizer).fingerprint()
-    key = fingerprint_of(
-        [ngram, sources, len(units), all_texts, settings.model_dump(mode="json"), reader, "near copies"]
-    )
+    key = fingerprint_of([ngram, sources, len(units), all_texts, settings.model_dump(mode="json"), reader, "similar"])
     workers = max(1, min(processes or num_usable_cores(), len(units)))
     near_table = NearCopyTable.build(text_rows)
     matches, similar_rows = scan((table, near_table), units, settings, (output, key), workers)

@@ -20,7 +20,7 @@ from jingu.checkpoint.manifest import MANIFEST
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
-from jingu.runtime.checksums import NO_RECORDS, FileRecord, Records, digest_records, parse_records, record_file
+from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, parse_records, record_file
 from jingu.runtime.files import read_json
 from jingu.text.identity import INPUTS_NAME
 
@@ -51,7 +51,7 @@ class RunInputs:
     """The inputs of a run by the setting that names them, and records of their files."""
 
     inputs: dict[str, RunInput] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[str, ContentRecord] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run: Path) -> RunInputs:
@@ -77,7 +77,7 @@ class RunInputs:
         finally:
             partial.unlink(missing_ok=True)
 
-    def add(self, path: CheckpointPath, records: Sequence[FileRecord], run: Path) -> RunInput:
+    def add(self, path: CheckpointPath, records: Sequence[ContentRecord], run: Path) -> RunInput:
         """Add the records of the files of an input, and return the input.
 
         Args:
@@ -89,7 +89,7 @@ class RunInputs:
         return RunInput(absolute, relative, digest_records(records))
 
 
-def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[FileRecord]:
+def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[ContentRecord]:
     """Return the records of all files that determine a model's parameters, with those of its base and adapters.
 
     Raises:
@@ -100,7 +100,7 @@ def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[FileR
         if not isinstance(part, Path):
             # The manifest of a checkpoint has the checksums of all its files.
             content = (part / MANIFEST).read_bytes()
-            records.append(FileRecord(str(part / MANIFEST), len(content), "", xxhash.xxh3_128_hexdigest(content)))
+            records.append(ContentRecord(str(part / MANIFEST), len(content), "", xxhash.xxh3_128_hexdigest(content)))
         elif part.is_file():
             records.append(record_file(part, known))
         else:

@@ -26,7 +26,7 @@ _SETTLING_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
-class FileRecord:
+class ContentRecord:
     """A file whose content is known.
 
     Attributes:
@@ -46,17 +46,17 @@ class FileRecord:
         return [self.path, self.size, self.stamp, self.xxh3]
 
 
-Records = Mapping[str, FileRecord]
+Records = Mapping[str, ContentRecord]
 """Records by path."""
 NO_RECORDS: Records = MappingProxyType({})
 
 
-def parse_records(value: object) -> dict[str, FileRecord]:
-    """Return records that `FileRecord.to_json` wrote, by path. Anything else is left out: its files are read again."""
+def parse_records(value: object) -> dict[str, ContentRecord]:
+    """Return records that `ContentRecord.to_json` wrote, by path. Anything else is left out: its files are read again."""
     records = {}
     for item in value if isinstance(value, list) else []:
         if isinstance(item, list) and list(map(type, item)) == [str, int, str, str]:
-            records[item[0]] = FileRecord(*item)
+            records[item[0]] = ContentRecord(*item)
     return records
 
 
@@ -71,7 +71,7 @@ def hash_file(path: Path | str) -> str:
     return digest.hexdigest()
 
 
-def record_file(path: Path | str, known: Records = NO_RECORDS) -> FileRecord:
+def record_file(path: Path | str, known: Records = NO_RECORDS) -> ContentRecord:
     """Return the record of a local file. It is read, unless a known record still describes it.
 
     Raises:
@@ -90,10 +90,10 @@ def record_file(path: Path | str, known: Records = NO_RECORDS) -> FileRecord:
             raise JinguError(what, where=path, fix="Wait until it is complete, and run the command again.")
     except OSError as error:
         raise read_error(path, error) from error
-    return FileRecord(absolute, size, stamp if last_change < now - _SETTLING_NS else "", checksum)
+    return ContentRecord(absolute, size, stamp if last_change < now - _SETTLING_NS else "", checksum)
 
 
-def digest_records(records: Iterable[FileRecord]) -> str:
+def digest_records(records: Iterable[ContentRecord]) -> str:
     """Return one hash of the names, sizes and contents of files, in their order."""
     digest = xxhash.xxh3_128()
     for record in records:
