@@ -52,7 +52,7 @@ NO_RECORDS: Records = MappingProxyType({})
 
 
 def parse_records(value: object) -> dict[str, ContentRecord]:
-    """Return records that `ContentRecord.to_json` wrote, by path. Anything else is left out: its files are read again."""
+    """Return records that `ContentRecord.to_json` wrote, by path, without what is something else: it is read again."""
     records = {}
     for item in value if isinstance(value, list) else []:
         if isinstance(item, list) and list(map(type, item)) == [str, int, str, str]:
