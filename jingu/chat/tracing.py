@@ -70,20 +70,25 @@ class _Writer:
 
 
 class TracedMessage(dict[str, Any]):
-    """A message of a conversation, which notes when its content is read."""
+    """A message of a conversation, which notes when a template reads its content.
+
+    The template's environment reads keys with `read`; `message[key]` is that of a dictionary, which is much faster.
+    """
 
     __slots__ = ("_index", "_trace")
     _index: int
     _trace: WriterTrace
 
-    def __getitem__(self, key: str) -> Any:
-        writer = self._trace.writer
-        if writer.message is None and key in _CONTENT_KEYS:
-            writer.reads = {self._index, *(writer.reads or ())}
-        return dict.__getitem__(self, key)
+    def read(self, key: str) -> Any:
+        """Return the value of a key, as a template reads it. Raises KeyError."""
+        if key in _CONTENT_KEYS:
+            writer = self._trace.writer
+            if writer.message is None:
+                writer.reads = {self._index, *(writer.reads or ())}
+        return self[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
+        return self.read(key) if key in self else default
 
 
 class TracedMessages(Sequence[TracedMessage]):
@@ -266,7 +271,7 @@ class WriterTrace:
                 marks.append((start, length))
             elif mark:
                 writer = self._writers[ord(mark[1]) - _FIRST_WRITER]
-                message = writer.resolve()
+                message = writer.message if writer.message is not None else writer.resolve()
         return TracedText("".join(texts), pieces, lines, marks, self._num_settled, body_end, unclear)
 
 
