@@ -84,10 +84,12 @@ def _identify(
         identity = identify_documents(data, tokenizer, files, known, mixture)
     if data.input:
         return identity
-    # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known.
+    # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known. Of
+    # several sources, they may have been meant for others.
     defaults = DataSettings().model_dump(mode="json")
     named = {"template_text", "special_names", "objective", "sequence_length"}
-    named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
+    if not config.data.sources:
+        named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
     return identity.only(named)
 
 

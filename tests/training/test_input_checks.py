@@ -24,7 +24,7 @@ from jingu.formats.run_inputs import record_model
 from jingu.runtime import checksums, ranks
 from jingu.tables import read_table
 from jingu.text.tokenizer import Tokenizer
-from jingu.training import inputs as inputs_module
+from jingu.training import input_checks as inputs_module
 from jingu.training.commands import train
 from jingu.training.run import ResumeOptions, open_run
 from jingu.tune.adapter_commands import merge
