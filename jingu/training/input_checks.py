@@ -122,6 +122,14 @@ def find_template_text(config: RunConfig, tokenizer: Tokenizer) -> str | None:
     return None if text == tokenizer.chat_template else text
 
 
+def load_run_template(config: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of the model that a run trains. Raises JinguError if there is none."""
+    text = find_template_text(config, tokenizer)
+    if text is None:
+        return load_template("auto", tokenizer, where="evaluation.tasks")
+    return ChatTemplate(text, tokenizer, "of the run")
+
+
 def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: tuple[str, ...]) -> None:
     """Compare what a run reads with what it read when it was started, if it has a checkpoint to resume from.
 

@@ -46,7 +46,7 @@ from jingu.runtime.files import create_folder_atomically, write_text_atomically
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_files import copy_tokenizer
 from jingu.training.idle_settings import find_idle_settings
-from jingu.training.input_checks import check_data, check_inputs, record_inputs
+from jingu.training.input_checks import check_data, check_inputs, load_run_template, record_inputs
 from jingu.training.optimizer import check_param_groups, check_state_dtype
 from jingu.training.schedule import check_schedule
 from jingu.training.validation import ValidationRows, open_validation
@@ -265,13 +265,12 @@ def _prepare_tasks(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer) -> 
     if not names:
         return ()
     # Imported late, because these modules import the inference engine.
-    from jingu.chat.templates import load_template
     from jingu.evaluate.evaluation import apply_chat_template, prepare_task
     from jingu.evaluate.smooth_measures import check_answers_fit
 
     tasks = tuple(prepare_task(index.tasks[name], limit=limit) for name in names)
     if any(task.settings.metadata.get("chat") for task in tasks):
-        template = load_template("auto", tokenizer, where="evaluation.tasks")
+        template = load_run_template(config, tokenizer)
         tasks = tuple(
             apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in tasks
         )
