@@ -120,7 +120,10 @@ def test_there_are_files_to_look_at():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(Path(jingu.__file__).parent).as_posix())
 def test_no_file_of_the_product_breaks_the_rule(path):
-    assert violations(path.read_text(encoding="utf-8")) == []
+    # Code that a model wrote runs in the sandbox, and nowhere else.
+    allowed = {"exec"} if path.name == "sandbox_guest.py" else set()
+    lines = violations(path.read_text(encoding="utf-8"))
+    assert [line for line in lines if line.partition(": ")[2] not in allowed] == []
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ _OPERATIONS |= {name: vars(operator)[name] for name in _BINARY}
 class Remote:
     """An object of the other side."""
 
+    _peer: Peer
+    _number: int
+
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)

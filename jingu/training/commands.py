@@ -41,15 +41,8 @@ from jingu.tables import flatten
 from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
 from jingu.training.pretraining import PRETRAINING
-from jingu.training.run import (
-    RESUME_UNCHANGED,
-    ResumeOptions,
-    Run,
-    lock_run,
-    open_run,
-    record_run_inputs,
-    write_run_files,
-)
+from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, open_run
+from jingu.training.run_folder import lock_run, record_run_inputs, write_run_files
 from jingu.training.session import train_run
 from jingu.training.task import TaskFactory
 from jingu.training.trace import Trace

@@ -76,6 +76,7 @@ def _conditions(config: RunConfig) -> list[str]:
         "prompts": isinstance(task, RolloutSettings),
         "unevaluated": not config.evaluation.every,
         "unranked": not (config.checkpoint.keep_best or config.evaluation.patience),
+        "other_divergence": isinstance(task, DpoSettings) and task.divergence != "alpha",
         "unsmoothed": isinstance(task, DpoSettings) and task.loss in ("hinge", "ipo"),
     }
     return [condition for condition in TABLE["idle"] if holds[condition]]

@@ -110,10 +110,12 @@ def _identify(
         identity = identify_documents(data, tokenizer, files, known, mixture)
     if data.input:
         return identity
-    # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known.
+    # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known. Of
+    # several sources, they may have been meant for others.
     defaults = DataSettings().model_dump(mode="json")
     named = {"template_text", "special_names", "objective", "sequence_length"}
-    named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
+    if not config.data.sources:
+        named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
     return identity.only(named)
 
 
@@ -144,6 +146,14 @@ def find_template_text(config: RunConfig, tokenizer: Tokenizer) -> str | None:
         name = config.data.objective.template
         text = None if name == "auto" else load_template(name, tokenizer).source
     return None if text == tokenizer.chat_template else text
+
+
+def load_run_template(config: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the chat template of the model that a run trains. Raises JinguError if there is none."""
+    text = find_template_text(config, tokenizer)
+    if text is None:
+        return load_template("auto", tokenizer, where="evaluation.tasks")
+    return ChatTemplate(text, tokenizer, "of the run")
 
 
 def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from jingu.errors import pluralize
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.log import log_warning
-from jingu.training.run import run_write_error
+from jingu.training.run_folder import run_write_error
 from jingu.training.trackers import Trackers
 
 

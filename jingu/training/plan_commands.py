@@ -115,7 +115,7 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
         if initial_model is None:
             vocabulary, length = Tokenizer.load(tokenizer).vocab_size, config.document_length
         elif Path(initial_model).exists():
-            from jingu.training.run import build_run_spec
+            from jingu.training.run_spec import build_run_spec
 
             spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
             return _add_tuning(spec, config), None
@@ -130,7 +130,7 @@ def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     if isinstance(config.task, PretrainingSettings) and config.tune == FullSettings() and not spec.score_head:
         return spec
     # Imported late, because it imports all of training, which takes longer than a plan.
-    from jingu.training.run import apply_tuning
+    from jingu.training.run_spec import apply_tuning
 
     return apply_tuning(spec, config)
 

@@ -80,7 +80,7 @@ def test_ranks_divide_the_documents(
     assert ranks.run(count_contexts, 1, tiny_run(changes, name="alone")) == [7]
     assert ranks.run(count_contexts, world, tiny_run({**changes, **divided}, name="divided")) == contexts
     one, many = (measures(done(tiny_run(name=name))) for name in ("alone", "divided"))
-    assert one == many and len(one) == 9
+    assert one == many and len(one) == 11
 
 
 def measures(files: Done) -> dict[str, float]:

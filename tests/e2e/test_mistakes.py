@@ -337,7 +337,8 @@ def test_the_disk_is_full_before_the_first_step(error_of, monkeypatch):
     assert error_of(untouched=False) == (
         "jingu: runs/run: the disk is full. Make room, or choose another folder for runs (runs_dir=...)."
     )
-    assert list(content(Path("runs"))) == ["runs/run", "runs/run/checkpoints"]
+    log = "runs/run/log"
+    assert set(content(Path("runs"))) == {"runs/run", "runs/run/checkpoints", log, f"{log}/rank-00000.log"}
 
 
 # Errors of several ranks

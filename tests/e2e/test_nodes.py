@@ -23,7 +23,8 @@ from jingu.runtime.ranks import check_equal_on_all_ranks
 from jingu.runtime.signals import StopRequest
 from jingu.training import commands
 from jingu.training.commands import train_on_rank
-from jingu.training.run import Run, lock_run, open_run
+from jingu.training.run import Run, open_run
+from jingu.training.run_folder import lock_run
 from tests.conftest import peak_unmeasured, this_rank
 from tests.e2e.conftest import read_until
 from tests.e2e.test_dying_rank import LOCAL, LONG

@@ -123,7 +123,7 @@ def test_an_environment_that_makes_no_sense(monkeypatch):
         pass
     assert str(raised.value) == (
         "the environment variable RANK is 'first', which is not a whole number. It is set by torchrun; start the run "
-        "with `jingu train run.yaml --processes N` or torchrun."
+        "with `jingu train run.yaml --processes N` or torchrun, or remove the variable (`unset RANK`)."
     )
 
 

@@ -284,3 +284,46 @@ def test_a_truncated_archive_is_named_although_errors_are_skipped(
     data = DataSettings(input=str(tmp_path), on_error="skip")
     assert list(sample_texts(find_files(data), data, 10**6))
     assert f"{tmp_path / 'a.jsonl.gz'} is damaged or was truncated" in caplog.text
+
+
+# Files that are sound, but cannot be read as they are
+
+
+def test_frames_with_a_large_window_are_read(tmp_path: Path) -> None:
+    """As `zstd --long=28` writes them; the library's default limit is 2 ** 27."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
+    content = compressor.compress(jsonl(["one", "two"])) + compressor.flush()
+    assert zstandard.get_frame_parameters(content).window_size == 1 << 28
+    (tmp_path / "x.jsonl.zst").write_bytes(content)
+    assert read(tmp_path / "x.jsonl.zst")[0] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.txt.gz", b"a plain text\n"),
+        ("x.jsonl.zst", gzip.compress(b'{"text": "a"}\n')),
+        ("x.txt.xz", zstandard.compress(b"text")),
+        ("x.jsonl.bz2", b'{"text": "a"}\n'),
+        ("x.parquet", b'{"text": "a"}\n'),
+    ],
+)
+def test_a_misnamed_file_is_not_called_damaged(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    message = mistake(tmp_path / name)
+    assert "is not of the format that its suffix names" in message and "damaged" not in message
+
+
+def test_a_frame_with_a_dictionary_is_not_called_damaged(tmp_path: Path) -> None:
+    dictionary = zstandard.train_dictionary(1024, [f"text {number} ".encode() * 20 for number in range(200)])
+    compressor = zstandard.ZstdCompressor(dict_data=dictionary)
+    (tmp_path / "x.txt.zst").write_bytes(compressor.compress(b"text 5 " * 20))
+    message = mistake(tmp_path / "x.txt.zst")
+    assert "it was compressed with a dictionary, which is missing" in message and "damaged" not in message
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar.gz", "x.7z"])
+def test_archives_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"content")
+    assert "is an archive or a compression that is not read as text" in mistake(tmp_path / name)

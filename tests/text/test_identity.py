@@ -145,7 +145,7 @@ EDITS: dict[str, list[tuple[str, Callable[[Path], dict[str, Any]], str]]] = {
         ("times", restore_times, "corpus"),
         ("template", edit("t.jinja", "<{{ m.role }}>", "[{{ m.role }}]"), "template_text"),
         ("names", change_special_name, "special_names"),
-        ("columns", setting("data.objective.columns", {"system": "sys"}), "objective.columns"),
+        ("columns", setting("data.objective.columns", {"messages": "messages"}), "objective.columns"),
         ("loss", setting("data.objective.loss_on", "last_assistant"), "objective.loss_on"),
         ("length", setting("batch.sequence_length", 34), "sequence_length"),
     ],

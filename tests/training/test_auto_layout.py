@@ -75,7 +75,14 @@ def test_ranks_start_with_the_layout(tiny_run, monkeypatch):
 
 
 def test_the_number_of_ranks_is_the_launcher_s(tiny_run, monkeypatch, capsys):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     parallel = choose_layout(tiny_run(), None).parallel
     axes = (parallel.replicate, parallel.shard, parallel.tensor, parallel.context, parallel.pipeline)

@@ -49,12 +49,14 @@ OTHER: dict[str, Any] = {
     "evaluation.task_documents": 5,
     "checkpoint.best_metric": "bits_per_byte",
     "task.label_smoothing": 0.1,
+    "task.alpha": 0.3,
 }
 BASES = {
     "rows": ROWS,
     "prompts": PROMPTS,
     "unevaluated": {},
     "unranked": {},
+    "other_divergence": {"task.type": "dpo"},
     "unsmoothed": {"task.type": "dpo", "task.loss": "ipo"},
 }
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from jingu.chat.chat_format import find_chat_format
+from jingu.chat.templates import NAMED_TEMPLATES
 from jingu.config.compare import resume_options_for
 from jingu.config.introspect import all_keys, find_field
 from jingu.config.schema import RunConfig
@@ -309,3 +310,9 @@ def test_leftovers_that_mean_nothing_are_ignored(variables: dict[str, str], monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert not ranks.is_launched()
+
+
+def test_tasks_during_training_use_the_template_of_the_run(tiny_run: MakeRun) -> None:
+    config = tiny_run({"data.objective": {"type": "supervised", "template": "chatml"}})
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    assert inputs_module.load_run_template(config, tokenizer).source == NAMED_TEMPLATES["chatml"]
