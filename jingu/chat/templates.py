@@ -264,6 +264,9 @@ class ChatTemplate:
         if tools and self._for_tools is not self:
             return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
         whole = self._start(messages, tools, variables)
+        if turns != "each" and all(index < whole.traced.num_settled for index in answers):
+            self._check_written(whole, answers)
+            return [self._finish(whole, answers)]
         last = len(messages) - 1
         # Each answer with the conversation up to it.
         ends: dict[int, _Conversation] = {}

@@ -161,6 +161,20 @@ class TracedText(NamedTuple):
 class WriterTrace:
     """What happens while a template is rendered once."""
 
+    __slots__ = (
+        "_body_mark",
+        "_is_silent",
+        "_num_messages",
+        "_num_settled",
+        "_outer",
+        "_over_messages",
+        "_writers",
+        "is_captured",
+        "latest",
+        "messages",
+        "writer",
+    )
+
     def __init__(self, entries: Sequence[JsonObject], is_silent: bool = False) -> None:
         self._is_silent = is_silent
         self._num_messages = self._num_settled = len(entries)
@@ -189,11 +203,15 @@ class WriterTrace:
 
     def enter(self, item: Any, loop: int, line: int, is_captured: bool) -> str:
         """Return the mark at the begin of a loop's body; empty if the item has nothing to do with messages."""
-        index = item._index if type(item) is TracedMessage else None
-        if index is None and isinstance(item, list | tuple):
+        index = None
+        if type(item) is TracedMessage:
+            index = item._index
+        elif isinstance(item, list | tuple):
             members = [member._index for member in item if type(member) is TracedMessage]
-            index = members[0] if len(members) == 1 else None
-        if index is None and type(item) is not int:
+            if len(members) != 1:
+                return ""
+            index = members[0]
+        elif type(item) is not int:
             return ""
         if index is not None and index > self.latest:
             self.latest = index
@@ -235,7 +253,7 @@ class WriterTrace:
         if self._is_silent:
             return ""
         self._writers.append(writer)
-        return f"{_WRITER_MARK}{chr(_FIRST_WRITER + len(self._writers) - 1)}"
+        return _WRITER_MARK + chr(_FIRST_WRITER + len(self._writers) - 1)
 
     def divide(self, marked_text: str) -> TracedText:
         """Return the text without marks, and what each message wrote."""

@@ -415,7 +415,8 @@ def _encode_unit(
             # Convert each row immediately: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
             sidecars.append(row.sidecar)
-            hashes.append(hash_document(np.array(row.split_ids, dtype).tobytes()))
+            split_ids = ids[-1] if row.split_ids is row.ids else np.array(row.split_ids, dtype)
+            hashes.append(hash_document(split_ids.tobytes()))
     counts.documents = len(ids)
     if ids:
         yield EncodedDocuments(
