@@ -237,7 +237,10 @@ def test_the_written_file_has_every_setting_in_the_order_of_the_tree() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data: {objective: {type: supervised, loss_on: all, turns: each}}", r"^data\.objective: turns=each trains one"),
+        (
+            "data: {objective: {type: supervised, loss_on: all, turns: each}}",
+            r"^data\.objective: turns=each trains one",
+        ),
         (
             "task: {type: grpo, prompts: p, rewards: [{type: math}, {type: length, min_tokens: 9, max_tokens: 5}]}",
             r"^task\.rewards\[1\]: min_tokens 9 is more than max_tokens 5",

@@ -232,7 +232,9 @@ class SupervisedSettings(RowSettings):
     @model_validator(mode="after")
     def _check_turns(self) -> SupervisedSettings:
         if self.loss_on == "all" and self.turns == "each":
-            raise ValueError("turns=each trains one answer of each text, and loss_on=all trains all of it; leave one out")
+            raise ValueError(
+                "turns=each trains one answer of each text, and loss_on=all trains all of it; leave one out"
+            )
         return self
 
 
