@@ -2,7 +2,7 @@
 
 Each side runs in its own process. The model has the shape of SmolLM2-135M. `python -m bench.tune FILE` uses real
 instruction rows, such as alpaca_en_demo.json of the package llamafactory; otherwise rows of similar lengths are
-generated. `tiny` is a quick check.
+generated. `tiny` is a quick check, and `preparing` only prepares rows.
 
 Padding works as usual: rows are in random order, and each batch is padded to its longest row (rounded up to a multiple
 of an eighth of the sequence length, because blocks are compiled for each length). Apart from packing and padding, both
@@ -191,10 +191,27 @@ def _peft(size: dict[str, int]) -> Callable[[Any], None]:
     return step
 
 
-def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
-    """Return a row of the table: the rows/s of one process, with the tokenizer and with cached tokenizer results."""
+def to_conversation(row: dict[str, str]) -> dict[str, Any]:
+    """Return an instruction row as a conversation."""
+    turns = zip(("user", "assistant"), (row["instruction"], row["output"]), strict=True)
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def measure_preparation(count: int, rows: list[dict[str, str]], template: str = "chatml") -> str:
+    """Return a row of the table: the rows/s of one process, with the tokenizer and with cached tokenizer results; and
+    the time that the identity of the data set takes.
+
+    Args:
+        template: `chatml`; or the name of a template of the package trl, which becomes the tokenizer's own. The rows
+            are then conversations.
+    """
+    import trl
+
+    from jingu.text.corpus import find_files
     from jingu.text.document_reader import ReadCounts
+    from jingu.text.identity import identify_rows
     from jingu.text.tokenizer import Tokenizer
+    from jingu.text.tokenizer_files import TEMPLATE
     from jingu.tune.prepare import plan_encoding, row_tokenizers
 
     encode_spans = Tokenizer.encode_spans
@@ -207,12 +224,18 @@ def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
         return result
 
     with prepare_run(rows[:50], TINY, 1, 256) as config:
+        if template != "chatml":
+            source = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
+            (Path(config.tokenizer.path) / TEMPLATE).write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+            objective = config.data.objective.model_copy(update={"template": "auto"})
+            config = config.model_copy(update={"data": config.data.model_copy(update={"objective": objective})})
         file = Path(config.data.input[0] if isinstance(config.data.input, list) else config.data.input)
         # Rows differ in a number, so that a cache of texts has no effect.
         with file.open("w", encoding="utf-8") as stream:
             for number in range(count):
                 row = rows[number % len(rows)]
-                stream.write(json.dumps({**row, "instruction": f"{number} {row['instruction']}"}) + "\n")
+                row = {**row, "instruction": f"{number} {row['instruction']}"}
+                stream.write(json.dumps(row if template == "chatml" else to_conversation(row)) + "\n")
         one_process = config.data.model_copy(update={"num_workers": 1})
         (row_tokenizer,) = row_tokenizers(config.model_copy(update={"data": one_process}))
 
@@ -229,7 +252,10 @@ def measure_preparation(count: int, rows: list[dict[str, str]]) -> list[str]:
         total = rate(encode_and_cache)
         results = cycle(cache)
         without_tokenizer = rate(lambda *_, **__: next(results))
-        return [f"| {count:,} rows, one process | {total:,.0f} | {without_tokenizer:,.0f} |"]
+        started = time.process_time()
+        identify_rows(config.data, row_tokenizer.tokenizer, find_files(config.data), {}, (template,), 256)
+        identity = (time.process_time() - started) * total / count
+        return f"| {count:,} rows, {template} | {total:,.0f} | {without_tokenizer:,.0f} | {identity:.2%} |"
 
 
 def run(tiny: bool = False, rows: str | None = None) -> str:
@@ -258,10 +284,19 @@ def run(tiny: bool = False, rows: str | None = None) -> str:
         packing_row("packed", "packed"),
         packing_row("padded", "padded to the longest of 8 rows"),
         "",
-        "| preparing rows (target: 20,000 without the tokenizer) | rows/s | without the tokenizer |",
-        "|---|---|---|",
     ]
-    return "\n".join([*lines, *measure_preparation(TINY_ROWS if tiny else ROWS, load_rows(rows))])
+    return "\n".join([*lines, run_preparation(tiny, rows)])
+
+
+def run_preparation(tiny: bool = False, rows: str | None = None) -> str:
+    """Return the table of preparing rows in one process as Markdown."""
+    count = TINY_ROWS if tiny else ROWS
+    lines = [
+        "| preparing rows in one process (targets: 20,000; 5%) | rows/s | without the tokenizer | identity of the data |",
+        "|---|---|---|---|",
+    ]
+    lines += [measure_preparation(count, load_rows(rows), template) for template in ("chatml", "qwen2_5", "qwen3")]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -271,8 +306,9 @@ def main() -> None:
         figures = measure(side, TINY if size == "tiny" else SMOLLM2, int(steps), load_rows(rows or None))
         print(json.dumps(asdict(figures)))
         return
-    files = [word for word in sys.argv[1:] if word != "tiny"]
-    print(run("tiny" in sys.argv[1:], files[0] if files else None))
+    files = [word for word in sys.argv[1:] if word not in ("tiny", "preparing")]
+    measure_all = run_preparation if "preparing" in sys.argv[1:] else run
+    print(measure_all("tiny" in sys.argv[1:], files[0] if files else None))
 
 
 if __name__ == "__main__":

@@ -264,6 +264,9 @@ class ChatTemplate:
         if tools and self._for_tools is not self:
             return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
         whole = self._start(messages, tools, variables)
+        if turns != "each" and all(index < whole.traced.num_settled for index in answers):
+            self._check_written(whole, answers)
+            return [self._finish(whole, answers)]
         last = len(messages) - 1
         # Each answer with the conversation up to it.
         ends: dict[int, _Conversation] = {}
@@ -347,8 +350,9 @@ class ChatTemplate:
         **options: Any,
     ) -> _Conversation:
         """Render a conversation. Raise ConversationError if the template refuses it or ignores its tools."""
-        options = {**self._escape_mentions(dict(variables or {})), **options}
-        tool_entries = self._escape_mentions(list(tools)) or None
+        if variables:
+            options = {**self._escape_mentions(dict(variables)), **options}
+        tool_entries = self._escape_mentions(list(tools)) if tools else None
         entries = [self._message_variables(message) for message in messages]
         calls = [call["function"] for entry in entries for call in dict.get(entry, "tool_calls", ())]
         traced: TracedText | None = None
@@ -740,12 +744,22 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow."""
+    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow.
+
+    Messages note what is read.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if isinstance(obj, dict) and attribute in obj and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute]
+        if isinstance(obj, dict) and attribute not in _DICT_ATTRIBUTES:
+            if attribute not in obj:
+                return self.undefined(obj=obj, name=attribute)
+            return obj.read(attribute) if type(obj) is TracedMessage else obj[attribute]
         return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is TracedMessage and isinstance(argument, str) and argument in obj:
+            return obj.read(argument)
+        return super().getitem(obj, argument)
 
 
 @cache

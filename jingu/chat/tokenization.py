@@ -103,7 +103,9 @@ def tokenize_turns(
     rows = []
     for rendered in rendered_chats:
         ids, spans = encode_rendered(rendered, tokenizer)
-        weights = np.full(len(ids), round(context_weight * WEIGHT_SCALE), np.uint8)
+        weights = np.zeros(len(ids), np.uint8)
+        if context_weight:
+            weights[:] = round(context_weight * WEIGHT_SCALE)
         for (start, end), index in zip(spans, rendered.messages, strict=True):
             weights[start:end] = round(_answer_weight(row.messages[index], loss_on) * WEIGHT_SCALE)
         rows.append(TokenizedRow(row.kind, ids, weights, mentions_special=bool(rendered.mentions)))

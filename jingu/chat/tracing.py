@@ -70,20 +70,25 @@ class _Writer:
 
 
 class TracedMessage(dict[str, Any]):
-    """A message of a conversation, which notes when its content is read."""
+    """A message of a conversation, which notes when a template reads its content.
+
+    The template's environment reads keys with `read`; `message[key]` is that of a dictionary, which is much faster.
+    """
 
     __slots__ = ("_index", "_trace")
     _index: int
     _trace: WriterTrace
 
-    def __getitem__(self, key: str) -> Any:
-        writer = self._trace.writer
-        if writer.message is None and key in _CONTENT_KEYS:
-            writer.reads = {self._index, *(writer.reads or ())}
-        return dict.__getitem__(self, key)
+    def read(self, key: str) -> Any:
+        """Return the value of a key, as a template reads it. Raises KeyError."""
+        if key in _CONTENT_KEYS:
+            writer = self._trace.writer
+            if writer.message is None:
+                writer.reads = {self._index, *(writer.reads or ())}
+        return self[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
+        return self.read(key) if key in self else default
 
 
 class TracedMessages(Sequence[TracedMessage]):
@@ -156,6 +161,20 @@ class TracedText(NamedTuple):
 class WriterTrace:
     """What happens while a template is rendered once."""
 
+    __slots__ = (
+        "_body_mark",
+        "_is_silent",
+        "_num_messages",
+        "_num_settled",
+        "_outer",
+        "_over_messages",
+        "_writers",
+        "is_captured",
+        "latest",
+        "messages",
+        "writer",
+    )
+
     def __init__(self, entries: Sequence[JsonObject], is_silent: bool = False) -> None:
         self._is_silent = is_silent
         self._num_messages = self._num_settled = len(entries)
@@ -184,11 +203,15 @@ class WriterTrace:
 
     def enter(self, item: Any, loop: int, line: int, is_captured: bool) -> str:
         """Return the mark at the begin of a loop's body; empty if the item has nothing to do with messages."""
-        index = item._index if type(item) is TracedMessage else None
-        if index is None and isinstance(item, list | tuple):
+        index = None
+        if type(item) is TracedMessage:
+            index = item._index
+        elif isinstance(item, list | tuple):
             members = [member._index for member in item if type(member) is TracedMessage]
-            index = members[0] if len(members) == 1 else None
-        if index is None and type(item) is not int:
+            if len(members) != 1:
+                return ""
+            index = members[0]
+        elif type(item) is not int:
             return ""
         if index is not None and index > self.latest:
             self.latest = index
@@ -230,7 +253,7 @@ class WriterTrace:
         if self._is_silent:
             return ""
         self._writers.append(writer)
-        return f"{_WRITER_MARK}{chr(_FIRST_WRITER + len(self._writers) - 1)}"
+        return _WRITER_MARK + chr(_FIRST_WRITER + len(self._writers) - 1)
 
     def divide(self, marked_text: str) -> TracedText:
         """Return the text without marks, and what each message wrote."""
@@ -266,7 +289,7 @@ class WriterTrace:
                 marks.append((start, length))
             elif mark:
                 writer = self._writers[ord(mark[1]) - _FIRST_WRITER]
-                message = writer.resolve()
+                message = writer.message if writer.message is not None else writer.resolve()
         return TracedText("".join(texts), pieces, lines, marks, self._num_settled, body_end, unclear)
 
 

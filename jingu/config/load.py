@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jingu.config.explain import combine_mistakes, find_mistakes
@@ -135,7 +136,26 @@ def _validate(document: Document, overrides: Sequence[str] = ()) -> RunConfig:
             mistakes.append(mistake)
     if mistakes := mistakes + find_mistakes(document):
         raise combine_mistakes(mistakes)
-    return RunConfig.model_validate(document.value)
+    try:
+        return RunConfig.model_validate(document.value)
+    except ValidationError as error:
+        # Each value is valid, but those of a section contradict each other.
+        raise combine_mistakes([_contradiction(detail, document.value) for detail in error.errors()]) from None
+
+
+def _contradiction(detail: Any, tree: Any) -> JinguError:
+    """Return the error of a section's validator.
+
+    Args:
+        detail: pydantic's description. Its location also has the types of sections, which are no keys.
+    """
+    where = ""
+    for part in detail["loc"]:
+        if isinstance(tree, dict) and part in tree:
+            where, tree = f"{where}.{part}".lstrip("."), tree[part]
+        elif isinstance(tree, list) and isinstance(part, int):
+            where, tree = f"{where}[{part}]", tree[part]
+    return JinguError(f"{detail['msg'].removeprefix('Value error, ')}.", where=where)
 
 
 def dump_yaml(config: RunConfig) -> str:

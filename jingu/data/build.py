@@ -144,7 +144,7 @@ def build_source(
         data,
         tokenizer,
         identity,
-        partial(_encode_documents, tokenizer_path.absolute(), tokenizer.fingerprint(), data, is_single_text),
+        partial(_encode_documents, tokenizer_path.absolute(), tokenizer.identity(), data, is_single_text),
         units,
         sizes=[sum(span.end - span.start for span in unit) for unit in units],
         workers=min(max_workers, max(len(units), 1)),
@@ -313,19 +313,19 @@ def _write_dataset(job: BuildJob, units: Path, folder: Path) -> tuple[DatasetMan
 
 
 @lru_cache(maxsize=1)
-def load_worker_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
+def _load_worker_tokenizer(path: Path, identity: str) -> Tokenizer:
     """Return this process's tokenizer; it is loaded for the first unit and cached."""
     tokenizer = Tokenizer.load(path)
-    if tokenizer.fingerprint() != fingerprint:
+    if tokenizer.identity() != identity:
         raise JinguError("the tokenizer changed during the build.", where=path, fix="Run the build again.")
     return tokenizer
 
 
 def _encode_documents(
-    path: Path, fingerprint: str, data: DataSettings, is_single_text: bool, unit: tuple[Span, ...], counts: ReadCounts
+    path: Path, identity: str, data: DataSettings, is_single_text: bool, unit: tuple[Span, ...], counts: ReadCounts
 ) -> Iterator[EncodedDocuments]:
     """Encode the documents of a unit with the tokenizer in `path`, about `MAX_BUFFERED_IDS` ids at a time."""
-    tokenizer = load_worker_tokenizer(path, fingerprint)
+    tokenizer = _load_worker_tokenizer(path, identity)
     dtype = np.dtype(best_dtype(tokenizer.vocab_size))
     bos = np.array(tokenizer.prompt_prefix_ids if data.add_bos_token else [], dtype)
     eos = np.array([tokenizer.eos_token_id], dtype)

@@ -23,6 +23,7 @@ from jingu.runtime.checksums import Records, record_file
 from jingu.text.corpus import find_files
 from jingu.text.identity import Identity, hash_value, identify_documents, identify_rows, load_inputs, settings_for
 from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_files import TEMPLATE
 
 # Prepared data
 
@@ -56,6 +57,7 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
             data = data.model_copy(update={"input": stored.get("input", []), "text_field": "text"})
             mixture = {**(mixture or {}), "files": describe_mixture(file)}
         identity = _identify(config, data, tokenizer, {**load_inputs(path), **known}, mixture)
+        _check_template(config, stored, identity, path)
         identity.refuse_changes(
             stored,
             "the data set here was built",
@@ -63,6 +65,23 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
             f"Restore what has changed; or delete the folder and run `jingu {command}`; or, to train on what was "
             "built, set data.input=[] (or leave out the input of the source), and these settings to what they were.",
         )
+
+
+def _check_template(config: RunConfig, stored: dict[str, Any], identity: Identity, path: Path) -> None:
+    """Raise JinguError if the file of the chat template has changed since a data set was prepared with it."""
+    name = config.data.objective.template if isinstance(config.data.objective, RowSettings) else ""
+    old = stored.get("template_text")
+    is_same_name = (stored.get("objective") or {}).get("template") == name
+    if old in (None, identity.settings.get("template_text")) or not is_same_name or not Path(name).is_file():
+        return
+    copy = Path(config.runs_dir) / config.name / "tokenizer" / TEMPLATE
+    has_copy = copy.is_file() and hash_value([copy.read_text(encoding="utf-8")]) == old
+    raise JinguError(
+        f"the chat template {name} has changed since the data set {path} was prepared with it.",
+        where="data.objective.template",
+        fix=f"Restore the file{f' (the run has a copy, {copy})' if has_copy else ''}; or delete the folder {path}, "
+        "prepare it again, and start a new run (name=...).",
+    )
 
 
 def _identify(
@@ -77,7 +96,14 @@ def _identify(
             # The corpus is not here. If it never was what the settings name, `input` shows it.
             files = None
     if isinstance(data.objective, RowSettings):
-        template = load_training_template(data.objective, tokenizer)
+        try:
+            template = load_training_template(data.objective, tokenizer)
+        except JinguError as error:
+            copy = Path(config.runs_dir) / config.name / "tokenizer" / TEMPLATE
+            if not copy.is_file():
+                raise
+            fix = f"Restore the file from the run's copy, {copy}."
+            raise JinguError(error.what, where=error.where, fix=fix) from error
         length = config.batch.sequence_length
         identity = identify_rows(data, tokenizer, files, known, template.sources, length, mixture)
     else:

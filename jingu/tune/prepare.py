@@ -26,7 +26,7 @@ from jingu.evaluate.task_mixture import render_mixture
 from jingu.runtime.gpus import num_usable_cores
 from jingu.text.corpus import find_files, plan_units, validate_sources
 from jingu.text.document_reader import ReadCounts, Span
-from jingu.text.identity import Identity, identify_rows, load_inputs
+from jingu.text.identity import Identity, hash_value, identify_rows, load_inputs
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.input_checks import load_training_template
 from jingu.tune.row_fields import KNOWN_NAMES, is_missing
@@ -73,6 +73,11 @@ class RowTokenizer:
     template: ChatTemplate
     max_length: int
     mixture: dict[str, Any] | None = None
+
+    @property
+    def contents(self) -> str:
+        """A hash of what the tokenizer and the template have read from files."""
+        return hash_value([self.tokenizer.identity(), *self.template.sources])
 
     def tokenize_span(self, span: Span, counts: ReadCounts) -> Iterator[tuple[int, TokenizedRow]]:
         """Yield the rows of a span that have trained tokens, each with its number in the span (from 1).
@@ -380,32 +385,37 @@ def plan_encoding(config: RunConfig, rows: RowTokenizer) -> tuple[UnitEncoder, l
     workers = max(1, min(limit, len(units) // MIN_UNITS_PER_WORKER))
     tokenizer_path = Path(config.tokenizer.path)
     kind = RowKind(type(rows.objective), type(rows))
-    encode = partial(_encode_unit, kind, tokenizer_path, rows.tokenizer.fingerprint(), rows.data, rows.max_length)
+    encode = partial(_encode_unit, kind, tokenizer_path, rows.contents, rows.data, rows.max_length)
     return encode, units, workers
 
 
 @lru_cache(maxsize=1)
-def _worker_row_tokenizer(kind: RowKind, tokenizer: Path, fingerprint: str, data: str, max_length: int) -> RowTokenizer:
+def _worker_row_tokenizer(kind: RowKind, tokenizer: Path, contents: str, data: str, max_length: int) -> RowTokenizer:
     """Return the row tokenizer of this process, created with the first unit.
 
     Args:
+        contents: `RowTokenizer.contents`.
         data: the data settings as JSON, because arguments of a cached function must be hashable.
     """
     settings = DataSettings.model_validate_json(data)
-    return build_row_tokenizer(kind, settings, build.load_worker_tokenizer(tokenizer, fingerprint), max_length)
+    rows = build_row_tokenizer(kind, settings, Tokenizer.load(tokenizer), max_length)
+    if rows.contents != contents:
+        what = "the tokenizer or the chat template changed while the rows were read."
+        raise JinguError(what, where=tokenizer, fix="Run the command again.")
+    return rows
 
 
 def _encode_unit(
     kind: RowKind,
     tokenizer: Path,
-    fingerprint: str,
+    contents: str,
     data: DataSettings,
     max_length: int,
     unit: Unit,
     counts: ReadCounts,
 ) -> Iterator[EncodedDocuments]:
     """Yield all rows of a unit as one object: ids, loss weights, and hashes for the validation split."""
-    rows = _worker_row_tokenizer(kind, tokenizer, fingerprint, data.model_dump_json(), max_length)
+    rows = _worker_row_tokenizer(kind, tokenizer, contents, data.model_dump_json(), max_length)
     dtype = best_dtype(rows.tokenizer.vocab_size)
     ids = []
     sidecars = []
@@ -415,7 +425,8 @@ def _encode_unit(
             # Convert each row immediately: a list of Python integers takes far more memory.
             ids.append(np.array(row.ids, dtype))
             sidecars.append(row.sidecar)
-            hashes.append(hash_document(np.array(row.split_ids, dtype).tobytes()))
+            split_ids = ids[-1] if row.split_ids is row.ids else np.array(row.split_ids, dtype)
+            hashes.append(hash_document(split_ids.tobytes()))
     counts.documents = len(ids)
     if ids:
         yield EncodedDocuments(

@@ -5,8 +5,9 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from jingu.config.introspect import AcceptedType, accepted_types, fields_by_key, parse_annotation, section_types
 from jingu.config.load import dump_yaml, load_config, load_stored_config
@@ -203,7 +204,12 @@ def _sections(model: type[Settings]) -> st.SearchStrategy[dict[str, Any]]:
 )
 @given(tree=_sections(RunConfig))
 def test_any_configuration_comes_back_from_its_file(tmp_path: Path, tree: dict[str, Any]) -> None:
-    config = RunConfig.model_validate(tree)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        # Values of a section can contradict each other.
+        assert {detail["type"] for detail in error.errors()} == {"value_error"}
+        reject()
     text = dump_yaml(config)
     again = load_text(tmp_path, text)
     assert again == config
@@ -226,3 +232,26 @@ def test_the_written_file_has_every_setting_in_the_order_of_the_tree() -> None:
     assert list(tree["schedule"]) == ["type", "warmup", "min_lr"]
     assert tree["optimizer"]["eps"] == 1e-8
     assert tree["model"]["num_kv_heads"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "data: {objective: {type: supervised, loss_on: all, turns: each}}",
+            r"^data\.objective: turns=each trains one",
+        ),
+        (
+            "task: {type: grpo, prompts: p, rewards: [{type: math}, {type: length, min_tokens: 9, max_tokens: 5}]}",
+            r"^task\.rewards\[1\]: min_tokens 9 is more than max_tokens 5",
+        ),
+        (
+            "task: {type: grpo, prompts: p, rewards: [{type: length, min_tokens: 9, max_tokens: 5}]}\n"
+            "data: {objective: {type: supervised, loss_on: all, turns: each}}",
+            r"there are 2 mistakes",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(JinguError, match=message):
+        load_text(tmp_path, f"name: run\n{text}\n")

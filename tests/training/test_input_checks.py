@@ -176,6 +176,25 @@ def test_a_run_keeps_its_template(tuned: Callable[..., RunConfig], tmp_path: Pat
     assert chat is not None and chat.template.sources == (TEMPLATE,)
 
 
+def test_a_run_whose_template_has_changed_resumes_with_its_copy(
+    tuned: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    config = tuned()
+    assert train(config) == 0
+    copy = Path(config.runs_dir) / config.name / "tokenizer" / "chat_template.jinja"
+    file.write_text(TEMPLATE + " ")
+    with pytest.raises(JinguError, match=rf"has changed since the data set .* \(the run has a copy, {copy}"):
+        train(tuned(train__steps=3))
+    with pytest.raises(JinguError, match=r"has changed since .* Restore the file; or delete the folder"):
+        train(tuned(name="other"))
+    file.unlink()
+    with pytest.raises(JinguError, match=f"there is no chat template.* from the run's copy, {copy}"):
+        train(tuned(train__steps=3))
+    shutil.copy(copy, file)
+    assert train(tuned(train__steps=3)) == 0
+
+
 # Starts that fail, and advice
 
 

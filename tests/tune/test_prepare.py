@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,20 @@ def test_rows_are_prepared_once_and_never_by_ranks(tuning: Callable[..., RunConf
         pytest.raises(JinguError, match="another process is writing this folder"),
     ):
         prepare(config)
+
+
+def test_data_prepared_again_in_one_process_have_the_new_template(
+    tuning: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    contents = []
+    for word in ("one", "two"):
+        file.write_text(f"{{% for m in messages %}}{word}{{{{ m.role }}}}: {{{{ m.content }}}}{{% endfor %}}")
+        config = tuning(data__objective={"type": "supervised", "template": str(file)})
+        prepare(config)
+        contents.append((Path(config.data.path) / "train-00000.bin").read_bytes())
+        shutil.rmtree(config.data.path)
+    assert contents[0] != contents[1]
 
 
 def test_changed_settings_are_refused(tuning: Callable[..., RunConfig], train_on: Callable[..., None]) -> None:

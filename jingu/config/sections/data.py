@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Discriminator, Field, model_validator
 
 from jingu.config.sections.base import Fraction, NonNegative, PathText, Positive, Settings, default_type
 
@@ -228,6 +228,14 @@ class SupervisedSettings(RowSettings):
     turns: Literal["auto", "whole", "each"] = "auto"
     train_empty_reasoning: bool = False
     overflow: Literal["truncate", "drop", "split"] = "truncate"
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> SupervisedSettings:
+        if self.loss_on == "all" and self.turns == "each":
+            raise ValueError(
+                "turns=each trains one answer of each text, and loss_on=all trains all of it; leave one out"
+            )
+        return self
 
 
 class PreferenceSettings(RowSettings):
