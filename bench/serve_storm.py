@@ -1,7 +1,7 @@
-"""The server under a storm: 64 streams, a fifth of them cut at random, beside prompts of 2 MB and clients that read slowly.
+"""The server under a storm: 64 streams, a fifth of them cut at random, beside prompts of 2 MB and slow readers.
 
-All prompts are short, and answers greedy in fp32, so each must equal the quiet one. A gap is the time between two events
-of a stream. The model's share of it is at most the longest gap without hostile clients.
+All prompts are short, and answers greedy in fp32, so each must equal the quiet one. A gap is the time between two
+events of a stream. The model's share of it is at most the longest gap without hostile clients.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Storm:
     async def read_slowly(self, end: float) -> None:
         """Request large events, and read a few bytes of them at a time until the end."""
         body = {"model": "tgi", "prompt": "a", "max_tokens": 10 * self.tokens, "stream": True, "logprobs": 20, "n": 4}
-        reader, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
+        _, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         await asyncio.sleep(max(end - time.perf_counter(), 0))
         writer.transport.abort()
