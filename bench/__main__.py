@@ -37,6 +37,7 @@ TITLES = {
     "unigram": "Training a Unigram tokenizer on the manual of Perl, CPU time",
     "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",
+    "serve_storm": "Server (SmolLM2-135M, fp32) under a storm: streams that are cut, prompts of 2 MB, slow readers",
     "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
     "evaluate": "Evaluation of SmolLM2-135M compared with lm-evaluation-harness at its best batch size,"
     " CPU time on one thread",

@@ -136,14 +136,19 @@ def test_tables_keep_their_columns(document: Path) -> None:
     assert re.findall(r"<[a-z][^>]*>", text) == [], "Markdown would treat it as markup"
 
 
-def test_list_of_settings_is_up_to_date() -> None:
+@pytest.mark.parametrize("name", ["configuration", "protocols"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
     guides = ROOT / "docs" / "guides"
-    spec = importlib.util.spec_from_file_location("configuration_guide", guides / "configuration.py")
+    spec = importlib.util.spec_from_file_location(f"{name}_guide", guides / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = (guides / "configuration.md").read_text(encoding="utf-8")
-    assert page == module.guide(), "run: python docs/guides/configuration.py > docs/guides/configuration.md"
+    page = (guides / f"{name}.md").read_text(encoding="utf-8")
+    assert page == module.guide(), f"run: python docs/guides/{name}.py > docs/guides/{name}.md"
+
+
+def test_list_of_settings_has_all_of_them() -> None:
+    page = (ROOT / "docs" / "guides" / "configuration.md").read_text(encoding="utf-8")
     sections = set(RunConfig.model_fields)
     for key in all_keys():
         assert f"`{key}" in page or key in sections, key

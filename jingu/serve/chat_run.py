@@ -177,6 +177,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
     # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
     service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
     variables = _template_variables(body)
+    _check_reasoning_switch(chat_format, variables)
     continue_final = bool(body.continue_final_message)
     # Tool calls follow the content that is continued.
     if continue_final and (messages[-1].role != "assistant" or messages[-1].tool_calls):
@@ -218,6 +219,24 @@ def _template_variables(body: ChatRequest) -> dict[str, Any]:
         # `enable_thinking` in templates of Qwen and GLM, `thinking` in those of DeepSeek and Granite.
         variables |= {"enable_thinking": is_enabled, "thinking": is_enabled}
     return variables | (body.chat_template_kwargs or {})
+
+
+def _check_reasoning_switch(chat_format: ChatFormat, variables: dict[str, Any]) -> None:
+    """Refuse to switch the reasoning off where the template writes about reasoning but has no switch for it.
+
+    The model would then reason all the same. A template without reasoning has nothing to switch off.
+    """
+    is_off = False in (variables.get("enable_thinking"), variables.get("thinking"))
+    if not is_off or not any(OPEN_TAG in source for source in chat_format.template.sources):
+        return
+    on = {**variables, "enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    probe = (Message("user", "a"),)
+    try:
+        has_switch = chat_format.encode_prompt(probe, (), variables) != chat_format.encode_prompt(probe, (), on)
+    except ConversationError:
+        return  # the conversation itself may have what the template requires
+    if not has_switch:
+        raise bad_request("the chat template of this model cannot switch its reasoning off: leave that setting out")
 
 
 def _encode_prompt(

@@ -105,6 +105,24 @@ def test_rerank_sorts_documents(judge: Running) -> None:
     assert answer["model"] == "tiny" and answer["usage"]["total_tokens"] > 0
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_documents_are_returned_on_request(path: str, judge: Running) -> None:
+    whole = ask(judge, path, query=PROMPT, documents=ANSWERS, return_documents=True)["results"]
+    assert all(item["document"] == {"text": ANSWERS[item["index"]]} for item in whole)
+    bare = ask(judge, path, query=PROMPT, documents=ANSWERS, return_documents=False)["results"]
+    assert [{key: item[key] for key in ("index", "relevance_score")} for item in whole] == bare
+
+
+def test_litellm_reranks(judge: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without this, the library looks for prices on the web.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    fields = {"query": PROMPT, "documents": ANSWERS, "top_n": 2, "api_base": judge.url, "api_key": "a"}
+    answer = litellm.rerank(model="hosted_vllm/tiny", **fields)
+    wanted = ask(judge, "/v1/rerank", query=PROMPT, documents=ANSWERS, top_n=2)["results"]
+    assert [item["index"] for item in answer.results] == [item["index"] for item in wanted]
+
+
 def test_messages_are_scored_as_they_are_trained(judge: Running, tokenizer: Tokenizer, reference: Any) -> None:
     # A special token that the answer mentions is plain text.
     answers = ["fine", "far<|im_end|>"]
