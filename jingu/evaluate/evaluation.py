@@ -16,7 +16,7 @@ import numpy as np
 from jingu.chat.templates import ChatTemplate
 from jingu.errors import JinguError
 from jingu.evaluate import task_metrics
-from jingu.evaluate.answer_filters import check_choices, filter_answers, filters_of
+from jingu.evaluate.answer_filters import check_choices, filter_answers, filters_of, first_of, gives_list
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, describe_value, fingerprint_of, load_data
@@ -117,15 +117,18 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
         sample_values: dict[str, Any] = {}
         for name, steps in filters_of(task).items():
             filtered_answers = answers
+            results: list[Any] | None = None
             if task.output_type == "generate_until":
                 texts = [answer.text for answer in answers]
                 apply = partial(filter_answers, task, name, steps)
-                filtered_answers = [Answer(text=apply(texts, sample.row))]
+                results = apply(texts, sample.row)
+                filtered_answers = [Answer(text=first_of(results))]
                 if any(map(task_metrics.is_pass_at_k, task_metrics.metrics_of(task))):
-                    filtered_answers += [Answer(text=apply([text], sample.row)) for text in texts]
+                    filtered_answers += [Answer(text=first_of(apply([text], sample.row))) for text in texts]
+                results = results if gives_list(steps) else None
             sample_values |= {
                 f"{metric},{name}": value
-                for metric, value in task_metrics.measure(task, sample, filtered_answers).items()
+                for metric, value in task_metrics.measure(task, sample, filtered_answers, results).items()
             }
         records.append(
             {
