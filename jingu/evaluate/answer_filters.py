@@ -66,7 +66,7 @@ def _format_span(text: str) -> str:
 
 
 def _regex_pos(answers: list[Any], regex_pattern: str = "", group_select: int = 0, fallback: Any = None) -> list[Any]:
-    """The tags of a list of words and tags in Python's notation. As in the harness, pattern and group have no effect."""
+    """The tags of a list of words and tags in Python's notation. As in the harness, the pattern has no effect."""
     tags = (re.findall(r"\('[^']*', '([^']*)'\)", answer) if isinstance(answer, str) else [] for answer in answers)
     return [each or (["invalid"] if fallback is None else fallback) for each in tags]
 

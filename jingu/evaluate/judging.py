@@ -21,7 +21,8 @@ import numpy as np
 from jingu.errors import JinguError
 from jingu.evaluate import statistics
 from jingu.evaluate.comparison import match_records
-from jingu.evaluate.evaluation import read_results, write_json
+from jingu.evaluate.evaluation import write_json
+from jingu.evaluate.result_files import read_results
 from jingu.evaluate.scoring import AnswerCache, Scorer, evaluation_precision, model_fingerprint, precision_name
 from jingu.evaluate.task_data import fingerprint_of
 from jingu.formats.models import open_model

@@ -51,6 +51,12 @@ def _check_data(options: Options) -> Options:
     return options
 
 
+def _check_unsafe(is_unsafe: bool) -> bool:
+    if is_unsafe:
+        raise PydanticCustomError("unsafe_code", "its code may run what a model writes; only pass@k does that")
+    return is_unsafe
+
+
 def _check_metadata(metadata: Options) -> Options:
     templates = metadata.get("templates", {})
     changes = [*templates.values()] if isinstance(templates, dict) else [None]
@@ -144,7 +150,7 @@ class TaskSettings(BaseModel):
     filter_list: list[FilterSettings] = []
     should_decontaminate: bool = False
     doc_to_decontamination_query: str | None = None
-    unsafe_code: Literal[False] = False
+    unsafe_code: Annotated[bool, AfterValidator(_check_unsafe)] = False
     gen_prefix: str | None = None
     metadata: Annotated[Options, AfterValidator(_check_metadata)] = {}
     file: Path = Path()

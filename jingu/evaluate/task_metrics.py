@@ -22,6 +22,7 @@ from jingu.evaluate import statistics, text_metrics
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
 from jingu.evaluate.task_templates import TEMPLATE_ERRORS
+from jingu.formatting import format_score
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
@@ -491,13 +492,6 @@ class MetricResult:
     size: int
     higher_is_better: bool
     signature: str = ""
-
-
-def format_score(value: float) -> str:
-    """Return a value or an error as a cell of a table; N/A if it is unknown."""
-    if not math.isfinite(value):
-        return "N/A"
-    return f"{value:.4g}" if abs(value) > 1e4 else f"{value:.4f}"
 
 
 def format_result(result: MetricResult) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jingu.errors import JinguError
-from jingu.evaluate.evaluation import read_results, read_spreads
+from jingu.evaluate.result_files import read_results, read_spreads
 from jingu.formatting import format_number
 from jingu.report.template import render_document
 
