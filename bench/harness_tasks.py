@@ -111,6 +111,8 @@ class Comparison:
 
     def __init__(self) -> None:
         import datasets
+        import evaluate
+        import huggingface_hub
         from lm_eval.models.huggingface import HFLM
 
         from jingu.evaluate import statistics
@@ -122,7 +124,10 @@ class Comparison:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         datasets.disable_progress_bars()
+        # No request to a hub, which each task would repeat.
         datasets.config.HF_HUB_OFFLINE = True
+        evaluate.config.HF_EVALUATE_OFFLINE = True
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
         # Errors of scores are compared elsewhere; here they would take most of the time.
         statistics.BOOTSTRAP_DRAWS = 1_000
         self._place = tempfile.TemporaryDirectory()
@@ -158,7 +163,7 @@ class Comparison:
             return [Outcome(name, "needs more", "makes its data with code of its own")]
         shape = shape_of(config)
         if shape not in self._columns:
-            self._columns[shape] = search_columns(config, lambda columns: self._check(config, columns))
+            self._columns[shape] = search_columns(config, lambda columns: self._check(config, columns), _lacks)
         columns, error = self._columns[shape]
         if error:
             state = "needs more" if _needs_more(error) else "no rows"
@@ -409,8 +414,13 @@ def _describe(error: BaseException) -> str:
 
 def _needs_more(error: str) -> bool:
     """Return whether an error comes from a missing package, program, file or network."""
-    words = ("ImportError", "ModuleNotFoundError", "ConnectionError", "LookupError", "OSError", "FileNotFoundError")
-    return error.startswith((*words, "OfflineModeIsEnabled", "LocalEntryNotFoundError", "HTTPError", "AssertionError"))
+    return _lacks(error) or error.startswith(("LookupError", "OSError", "AssertionError"))
+
+
+def _lacks(error: str) -> bool:
+    """Return whether an error is that of a missing package, file or network, whatever the rows are."""
+    words = ("ImportError", "ModuleNotFoundError", "ConnectionError", "FileNotFoundError", "HTTPError")
+    return error.startswith((*words, "OfflineModeIsEnabled", "LocalEntryNotFoundError"))
 
 
 def write_model(folder: Path) -> None:

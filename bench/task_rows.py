@@ -287,11 +287,14 @@ def make_rows(columns: dict[str, str], numbers: range) -> list[Row]:
     return [{name: make(number, name) for name, make in makers.items()} for number in numbers]
 
 
-def search_columns(config: Row, check: Callable[[dict[str, str]], tuple[int, str]]) -> tuple[dict[str, str], str]:
+def search_columns(
+    config: Row, check: Callable[[dict[str, str]], tuple[int, str]], is_final: Callable[[str], bool]
+) -> tuple[dict[str, str], str]:
     """Return the kinds of columns with which the harness evaluates a task, and the last error; empty if there is none.
 
     Args:
         check: returns how far the harness comes with some kinds, and its error.
+        is_final: whether no other rows can help against an error.
     """
     usage = usage_of(config)
     columns = {name: _guess_kind(name, usage) for name in usage.names}
@@ -302,7 +305,7 @@ def search_columns(config: Row, check: Callable[[dict[str, str]], tuple[int, str
     seen = {error}
     tries = 0
     improved = True
-    while error and improved and tries < MAX_TRIES:
+    while error and improved and tries < MAX_TRIES and not is_final(error):
         improved = False
         if (missing := _missing_column(error)) and missing not in columns:
             columns = {**columns, missing: _guess_kind(missing, usage)}
