@@ -414,7 +414,7 @@ def _describe(error: BaseException) -> str:
 
 def _needs_more(error: str) -> bool:
     """Return whether an error comes from a missing package, program, file or network."""
-    return _lacks(error) or error.startswith(("LookupError", "OSError", "AssertionError"))
+    return _lacks(error) or error.startswith(("LookupError", "OSError")) or "required" in error
 
 
 def _lacks(error: str) -> bool:

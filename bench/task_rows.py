@@ -42,6 +42,7 @@ _WORDS = (
 _LANGUAGES = ("en", "fr", "swa", "bam", "yor", "hau", "ibo", "de", "zh", "es")
 _LABELS = string.ascii_uppercase[:4]
 _LOOKUP = re.compile(r"""(?:\w+|\))\[\s*f?["']([\w .:/()?-]+)["']\s*\]|\.get\(\s*["']([\w .-]+)["']""")
+_OTHER_TABLES = ("kwargs", "os.environ", "item[", "metric")
 _NAME = re.compile(r"[A-Za-z_][\w. -]*")
 _CONSTANTS = re.compile(r"""\s*(?:\{\{)?\s*\[(?:\s*(?:'[^']*'|"[^"]*")\s*,?)+\s*\]\s*(?:\}\})?\s*""")
 # Tries of other kinds for the rows of a task.
@@ -120,12 +121,14 @@ class Usage:
 
     Attributes:
         names: of the columns.
+        looked_up: those of them that its functions look up.
         text: its templates, and the code of its functions.
         choices: the texts of its choices, if they are constants.
     """
 
     config: Row
     names: tuple[str, ...]
+    looked_up: frozenset[str]
     text: str
     choices: tuple[str, ...]
 
@@ -154,14 +157,14 @@ def usage_of(config: Row) -> Usage:
             continue
         columns |= dict.fromkeys(sorted(names))
     code = "\n".join(sorted({_source(function) for function in functions_of(config)}))
-    for match in _LOOKUP.finditer(code):
-        if not match[0].startswith(("kwargs", "os.environ", "item[", "metric")):
-            columns[match[1] or match[2]] = None
+    matches = [match for match in _LOOKUP.finditer(code) if not match[0].startswith(_OTHER_TABLES)]
+    looked_up = [match[1] or match[2] for match in matches]
+    columns |= dict.fromkeys(looked_up)
     choices = config.get("doc_to_choice")
     if isinstance(choices, str) and _CONSTANTS.fullmatch(choices):
         choices = re.findall(r"""['"]([^'"]+)['"]""", choices)
     constants = tuple(map(str, choices)) if isinstance(choices, list) else ()
-    return Usage(config, tuple(columns), "\n".join([*templates, code]), constants)
+    return Usage(config, tuple(columns), frozenset(looked_up), "\n".join([*templates, code]), constants)
 
 
 def columns_of(config: Row) -> dict[str, str]:
@@ -212,6 +215,9 @@ def _guess_by_use(name: str, reads: str, usage: Usage) -> str | None:
         reads: pattern of an expression that reads the column.
     """
     text = usage.text
+    if "process_docs" in usage.config and name not in usage.looked_up and f'"{name}":' in text:
+        # The task makes the column itself, from all others.
+        return "text"
     if re.search(rf"{reads}(\.(text|label)\b|\[['\"](text|label)['\"]\])", text) and "choice" in name:
         return "labelled"
     if re.search(rf"json\.loads\(\s*\w*{reads}", text):
@@ -223,6 +229,13 @@ def _guess_by_use(name: str, reads: str, usage: Usage) -> str | None:
     if found := re.search(rf"\{{([^{{}}]+)\}}\[\s*{reads}\s*\]", text):
         values = re.findall(r"""['"]([^'"]+)['"]\s*:""", found[1])
         return f"one of {values}"
+    if (found := re.search(rf"(\w+)\[\s*\w*{reads}\s*\]", text)) and (
+        table := re.search(rf"\b{found[1]}\s*=\s*\{{([^{{}}]+)\}}", text)
+    ):
+        values = re.findall(r"""['"]([^'"]+)['"]\s*:""", table[1])
+        return f"one of {values}"
+    if found := re.search(rf"{reads}\.index\(\s*['\"]([^'\"]+)['\"]", text):
+        return f"one of {[f'red stone {found[1]} tree', f'old bird {found[1]} road']}"
     if found := re.findall(rf"{reads}(?:\s*|\.lower\(\)|\.strip\(\))==\s*['\"]([^'\"]+)['\"]", text):
         return f"one of {found}"
     if found := re.findall(rf"['\"](\w+)['\"] in \w+{reads}", text):

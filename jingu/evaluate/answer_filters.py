@@ -156,7 +156,9 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
             # Wrong values of options fail with any text.
             if name != "custom":
                 with time_limit(FILTER_SECONDS):
-                    apply_filter([step], [""], {CHOICES: [""]})
+                    results = apply_steps([step], [""], {CHOICES: [""]})
+                if not results:
+                    raise ValueError("it leaves no answer")
         except (TimeLimitError, TypeError, ValueError, AttributeError, LookupError, re.error) as error:
             raise task.error(f"its filter {name} is wrong: {error}.", "Correct it.") from None
     return filters or {"none": [{"function": "take_first"}]}
