@@ -73,7 +73,7 @@ def judge(
         if all((own.settings or {}).get("output_type", "generate_until") == "generate_until" for own in both):
             matches = match_records(both[0].records, both[1].records)
             pairs += [(task, *match) for match in matches]
-            notes += [f"{task}: {difference}" for difference in describe_settings(*both, matches)]
+            notes += [f"{task}: {difference}" for difference in describe_settings(both[0], both[1], matches)]
     if not pairs:
         fix = "Give folders with results of the same tasks of type generate_until."
         raise JinguError("the two folders have no generated answers in common.", where=f"{first}, {second}", fix=fix)
