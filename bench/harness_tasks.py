@@ -57,6 +57,7 @@ def run(argument: str = "1") -> str:
     """Return the table of counts as Markdown."""
     comparison = Comparison()
     files = task_files()
+    sample = "all" if argument == "1" else f"one of {argument} files"
     files = files[:: int(argument)] if argument.isdigit() else [file for file in files if argument in str(file)]
     outcomes = []
     start = time.monotonic()
@@ -64,11 +65,15 @@ def run(argument: str = "1") -> str:
         outcomes += comparison.compare(file)
         if number % 500 == 0:
             print(f"{number:,} of {len(files):,} files, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return format_outcomes(outcomes)
+    return format_outcomes(outcomes, sample)
 
 
-def format_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of counts, and the reasons of tasks that are not equal."""
+def format_outcomes(outcomes: Sequence[Outcome], sample: str = "all") -> str:
+    """Return the table of counts, and the reasons of tasks that are not equal.
+
+    Args:
+        sample: which files were compared.
+    """
     tasks = [outcome for outcome in outcomes if outcome.state != "group"]
     counts = Counter(outcome.state for outcome in tasks)
     shapes = len({outcome.shape for outcome in tasks if outcome.shape})
@@ -77,7 +82,7 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "| task files | tasks |",
         "|---|---|",
-        f"| all, of {shapes} different shapes | {len(tasks):,} |",
+        f"| {sample}, of {shapes} different shapes | {len(tasks):,} |",
         f"| need images, packages or data that make_rows cannot make | {counts['needs more']:,} |",
         f"| the others | {local:,} |",
         f"| no rows found with which the harness runs | {counts['no rows']:,} |",
@@ -89,7 +94,7 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
     examples = {(outcome.state, outcome.reason): outcome.task for outcome in reversed(tasks)}
     lines += ["", "| not equal | reason | tasks | such as |", "|---|---|---|---|"]
     for (state, reason), count in reasons.most_common():
-        words = reason.replace("|", "/").replace("\n", " ")[:140]
+        words = reason.replace(f"{Path.cwd()}/", "").replace("|", "/").replace("\n", " ")[:140]
         lines.append(f"| {state} | {words} | {count:,} | {examples[state, reason]} |")
     return "\n".join(lines)
 
