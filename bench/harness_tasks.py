@@ -2,9 +2,11 @@
 
 The rows of each task are made by `bench.task_rows`. Both sides load the same task file, draw the same shots, and score
 the same documents with a tiny Llama in fp32; answers have at most 8 tokens and are greedy. A task is equal if prompts,
-log-probabilities (up to 0.001), texts and the values of all metrics are, document by document.
+log-probabilities (up to 0.001), texts and the values of all metrics are, document by document, and so are the scores of
+the task. Functions of a task that draw random numbers start from the same seed whenever either side calls them.
 
-`python -m bench harness_tasks=N` takes every N-th task, and tasks whose path contains a word with `harness_tasks=WORD`.
+`python -m bench harness_tasks=N` takes every N-th task file, and those whose path contains a word with
+`harness_tasks=WORD`.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ import hashlib
 import json
 import logging
 import math
+import random
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from bench.task_rows import Row, argument_texts, functions_of, make_rows, search_columns
@@ -53,6 +57,7 @@ def run(argument: str = "1") -> str:
     """Return the table of counts as Markdown."""
     comparison = Comparison()
     files = task_files()
+    sample = "all" if argument == "1" else f"one of {argument} files"
     files = files[:: int(argument)] if argument.isdigit() else [file for file in files if argument in str(file)]
     outcomes = []
     start = time.monotonic()
@@ -60,11 +65,15 @@ def run(argument: str = "1") -> str:
         outcomes += comparison.compare(file)
         if number % 500 == 0:
             print(f"{number:,} of {len(files):,} files, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return format_outcomes(outcomes)
+    return format_outcomes(outcomes, sample)
 
 
-def format_outcomes(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of counts, and the reasons of tasks that are not equal."""
+def format_outcomes(outcomes: Sequence[Outcome], sample: str = "all") -> str:
+    """Return the table of counts, and the reasons of tasks that are not equal.
+
+    Args:
+        sample: which files were compared.
+    """
     tasks = [outcome for outcome in outcomes if outcome.state != "group"]
     counts = Counter(outcome.state for outcome in tasks)
     shapes = len({outcome.shape for outcome in tasks if outcome.shape})
@@ -73,7 +82,7 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "| task files | tasks |",
         "|---|---|",
-        f"| all, of {shapes} different shapes | {len(tasks):,} |",
+        f"| {sample}, of {shapes} different shapes | {len(tasks):,} |",
         f"| need images, packages or data that make_rows cannot make | {counts['needs more']:,} |",
         f"| the others | {local:,} |",
         f"| no rows found with which the harness runs | {counts['no rows']:,} |",
@@ -85,17 +94,21 @@ def format_outcomes(outcomes: Sequence[Outcome]) -> str:
     examples = {(outcome.state, outcome.reason): outcome.task for outcome in reversed(tasks)}
     lines += ["", "| not equal | reason | tasks | such as |", "|---|---|---|---|"]
     for (state, reason), count in reasons.most_common():
-        words = reason.replace("|", "/").replace("\n", " ")[:140]
+        words = reason.replace(f"{Path.cwd()}/", "").replace("|", "/").replace("\n", " ")[:140]
         lines.append(f"| {state} | {words} | {count:,} | {examples[state, reason]} |")
     return "\n".join(lines)
 
 
-def task_files() -> list[Path]:
-    """Return all files of the harness that define a task."""
+def task_root() -> Path:
+    """Return the folder of the harness's tasks."""
     import lm_eval
 
-    root = Path(lm_eval.__file__).parent / "tasks"
-    return sorted(file for file in root.rglob("*.yaml") if "\ntask:" in f"\n{file.read_text(encoding='utf-8')}")
+    return Path(lm_eval.__file__).parent / "tasks"
+
+
+def task_files() -> list[Path]:
+    """Return all files of the harness that define a task."""
+    return sorted(file for file in task_root().rglob("*.yaml") if "\ntask:" in f"\n{file.read_text(encoding='utf-8')}")
 
 
 class Comparison:
@@ -103,6 +116,8 @@ class Comparison:
 
     def __init__(self) -> None:
         import datasets
+        import evaluate
+        import huggingface_hub
         from lm_eval.models.huggingface import HFLM
 
         from jingu.evaluate import statistics
@@ -114,7 +129,10 @@ class Comparison:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         datasets.disable_progress_bars()
+        # No request to a hub, which each task would repeat.
         datasets.config.HF_HUB_OFFLINE = True
+        evaluate.config.HF_EVALUATE_OFFLINE = True
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
         # Errors of scores are compared elsewhere; here they would take most of the time.
         statistics.BOOTSTRAP_DRAWS = 1_000
         self._place = tempfile.TemporaryDirectory()
@@ -124,8 +142,7 @@ class Comparison:
             pretrained=str(self._folder / "model"), dtype="float32", batch_size=16, device="cpu", max_length=CONTEXT
         )
         self._scorer = Scorer(Engine(load(self._folder / "model", "fp32", "cpu")), AnswerCache(None))
-        trusted = {file for path in task_files() for file in path.parent.glob("*.py")}
-        self._index = TaskIndex([], sorted(trusted))
+        self._index = TaskIndex([], sorted(task_root().rglob("*.py")))
         self._answers: dict[str, Any] = {}
         self._columns: dict[str, tuple[dict[str, str], str]] = {}
 
@@ -151,7 +168,7 @@ class Comparison:
             return [Outcome(name, "needs more", "makes its data with code of its own")]
         shape = shape_of(config)
         if shape not in self._columns:
-            self._columns[shape] = search_columns(config, lambda columns: self._check(config, columns))
+            self._columns[shape] = search_columns(config, lambda columns: self._check(config, columns), _lacks)
         columns, error = self._columns[shape]
         if error:
             state = "needs more" if _needs_more(error) else "no rows"
@@ -168,8 +185,9 @@ class Comparison:
             choices = task.doc_to_choice(task.eval_docs[0]) if config.get("doc_to_choice") is not None else []
             if not isinstance(choices, list):
                 raise TypeError(f"doc_to_choice gives {choices!r}")
+            _check_labels(task)
             step = 2
-            self._values_of(task, self._fake)
+            aggregate(task, self._values_of(task, self._fake))
         except (Exception, SystemExit) as error:  # of the packaged code
             return step, _describe(error)
         return 3, ""
@@ -222,6 +240,7 @@ class Comparison:
             theirs.build_all_requests()
             self._compute(theirs.instances)
             expected = self._values_of(theirs, self._answer)
+            scores = aggregate(theirs, expected)
         except (Exception, SystemExit) as error:  # of the packaged code
             return Outcome(name, "no rows", _describe(error), shape)
         try:
@@ -238,6 +257,9 @@ class Comparison:
         for record, (arguments, responses, values) in zip(result.records, expected, strict=True):
             if difference := describe_difference(record, arguments, responses, values):
                 return Outcome(name, "different", difference, shape)
+        for key, score in scores.items():
+            if key not in result.metrics or not _is_close(result.metrics[key].value, score):
+                return Outcome(name, "different", f"the task's {key.partition(',')[0]}", shape)
         return Outcome(name, "equal", "", shape)
 
     def _local_data(self, config: Row, columns: dict[str, str], task: Any) -> dict[str, Any]:
@@ -249,7 +271,7 @@ class Comparison:
             files[split] = str(file)
         settings = type(task.generation_kwargs).model_validate(short_generation(config))
         data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
-        return {**data, "generation_kwargs": settings, "repeats": 1}
+        return {**data, "generation_kwargs": settings, "repeats": 1, **seeded_processes(task.model_dump())}
 
 
 def short_generation(config: Row) -> dict[str, Any]:
@@ -289,10 +311,57 @@ def harness_task(config: Row, columns: dict[str, str]) -> Any:
     settings = {key: value for key, value in config.items() if key not in ("group", "include")}
     if config.get("output_type", "generate_until") == "generate_until":
         settings["generation_kwargs"] = short_generation(config)
-    settings["repeats"] = 1
+    settings |= {"repeats": 1, **seeded_processes(config)}
     task = LocalTask(config=settings)
     task.set_fewshot_seed(seed=1234)
     return task
+
+
+def seeded_processes(config: Row) -> dict[str, Any]:
+    """Return the settings `process_docs` of a task and of its shots, as functions that seed their random numbers first:
+    either side calls them another number of times."""
+    changes: dict[str, Any] = {}
+    if callable(config.get("process_docs")):
+        changes["process_docs"] = _seed_first(config["process_docs"])
+    shots = config.get("fewshot_config")
+    if isinstance(shots, dict) and callable(shots.get("process_docs")):
+        changes["fewshot_config"] = {**shots, "process_docs": _seed_first(shots["process_docs"])}
+    return changes
+
+
+def _seed_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    names = getattr(getattr(function, "func", function), "__globals__", {})
+    generators = [random, *(value for value in names.values() if isinstance(value, random.Random))]
+
+    def process(*arguments: Any) -> Any:
+        for generator in generators:
+            generator.seed(0)
+        return function(*arguments)
+
+    return process
+
+
+def _check_labels(task: Any) -> None:
+    """Raise ValueError if the right answer of a document is none of its choices, as in no real data."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return
+    for document in task.eval_docs:
+        target = task.doc_to_target(document)
+        choices = task.doc_to_choice(document)
+        for label in target if isinstance(target, list) else [target]:
+            is_known = label in choices if isinstance(label, str) else 0 <= int(label) < len(choices)
+            if task.multiple_input == 0 and not is_known:
+                raise ValueError(f"the label {label!r} is not among the choices")
+
+
+def aggregate(task: Any, results: Sequence[tuple[Any, Any, Row]]) -> dict[str, float]:
+    """Return the scores of a task, as the harness aggregates the metrics of its documents."""
+    values: dict[str, list[Any]] = {}
+    for _, _, metrics in results:
+        for key, value in metrics.items():
+            values.setdefault(key, []).append(value)
+    functions = task.aggregation()
+    return {key: functions.get(key.partition(",")[0], mean)(each) for key, each in values.items()}
 
 
 def describe_difference(record: Row, arguments: list[tuple[Any, ...]], responses: list[Any], values: Row) -> str:
@@ -350,8 +419,13 @@ def _describe(error: BaseException) -> str:
 
 def _needs_more(error: str) -> bool:
     """Return whether an error comes from a missing package, program, file or network."""
-    words = ("ImportError", "ModuleNotFoundError", "ConnectionError", "LookupError", "OSError", "FileNotFoundError")
-    return error.startswith((*words, "OfflineModeIsEnabled", "LocalEntryNotFoundError", "HTTPError", "AssertionError"))
+    return _lacks(error) or error.startswith(("LookupError", "OSError")) or "required" in error
+
+
+def _lacks(error: str) -> bool:
+    """Return whether an error is that of a missing package, file or network, whatever the rows are."""
+    words = ("ImportError", "ModuleNotFoundError", "ConnectionError", "FileNotFoundError", "HTTPError")
+    return error.startswith((*words, "OfflineModeIsEnabled", "LocalEntryNotFoundError"))
 
 
 def write_model(folder: Path) -> None:

@@ -87,3 +87,10 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Seq
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join(cells).rstrip())
+
+
+def format_score(value: float) -> str:
+    """Return a value or an error as a cell of a table; N/A if it is unknown."""
+    if not math.isfinite(value):
+        return "N/A"
+    return f"{value:.4g}" if abs(value) > 1e4 else f"{value:.4f}"

@@ -165,6 +165,11 @@ def test_generation_and_plans_start_without_the_compiler() -> None:
     assert result.stdout == "slow: []\n", result.stdout + result.stderr
 
 
+def test_results_are_compared_without_pytorch() -> None:
+    result = run_python("import sys, jingu.evaluate.comparison\nprint('torch' in sys.modules)")
+    assert result.stdout == "False\n", result.stdout + result.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jingu {jingu.__version__}\n"

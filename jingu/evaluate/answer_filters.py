@@ -46,6 +46,31 @@ def _for_texts(change: Callable[[str], str]) -> Callable[[list[Any]], list[Any]]
     return lambda answers: [change(answer) if isinstance(answer, str) else answer for answer in answers]
 
 
+# Labels of entities by the words that models write for them.
+_ENTITY_LABELS = {
+    **dict.fromkeys(("person", "people", "persons", "per"), "PER"),
+    **dict.fromkeys(("location", "counties", "places", "country", "continent", "loc"), "LOC"),
+    **dict.fromkeys(("organization", "company", "org"), "ORG"),
+    **dict.fromkeys(("time", "date"), "DATE"),
+}
+_ENTITY_LABEL = re.compile(rf"\b({'|'.join(_ENTITY_LABELS)})\s*:")
+_ENTITIES = re.compile(rf"\b({'|'.join(dict.fromkeys(_ENTITY_LABELS.values()))}):\s*([^$]+)")
+
+
+def _format_span(text: str) -> str:
+    """Return the named entities of a text, such as `per: ada $ loc: london`, from lines such as `Person: Ada`."""
+    text = _ENTITY_LABEL.sub(lambda match: f"{_ENTITY_LABELS[match[1]]}:", text.lower())
+    text = text.replace("$$", "$").rstrip("$").replace("\n", "$").strip()
+    entities = ((label.lower(), part.strip()) for label, parts in _ENTITIES.findall(text) for part in parts.split(","))
+    return " $ ".join(f"{label}: {entity}" for label, entity in entities if entity.lower() != "none")
+
+
+def _regex_pos(answers: list[Any], regex_pattern: str = "", group_select: int = 0, fallback: Any = None) -> list[Any]:
+    """The tags of a list of words and tags in Python's notation. As in the harness, the pattern has no effect."""
+    tags = (re.findall(r"\('[^']*', '([^']*)'\)", answer) if isinstance(answer, str) else [] for answer in answers)
+    return [each or (["invalid"] if fallback is None else fallback) for each in tags]
+
+
 def _multi_choice_regex(
     answers: list[Any],
     row: Mapping[str, Any],
@@ -100,6 +125,8 @@ FILTERS: dict[str, Callable[..., list[Any]]] = {
     "remove_whitespace": _for_texts(str.strip),
     "lowercase": _for_texts(str.lower),
     "uppercase": _for_texts(str.upper),
+    "format_span": _for_texts(_format_span),
+    "regex_pos": _regex_pos,
     "map": lambda answers, mapping_dict, default_value=None: [mapping_dict.get(key, default_value) for key in answers],
 }
 
@@ -129,7 +156,9 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
             # Wrong values of options fail with any text.
             if name != "custom":
                 with time_limit(FILTER_SECONDS):
-                    apply_filter([step], [""], {CHOICES: [""]})
+                    results = apply_steps([step], [""], {CHOICES: [""]})
+                if not results:
+                    raise ValueError("it leaves no answer")
         except (TimeLimitError, TypeError, ValueError, AttributeError, LookupError, re.error) as error:
             raise task.error(f"its filter {name} is wrong: {error}.", "Correct it.") from None
     return filters or {"none": [{"function": "take_first"}]}
@@ -150,27 +179,43 @@ def check_choices(task: TaskSettings, rows: Iterable[Mapping[str, Any]]) -> None
         raise task.error(what, "Leave out such documents, or use the filter regex.")
 
 
-def apply_filter(steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]) -> Any:
-    """Apply the steps of a filter to the repeated answers of a document; return the resulting answer."""
-    results: list[Any] = answers
+def gives_list(steps: Sequence[Options]) -> bool:
+    """Return whether a filter gives a list of answers, because no step takes the first one."""
+    return all(step["function"] != "take_first" for step in steps)
+
+
+def apply_steps(steps: Sequence[Options], answers: Sequence[Any], row: Mapping[str, Any]) -> list[Any]:
+    """Apply the steps of a filter to the repeated answers of a document; return the resulting answers."""
+    results = [*answers]
     for step in steps:
         name = step["function"]
         if name in DOCUMENT_FILTERS:
             results = DOCUMENT_FILTERS[name](results, row, **_options(step))
         else:
             results = FILTERS[name](results, **_options(step))
+    return results
+
+
+def apply_filter(steps: Sequence[Options], answers: Sequence[str], row: Mapping[str, Any]) -> Any:
+    """Return the first answer that a filter gives for a document."""
+    return first_of(apply_steps(steps, answers, row))
+
+
+def first_of(results: Sequence[Any]) -> Any:
+    """Return the first answer of a filter; an empty text if it gives none."""
     return results[0] if results else ""
 
 
 def filter_answers(
-    task: TaskSettings, name: str, steps: Sequence[Options], answers: list[str], row: Mapping[str, Any]
-) -> Any:
-    """Apply a filter as `apply_filter` does. Raise JinguError if it fails, or a pattern does not end."""
+    task: TaskSettings, name: str, steps: Sequence[Options], answers: Sequence[str], row: Mapping[str, Any]
+) -> list[Any]:
+    """Apply a filter as `apply_steps` does. Raise JinguError if it fails, or a pattern does not end."""
     if any(step["function"] == "custom" for step in steps):
-        return task.call(f"filter {name}", apply_filter, steps, answers, row)
+        results: list[Any] = task.call(f"filter {name}", apply_steps, steps, answers, row)
+        return results
     try:
         with time_limit(FILTER_SECONDS):
-            return apply_filter(steps, answers, row)
+            return apply_steps(steps, answers, row)
     except (TimeLimitError, TypeError, ValueError, AttributeError, LookupError, re.error, MemoryError) as error:
         raise task.error(f"its filter {name} fails with an answer: {error}.", "Correct its options.") from None
 

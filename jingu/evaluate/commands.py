@@ -12,7 +12,6 @@ from jingu.chat.templates import load_template
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.evaluation import (
     PreparedTask,
-    Spread,
     TaskResult,
     aggregate_group,
     apply_chat_template,
@@ -23,6 +22,7 @@ from jingu.evaluate.evaluation import (
     write_spread,
 )
 from jingu.evaluate.held_out import describe_evidence
+from jingu.evaluate.result_files import Spread
 from jingu.evaluate.scoring import (
     AnswerCache,
     Scorer,
@@ -33,10 +33,10 @@ from jingu.evaluate.scoring import (
     precision_name,
 )
 from jingu.evaluate.task_file import TaskGroup, TaskIndex
-from jingu.evaluate.task_metrics import MetricResult, format_result, format_score
+from jingu.evaluate.task_metrics import MetricResult, format_result
 from jingu.formats.models import open_model
 from jingu.formats.provenance import read_provenance
-from jingu.formatting import print_table
+from jingu.formatting import format_score, print_table
 from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name

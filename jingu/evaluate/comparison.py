@@ -13,9 +13,8 @@ import numpy as np
 
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate import statistics
-from jingu.evaluate.evaluation import read_json_lines, read_results
-from jingu.evaluate.task_metrics import format_score
-from jingu.formatting import print_table
+from jingu.evaluate.result_files import read_json_lines, read_results
+from jingu.formatting import format_score, print_table
 from jingu.runtime.files import read_json
 
 Record = dict[str, Any]
@@ -215,7 +214,7 @@ def _have_numbers(pairs: Sequence[tuple[Record, Record]], metric: str) -> bool:
 
 def with_metric(pairs: Sequence[tuple[Record, Record]], metric: str) -> list[tuple[Record, Record]]:
     """Return the pairs in which both records have a metric: a task's code may give it for some documents only."""
-    return [pair for pair in pairs if all(metric in record["metrics"] for record in pair)]
+    return [pair for pair in pairs if metric in pair[0]["metrics"] and metric in pair[1]["metrics"]]
 
 
 @dataclass(frozen=True)

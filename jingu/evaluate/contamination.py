@@ -27,10 +27,11 @@ from jingu.data.dataset_manifest import MANIFEST_NAME
 from jingu.data.permutation import Int64Array
 from jingu.data.task_pool import map_tasks
 from jingu.errors import JinguError, pluralize
-from jingu.evaluate.evaluation import aggregate_records, read_json_lines, read_results
+from jingu.evaluate.evaluation import aggregate_records
 from jingu.evaluate.near_copies import NearCopyTable
 from jingu.evaluate.ngrams import DEFAULT_NGRAM, MIN_WORDS, NgramTable, chunk_words, hash_words, text_ngrams
 from jingu.evaluate.prompts import PromptRenderer
+from jingu.evaluate.result_files import read_json_lines, read_results
 from jingu.evaluate.task_data import Row, collect_texts, fingerprint_of, load_data
 from jingu.evaluate.task_file import TaskIndex, TaskSettings
 from jingu.evaluate.task_metrics import format_result

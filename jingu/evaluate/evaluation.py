@@ -14,20 +14,15 @@ from typing import Any
 import numpy as np
 
 from jingu.chat.templates import ChatTemplate
-from jingu.errors import JinguError
 from jingu.evaluate import task_metrics
-from jingu.evaluate.answer_filters import check_choices, filter_answers, filters_of
+from jingu.evaluate.answer_filters import check_choices, filter_answers, filters_of, first_of, gives_list
 from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
+from jingu.evaluate.result_files import RESULT_SUFFIX, SAMPLES_SUFFIX, SPREAD_SUFFIX, Spread
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, describe_value, fingerprint_of, load_data
 from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings
 from jingu.evaluate.task_metrics import Answer, MetricResult
-from jingu.runtime.files import read_json, read_text, write_text_atomically
-
-RESULT_SUFFIX = ".json"
-SAMPLES_SUFFIX = ".samples.jsonl"
-SPREAD_SUFFIX = ".spread.json"
-_FIX = "Evaluate the task again."
+from jingu.runtime.files import write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -117,15 +112,18 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
         sample_values: dict[str, Any] = {}
         for name, steps in filters_of(task).items():
             filtered_answers = answers
+            results: list[Any] | None = None
             if task.output_type == "generate_until":
                 texts = [answer.text for answer in answers]
                 apply = partial(filter_answers, task, name, steps)
-                filtered_answers = [Answer(text=apply(texts, sample.row))]
+                results = apply(texts, sample.row)
+                filtered_answers = [Answer(text=first_of(results))]
                 if any(map(task_metrics.is_pass_at_k, task_metrics.metrics_of(task))):
-                    filtered_answers += [Answer(text=apply([text], sample.row)) for text in texts]
+                    filtered_answers += [Answer(text=first_of(apply([text], sample.row))) for text in texts]
+                results = results if gives_list(steps) else None
             sample_values |= {
                 f"{metric},{name}": value
-                for metric, value in task_metrics.measure(task, sample, filtered_answers).items()
+                for metric, value in task_metrics.measure(task, sample, filtered_answers, results).items()
             }
         records.append(
             {
@@ -250,18 +248,6 @@ def write_json(content: Any, file: Path) -> None:
     write_text_atomically(file, _to_json(content, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The variation of a metric over the templates and numbers of shots of a task; `values` are by task name."""
-
-    mean: float
-    standard_deviation: float
-    lowest: float
-    highest: float
-    values: dict[str, float]
-    precision: str = ""
-
-
 def measure_spread(results: Mapping[str, TaskResult]) -> dict[str, dict[str, Spread]]:
     """Return the spread of each metric by task, for tasks with several evaluated variants."""
     variants: dict[str, dict[str, dict[str, float]]] = {}
@@ -285,54 +271,3 @@ def write_spread(spreads: Mapping[str, Mapping[str, Spread]], folder: Path) -> N
     for task, metrics in spreads.items():
         content = {"task": task, "results": {metric: asdict(spread) for metric, spread in metrics.items()}}
         write_json(content, folder / f"{_file_name(task)}{SPREAD_SUFFIX}")
-
-
-def read_spreads(folder: Path) -> dict[str, dict[str, Spread]]:
-    """Read the spread of each metric by task from a folder of results. Raises JinguError for a damaged file."""
-    contents = [read_json(file, _FIX) for file in sorted(folder.glob(f"*{SPREAD_SUFFIX}"))]
-    return {
-        content["task"]: {metric: Spread(**spread) for metric, spread in content["results"].items()}
-        for content in contents
-    }
-
-
-def read_results(folder: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return the results and samples of all tasks in a folder.
-
-    Raises:
-        JinguError: an evaluation was interrupted while it wrote its files, or a file is damaged.
-    """
-    results = {}
-    for file in sorted(folder.glob(f"*{SAMPLES_SUFFIX}")):
-        name = file.name.removesuffix(SAMPLES_SUFFIX)
-        result_file = folder / f"{name}{RESULT_SUFFIX}"
-        if not result_file.is_file():
-            what = "the file is missing: an evaluation was interrupted before it wrote the results."
-            raise JinguError(what, where=result_file, fix=_FIX)
-        result = read_json(result_file, _FIX)
-        results[result["task"]] = (result, read_json_lines(file, _FIX))
-    return results
-
-
-def read_json_lines(file: Path, fix: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file, one per line.
-
-    Args:
-        fix: what the user can do if the file is damaged.
-
-    Raises:
-        JinguError: the file cannot be read, or a line holds no JSON object.
-    """
-    records = []
-    # JSON may contain the other characters at which `splitlines` splits, such as U+2028.
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise JinguError(f"the file is damaged ({error.msg}).", where=f"{file}:{number}", fix=fix) from None
-        if not isinstance(record, dict):
-            raise JinguError("the file is damaged (not a JSON object).", where=f"{file}:{number}", fix=fix)
-        records.append(record)
-    return records

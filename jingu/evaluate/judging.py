@@ -1,7 +1,7 @@
 """Pairwise judging: a model decides which of two answers is better.
 
 It judges each pair in both orders, because judges have a position bias (Zheng et al., 2023); verdicts that disagree
-count as a tie.
+count as a tie. A pair without both verdicts counts in no rate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 
 from jingu.errors import JinguError
 from jingu.evaluate import statistics
-from jingu.evaluate.comparison import match_records
-from jingu.evaluate.evaluation import read_results, write_json
+from jingu.evaluate.comparison import describe_settings, match_records, read_evaluations
+from jingu.evaluate.evaluation import write_json
 from jingu.evaluate.scoring import AnswerCache, Scorer, evaluation_precision, model_fingerprint, precision_name
 from jingu.evaluate.task_data import fingerprint_of
 from jingu.formats.models import open_model
@@ -65,12 +65,15 @@ def judge(
     """
     # 1. Collect the answers of both models to the same documents. An empty answer is an answer, too.
     pairs = []
-    results = [read_results(folder) for folder in (first, second)]
+    notes = []
+    results = [read_evaluations(folder) for folder in (first, second)]
     for task in sorted(results[0].keys() & results[1].keys()):
-        settings = [result[task][0]["settings"] for result in results]
+        both = [result[task] for result in results]
         # Stored settings lack those with the default value.
-        if all(own.get("output_type", "generate_until") == "generate_until" for own in settings):
-            pairs += [(task, *match) for match in match_records(results[0][task][1], results[1][task][1])]
+        if all((own.settings or {}).get("output_type", "generate_until") == "generate_until" for own in both):
+            matches = match_records(both[0].records, both[1].records)
+            pairs += [(task, *match) for match in matches]
+            notes += [f"{task}: {difference}" for difference in describe_settings(both[0], both[1], matches)]
     if not pairs:
         fix = "Give folders with results of the same tasks of type generate_until."
         raise JinguError("the two folders have no generated answers in common.", where=f"{first}, {second}", fix=fix)
@@ -89,13 +92,14 @@ def judge(
     ]
     print_table(("of the second model", "value"), rows, right=(1,))
     records = [
-        {"task": task, "index": one["index"], "verdicts": both}
-        for (task, one, _), both in zip(pairs, verdicts, strict=True)
+        {"task": task, "index": one["index"], "verdicts": verdict}
+        for (task, one, _), verdict in zip(pairs, verdicts, strict=True)
     ]
     about = {"judge": identity, "template": fingerprint_of(TEMPLATE), "first": str(first), "second": str(second)}
     target = output or second / "judged.json"
     write_json({**about, "summary": summary, "records": records}, target)
-    print(f"\nwritten to {target}")
+    print("".join(f"\n{note}" for note in notes))
+    print(f"written to {target}")
 
 
 def judge_pairs(items: Sequence[tuple[str, str, str]], ask: Judge) -> list[tuple[Verdict, Verdict]]:
@@ -116,26 +120,28 @@ def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
     """Return the statistics of verdicts.
 
     These are the win rate of the second answers (a tie is half a win) with its error and p-value, the share of pairs
-    whose verdict prefers the same position in both orders, and the share of verdicts for the first position.
+    whose verdict prefers the same position in both orders, and the share of verdicts for the first position. Without
+    a pair that has both verdicts, they are unknown: not a number.
     """
     outcomes: dict[tuple[Verdict, Verdict], float] = {("A", "B"): 0.0, ("B", "A"): 1.0}
-    values = np.array([outcomes.get(both, 0.5) for both in verdicts])
+    complete = [both for both in verdicts if None not in both]
+    values = np.array([outcomes.get(both, 0.5) for both in complete], np.float64)
     wins = int((values == 1).sum())
     losses = int((values == 0).sum())
-    low, high = statistics.mean_interval(values)
+    low, high = statistics.mean_interval(values) if complete else statistics.UNKNOWN_INTERVAL
     valid = [verdict for both in verdicts for verdict in both if verdict is not None]
     return {
-        "win_rate": float(values.mean()),
-        "stderr": statistics.mean_stderr(values),
+        "win_rate": float(values.mean()) if complete else math.nan,
+        "stderr": statistics.mean_stderr(values) if complete else math.nan,
         "interval_low": low,
         "interval_high": high,
         "wins": wins,
         "ties": len(values) - wins - losses,
         "losses": losses,
         "p": statistics.mcnemar_p(losses, wins) if len(values) > 1 else math.nan,
-        "flip_rate": sum(first == second is not None for first, second in verdicts) / len(verdicts),
+        "flip_rate": sum(first == second for first, second in complete) / len(complete) if complete else math.nan,
         # 0.5 if the judge has no position bias.
-        "first_position_rate": valid.count("A") / len(valid) if valid else 0.5,
+        "first_position_rate": valid.count("A") / len(valid) if valid else math.nan,
         "without_verdict": 2 * len(verdicts) - len(valid),
     }
 

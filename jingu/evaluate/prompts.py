@@ -272,7 +272,7 @@ class PromptRenderer:
             if number is None or number in ("", -1):
                 raise self._no_gold(target)
             if not isinstance(number, int) or not 0 <= number < len(choices):
-                what = f"a document has the label {label!r}, and {len(choices)} choices."
+                what = f"a document has the label {repr(label)[:80]}, and {len(choices)} choices."
                 raise self.task.error(what, "Labels count from 0, or are the text of a choice; check doc_to_target.")
             numbers.append(number)
         if not numbers:

@@ -51,6 +51,12 @@ def _check_data(options: Options) -> Options:
     return options
 
 
+def _check_unsafe(is_unsafe: bool) -> bool:
+    if is_unsafe:
+        raise PydanticCustomError("unsafe_code", "its code may run what a model writes; only pass@k does that")
+    return is_unsafe
+
+
 def _check_metadata(metadata: Options) -> Options:
     templates = metadata.get("templates", {})
     changes = [*templates.values()] if isinstance(templates, dict) else [None]
@@ -143,8 +149,8 @@ class TaskSettings(BaseModel):
     repeats: int = Field(1, ge=1)
     filter_list: list[FilterSettings] = []
     should_decontaminate: bool = False
-    doc_to_decontamination_query: str | None = None
-    unsafe_code: Literal[False] = False
+    doc_to_decontamination_query: Template = None
+    unsafe_code: Annotated[bool, AfterValidator(_check_unsafe)] = False
     gen_prefix: str | None = None
     metadata: Annotated[Options, AfterValidator(_check_metadata)] = {}
     file: Path = Path()
@@ -248,6 +254,14 @@ def _import_names(file: Path) -> Options:
     return vars(module)
 
 
+def _package_file(path: str) -> Path | None:
+    """Return the Python file of an installed package, without importing it; None if there is none."""
+    package, _, rest = path.partition("/")
+    spec = importlib.util.find_spec(package) if rest and package.isidentifier() else None
+    places = [*(spec.submodule_search_locations or ())] if spec is not None else []
+    return next((file for place in places if (file := Path(place) / rest).is_file()), None)
+
+
 class _TaskLoader(yaml.SafeLoader):
     """Loads safe YAML with references to functions.
 
@@ -260,7 +274,9 @@ class _TaskLoader(yaml.SafeLoader):
     def construct_function(self, node: yaml.ScalarNode) -> FunctionReference:
         """Construct the value of `!function module.name`."""
         module, _, name = str(self.construct_scalar(node)).rpartition(".")
-        return FunctionReference(self.folder / f"{module.replace('.', '/')}.py", name)
+        path = f"{module.replace('.', '/')}.py"
+        beside = self.folder / path
+        return FunctionReference(beside if beside.is_file() else _package_file(path) or beside, name)
 
 
 _TaskLoader.add_constructor("!function", _TaskLoader.construct_function)

@@ -22,6 +22,7 @@ from jingu.evaluate import statistics, text_metrics
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.task_file import Options, OutputType, TaskSettings, describe_failure, function_name
 from jingu.evaluate.task_templates import TEMPLATE_ERRORS
+from jingu.formatting import format_score
 from jingu.text.corpus_file import import_optional
 
 Array = npt.NDArray[np.float64]
@@ -89,21 +90,25 @@ def name_of(metric: Options) -> str:
 # Metrics of a document
 
 
-def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
+def measure(
+    task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer], results: list[Any] | None = None
+) -> dict[str, Any]:
     """Return the metrics of a document.
 
     Args:
         answers: the model's outputs for the requests of the document. For generated text, the first one is the output
             of a filter, followed by the unfiltered answers if a metric runs code.
+        results: all outputs of a filter that does not take the first one. A task's own functions get them as a list, as
+            in lm-evaluation-harness; metrics by name measure the first one.
     """
     if task.process_results is not None:
         # The task's own function receives the same arguments as from lm-evaluation-harness.
-        results: dict[OutputType, Callable[[Answer], Any]] = {
+        converters: dict[OutputType, Callable[[Answer], Any]] = {
             "generate_until": lambda answer: answer.text,
             "loglikelihood_rolling": lambda answer: answer.logprob,
         }
-        convert = results.get(task.output_type, lambda answer: (answer.logprob, answer.is_greedy))
-        outputs = [convert(answer) for answer in answers]
+        convert = converters.get(task.output_type, lambda answer: (answer.logprob, answer.is_greedy))
+        outputs = [results] if results is not None else [convert(answer) for answer in answers]
         return dict(task.call("process_results", task.process_results, sample.row, outputs))
     first = answers[0]
     text = sample.pairs[0][1]
@@ -122,18 +127,24 @@ def measure(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answ
             "bits_per_word": by_words,
         }
     else:
-        return _measure_generated(task, sample, answers)
+        return _measure_generated(task, sample, answers, first.text if results is None else results)
     return {name_of(metric): values[name_of(metric)] for metric in metrics_of(task)}
 
 
-def _measure_generated(task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the metrics of a generated text; see `measure`. A task's own function may return several."""
+def _measure_generated(
+    task: TaskSettings, sample: EvaluationSample, answers: Sequence[Answer], result: Any
+) -> dict[str, Any]:
+    """Return the metrics of a generated text; see `measure`. A task's own function may return several.
+
+    Args:
+        result: the text or list of texts that a task's own functions get.
+    """
     values: dict[str, Any] = {}
     for metric in metrics_of(task):
         if callable(metric["metric"]):
-            values |= _measure_own(task, sample, answers[0].text, metric)
+            values |= _measure_own(task, sample, result, metric)
         elif metric["metric"] in _LABEL_METRICS:
-            values[name_of(metric)] = float(sample.is_list) or (sample.gold[0], answers[0].text)
+            values[name_of(metric)] = float(sample.is_list) or (sample.gold[0], result)
         elif is_pass_at_k(metric):
             values[name_of(metric)] = _measure_code(sample, answers[1:], metric)
         else:
@@ -481,13 +492,6 @@ class MetricResult:
     size: int
     higher_is_better: bool
     signature: str = ""
-
-
-def format_score(value: float) -> str:
-    """Return a value or an error as a cell of a table; N/A if it is unknown."""
-    if not math.isfinite(value):
-        return "N/A"
-    return f"{value:.4g}" if abs(value) > 1e4 else f"{value:.4f}"
 
 
 def format_result(result: MetricResult) -> list[str]:

@@ -26,6 +26,11 @@ Split = Callable[[str], list[str]]
 _CHARACTER = r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
 _TOKEN = re.compile(rf"{_CHARACTER}|(?:(?!{_CHARACTER})\w)+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+# Of CMRC 2018: the characters that are left out, and a token: a Chinese character, a word or number, an English clitic,
+# or another sign.
+_CMRC_LEFT_OUT = str.maketrans("", "", "-:_*^/\\~`+=，。：？！“”；’《》·、「」（）－～『』")
+_CMRC_LETTER = r"""[^\s\u4e00-\u9fa5;@#$%&?!()\[\]{}<>,."']"""
+_CMRC_TOKEN = re.compile(rf"[\u4e00-\u9fa5]|{_CMRC_LETTER}+(?:[.,]{_CMRC_LETTER}+)*|'[a-z]+|\S")
 DISTINCT = {"distinct1": 1, "distinct2": 2, "distinct3": 3}
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -73,10 +78,15 @@ def squad_f1(gold: str, text: str) -> float:
     return _f1_of((Counter(gold_words) & Counter(words)).total(), len(gold_words), len(words))
 
 
+def normalize_cmrc(text: str) -> str:
+    """Return a text in lower case without the punctuation that CMRC 2018 leaves out; letters around it then join."""
+    return text.lower().strip().translate(_CMRC_LEFT_OUT)
+
+
 def cmrc_f1(gold: str, text: str) -> float:
     """Return the F1 of the longest common run of characters and words, as in CMRC 2018 (Cui et al., 2019)."""
-    gold_tokens = split_characters(gold)
-    tokens = split_characters(text)
+    gold_tokens = _CMRC_TOKEN.findall(normalize_cmrc(gold))
+    tokens = _CMRC_TOKEN.findall(normalize_cmrc(text))
     match = SequenceMatcher(None, gold_tokens, tokens, autojunk=False).find_longest_match()
     return _f1_of(match.size, len(gold_tokens), len(tokens))
 
@@ -84,7 +94,7 @@ def cmrc_f1(gold: str, text: str) -> float:
 OVERLAPS: dict[str, Callable[[str, str], float]] = {
     "squad_exact_match": lambda gold, text: float(normalize_squad(gold) == normalize_squad(text)),
     "squad_f1": squad_f1,
-    "cmrc_exact_match": lambda gold, text: float(split_characters(gold) == split_characters(text)),
+    "cmrc_exact_match": lambda gold, text: float(normalize_cmrc(gold) == normalize_cmrc(text)),
     "cmrc_f1": cmrc_f1,
 }
 

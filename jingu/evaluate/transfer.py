@@ -20,10 +20,10 @@ from jingu.evaluate.comparison import (
 from jingu.evaluate.evaluation import TaskResult, write_json
 from jingu.evaluate.held_out import training_tasks
 from jingu.evaluate.statistics import holm
-from jingu.evaluate.task_metrics import MetricResult, format_score
+from jingu.evaluate.task_metrics import MetricResult
 from jingu.formats.models import open_adapter_run
 from jingu.formats.provenance import read_provenance
-from jingu.formatting import print_table
+from jingu.formatting import format_score, print_table
 from jingu.infer.distributed import inference_ranks
 from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jingu.errors import JinguError
-from jingu.evaluate.evaluation import read_results
+from jingu.evaluate.result_files import read_results
 from jingu.report.evaluations import render_evaluations
 from jingu.report.page import render_page
 from jingu.report.record import read_run

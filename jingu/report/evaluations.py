@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jingu.errors import JinguError
-from jingu.evaluate.evaluation import read_results, read_spreads
+from jingu.evaluate.result_files import read_results, read_spreads
 from jingu.formatting import format_number
 from jingu.report.template import render_document
 
@@ -112,7 +112,8 @@ def _make_task_view(result: Record, records: list[Record], others: list[Record])
     documents = [_make_document_view(record, by_hash.get(record["hash"]), has_choices) for record in records]
     # Confidence is the probability of the most probable choice, which is the model's answer.
     confidence = np.array([max(choice[2] for choice in view.choices) for view in documents if view.choices])
-    is_right = np.array([view.state == "right" for view in documents if view.choices], np.float64)
+    best = [max(view.choices, key=lambda choice: choice[2]) for view in documents if view.choices]
+    is_right = np.array([is_gold for _, _, _, is_gold in best], np.float64)
     numbers = np.minimum(confidence * NUM_BINS, NUM_BINS - 1).astype(int)
     bins = [
         (float(confidence[numbers == number].mean()), float(is_right[numbers == number].mean()), float(share))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jingu.errors import JinguError
-from jingu.evaluate.answer_filters import apply_filter, check_choices
+from jingu.evaluate.answer_filters import apply_filter, apply_steps, check_choices, filters_of, gives_list
 from jingu.evaluate.task_file import TaskSettings
 
 CHOICES = ["Guilty", "Guilty of Romance", "guilty, or not?"]
@@ -43,6 +43,43 @@ def test_letters_are_those_of_the_harness(options: dict[str, Any]) -> None:
     theirs = MultiChoiceRegexFilter(**options).apply([[answer] for answer in ANSWERS], [row] * len(ANSWERS))
     steps = [{"function": "multi_choice_regex", **options}, {"function": "take_first"}]
     assert [[apply_filter(steps, [answer], row)] for answer in ANSWERS] == theirs
+
+
+SPANS = [
+    "Person: Ada Lovelace $$ LOCATION : London, none, Paris $$",
+    "PER: ada\nORG: none\nDate: 3 May 1815",
+    "The country: Kenya and people: Wangari, a company",
+    "counties: Kisumu$places: Nairobi $ persons: X $$ persons: Y",
+    "time: now, date : then LOC: here",
+    "European: no. per: None",
+    "Continent:\n\nAfrica",
+    "İstanbul loc: İzmir$$$",
+    "none",
+    "",
+]
+TAGS = ["[('a', 'NOUN'), ('b', 'VERB')]", "('x', 'PRON') ('y','ADJ') (\"z\", 'X')", "('', '')", "NOUN VERB", ""]
+
+
+def test_labels_are_those_of_the_harness() -> None:
+    from lm_eval.filters.extraction import POSFilter
+    from lm_eval.filters.transformation import SPANFilter
+
+    for text in SPANS:
+        assert [apply_steps([{"function": "format_span"}], [text, "org: x"], {})] == SPANFilter().apply(
+            [[text, "org: x"]], [{}]
+        )
+    options: list[dict[str, Any]] = [{}, {"fallback": ["none"]}, {"regex_pattern": "x", "group_select": 3}]
+    for option in options:
+        theirs = list(POSFilter(**option).apply([TAGS], [{}]))
+        assert [apply_steps([{"function": "regex_pos", **option}], TAGS, {})] == theirs
+
+
+def test_a_filter_that_takes_no_answer_gives_a_list() -> None:
+    """As the harness: a task's own functions then get the list."""
+    task = TaskSettings(task="t", filter_list=[{"name": "all", "filter": [{"function": "lowercase"}]}])
+    steps = filters_of(task)["all"]
+    assert gives_list(steps) and not gives_list([*steps, {"function": "take_first"}])
+    assert apply_steps(steps, ["A", "B"], {}) == ["a", "b"]
 
 
 def test_a_function_reads_the_document() -> None:

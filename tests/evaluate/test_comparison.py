@@ -14,7 +14,8 @@ import scipy.stats
 from jingu.errors import JinguError
 from jingu.evaluate import evaluation
 from jingu.evaluate.comparison import compare, explain, read_records
-from jingu.evaluate.evaluation import evaluate_task, prepare_task, read_results, write_result
+from jingu.evaluate.evaluation import evaluate_task, prepare_task, write_result
+from jingu.evaluate.result_files import read_results
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.statistics import holm
 from jingu.infer.engine import Engine

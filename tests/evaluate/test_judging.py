@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -45,9 +46,30 @@ def test_a_judge_that_prefers_a_position_judges_ties(letter: Verdict, share: flo
     assert summary["win_rate"] == 0.5 and summary["p"] == 1
 
 
-def test_a_judge_that_does_not_answer_judges_ties() -> None:
+def test_a_pair_without_a_verdict_counts_in_no_rate() -> None:
     summary = summarize(judge_pairs(ITEMS, lambda prompts: [None] * len(prompts)))
-    assert (summary["ties"], summary["without_verdict"], summary["flip_rate"]) == (4, 8, 0)
+    assert (summary["ties"], summary["without_verdict"]) == (0, 8)
+    rates = ("win_rate", "stderr", "p", "flip_rate", "first_position_rate")
+    assert all(math.isnan(summary[rate]) for rate in rates) and summary["interval_low"] == -math.inf
+    summary = summarize([("B", "A"), ("B", None), (None, "A"), ("A", "A")])
+    assert (summary["wins"], summary["ties"], summary["win_rate"], summary["without_verdict"]) == (1, 1, 0.75, 2)
+    assert summary["flip_rate"] == 0.5
+
+
+def test_answers_to_other_prompts_are_named(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_answers(tmp_path)
+    (tmp_path / "two" / "qa.json").write_text(
+        json.dumps({"task": "qa", "settings": {}, "num_fewshot": 3}), encoding="utf-8"
+    )
+    file = tmp_path / "two" / "qa.samples.jsonl"
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines[1]["pairs"][0][0] += " Think."
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    command = ["evaluate", "judge", str(tmp_path / "one"), str(tmp_path / "two"), "--by", server, "--name", "big"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "qa: not the same question: shots is unknown in one evaluation, 3 in the other" in out
+    assert "qa: not the same question: the prompts of 1 document differ" in out
 
 
 @pytest.fixture

@@ -74,6 +74,10 @@ GENERATION = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_ta
         ({"metadata": {"templates": ["short"]}}, "this is not a task: metadata: templates should be keys of the task"),
         ({"metadata": {"sources": "glue"}}, "this is not a task: metadata: sources should be a list of texts"),
         ({"metric_list": [{"name": "acc"}]}, "this is not a task: metric_list.0: it has no `metric`"),
+        (
+            {"filter_list": [{"name": "a", "filter": [{"function": "take_first_k", "k": 0}]}]},
+            "its filter take_first_k is wrong: it leaves no answer",
+        ),
         ({"filter_list": [{"filter": []}]}, "this is not a task: filter_list.0.name: Field required"),
         (
             {"filter_list": [{"name": "a", "filter": ["regex"]}]},
@@ -228,6 +232,28 @@ def test_code_runs_only_if_it_is_trusted(write_task: WriteTask, tmp_path: Path) 
     file.write_text(text.replace("utils.question", "other.question"), encoding="utf-8")
     with pytest.raises(JinguError, match=r"other\.py: it needs a package that is missing .*no_such_package"):
         load_task(file, trusted=[tmp_path / "other.py"])
+
+
+def test_code_of_an_installed_package_runs_only_if_it_is_trusted(
+    write_task: WriteTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness's tasks name functions by the path of a package too."""
+    code = tmp_path / "packages" / "quiz_tools" / "words" / "own.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("def question(row):\n    return 'Q: ' + row['question']\n", encoding="utf-8")
+    (code.parents[1] / "__init__.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(code.parents[2]))
+    file = write_task()
+    text = file.read_text(encoding="utf-8").replace("'{{question}}'", "FUNCTION")
+    text += "doc_to_decontamination_query: FUNCTION\n"
+    file.write_text(text.replace("FUNCTION", "!function quiz_tools.words.own.question"), encoding="utf-8")
+    with pytest.raises(JinguError, match=r"runs code \(question of own\.py\).*--trust .*quiz_tools/words/own\.py"):
+        load_task(file)
+    assert prepare_task(load_task(file, trusted=[code])).samples[0].pairs[0][0] == "Q: What is 0 + 1?"
+    for name in ("quiz_tools.other.question", "no_such_package.own.question", "question"):
+        file.write_text(text.replace("FUNCTION", f"!function {name}"), encoding="utf-8")
+        with pytest.raises(JinguError, match="this task runs code"):
+            load_task(file)
 
 
 def test_unknown_tasks_are_named(write_task: WriteTask) -> None:

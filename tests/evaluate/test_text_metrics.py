@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,19 @@ def test_cmrc_counts_characters_of_the_longest_common_run() -> None:
     assert text_metrics.cmrc_f1("用 Python 3", "Python 3。") == pytest.approx(2 * 2 / 5)
     assert text_metrics.OVERLAPS["cmrc_exact_match"]("“上海”", "上海。") == 1
     assert text_metrics.cmrc_f1("上海", "") == 0
+    # Letters join where a sign is left out; other signs are tokens of their own, and so are full-width letters.
+    assert text_metrics.cmrc_f1("A，c中", "ac") == pytest.approx(2 * 1 / 3)
+    assert text_metrics.cmrc_f1("2008-09年", "200809年") == 1 and text_metrics.cmrc_f1("Ａ", "a") == 0
+    assert text_metrics.cmrc_f1("约 3.5%", "3.5 %！") == pytest.approx(2 * 2 / 5)
+    assert text_metrics.OVERLAPS["cmrc_exact_match"]("A，c中", "ac 中") == 0
+
+
+def test_words_of_cmrc_are_those_of_its_tokenizer() -> None:
+    tokenizer = pytest.importorskip("nltk.tokenize").NLTKWordTokenizer()
+    texts = ["约 3.5%", "(v2.0), 1,000 km; X&Y!", "a？b #c @d", "q… r's", "GPT-4 Turbo"]
+    for text in map(text_metrics.normalize_cmrc, texts):
+        words = [word for part in re.split("([\u4e00-\u9fa5])", text) for word in tokenizer.tokenize(part)]
+        assert text_metrics._CMRC_TOKEN.findall(text) == words
 
 
 def test_rouge_of_chinese_needs_a_tokenizer(write_task: WriteTask) -> None:

