@@ -22,7 +22,7 @@ import psutil
 from bench.serve import build_tiny_model
 from bench.smollm2 import find_smollm2
 
-STREAMS, PROMPTS, TOKENS, SECONDS = 64, 12, 24, 12.0
+STREAMS, PROMPTS, TOKENS, SECONDS = 64, 12, 16, 12.0
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Storm:
 
     port: int
     tokens: int
+    long_bodies: list[bytes]
     random: random.Random = field(default_factory=lambda: random.Random(1))
     answers: dict[int, str] = field(default_factory=dict)
     num_whole: int = 0
@@ -87,12 +88,9 @@ class Storm:
                 self.num_different += answer != self.answers[number]
 
     async def send_long_prompts(self, end: float) -> None:
-        """Send prompts of almost 2 MB, of several kinds of text, until the end."""
-        kinds = ["a", "x1 ", "naïve 北京 ", "\n", "&lt;|"]
+        """Send prompts of almost 2 MB until the end."""
         while time.perf_counter() < end:
-            prompt = self.random.choice(kinds) * 2_000_000
-            body = {"model": "tgi", "prompt": prompt.encode()[:1_900_000].decode(errors="ignore"), "max_tokens": 1}
-            reader, writer = await self.send("/v1/completions", json.dumps(body, ensure_ascii=False).encode())
+            reader, writer = await self.send("/v1/completions", self.random.choice(self.long_bodies))
             status = (await reader.readline()).split()[1:2]
             self.num_refused += status == [b"400"]
             writer.transport.abort()
@@ -133,6 +131,15 @@ class Storm:
         return gaps[0], gaps[1]
 
 
+def build_long_bodies() -> list[bytes]:
+    """Return requests with prompts of almost 2 MB, of several kinds of text."""
+    bodies = []
+    for kind in ("a", "x1 ", "naïve 北京 ", "\n"):
+        prompt = (kind * (1_900_000 // len(kind.encode()))) + "<|"
+        bodies.append(json.dumps({"model": "tgi", "prompt": prompt, "max_tokens": 1}, ensure_ascii=False).encode())
+    return bodies
+
+
 def measure(model: str, seconds: float, tokens: int) -> list[str]:
     """Start the server with a model and return the rows of the table."""
     command = [sys.executable, "-m", "jingu", "serve", model, "--port", "0", "--precision", "fp32"]
@@ -141,7 +148,7 @@ def measure(model: str, seconds: float, tokens: int) -> list[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
         assert server.stdout is not None
-        storm = Storm(int(server.stdout.readline().split()[-1].rpartition(":")[2]), tokens)
+        storm = Storm(int(server.stdout.readline().split()[-1].rpartition(":")[2]), tokens, build_long_bodies())
         process = psutil.Process(server.pid)
         asyncio.run(storm.run(1.0))
         before = process.memory_info().rss
