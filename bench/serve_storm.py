@@ -96,12 +96,15 @@ class Storm:
             writer.transport.abort()
             await asyncio.sleep(0.5)
 
-    async def read_slowly(self, end: float) -> None:
-        """Request large events, and read a few bytes of them at a time until the end."""
+    async def read_large_events(self, end: float, is_hostile: bool) -> None:
+        """Request several answers with log-probabilities; read nothing until the end if `is_hostile`, or else all."""
         body = {"model": "tgi", "prompt": "a", "max_tokens": 10 * self.tokens, "stream": True, "logprobs": 20, "n": 4}
-        _, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.sleep(max(end - time.perf_counter(), 0))
+        reader, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
+        if is_hostile:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(max(end - time.perf_counter(), 0))
+        while not is_hostile and time.perf_counter() < end and await reader.readline():
+            pass
         writer.transport.abort()
 
     async def check_health(self, end: float) -> None:
@@ -123,9 +126,10 @@ class Storm:
             self.gap = self.health = 0.0
             end = time.perf_counter() + seconds
             clients = [self.client(end) for _ in range(STREAMS)]
+            # In both, so that the model computes the same.
+            clients += [self.read_large_events(end, is_hostile) for _ in range(4)]
             if is_hostile:
                 clients += [self.send_long_prompts(end), self.send_long_prompts(end), self.check_health(end)]
-                clients += [self.read_slowly(end) for _ in range(4)]
             await asyncio.gather(*clients)
             gaps.append(self.gap)
         return gaps[0], gaps[1]
