@@ -22,7 +22,7 @@ import psutil
 from bench.serve import build_tiny_model
 from bench.smollm2 import find_smollm2
 
-STREAMS, PROMPTS, TOKENS, SECONDS = 64, 12, 24, 12.0
+STREAMS, PROMPTS, TOKENS, SECONDS = 64, 12, 16, 12.0
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Storm:
 
     port: int
     tokens: int
+    long_bodies: list[bytes]
     random: random.Random = field(default_factory=lambda: random.Random(1))
     answers: dict[int, str] = field(default_factory=dict)
     num_whole: int = 0
@@ -87,23 +88,23 @@ class Storm:
                 self.num_different += answer != self.answers[number]
 
     async def send_long_prompts(self, end: float) -> None:
-        """Send prompts of almost 2 MB, of several kinds of text, until the end."""
-        kinds = ["a", "x1 ", "naïve 北京 ", "\n", "&lt;|"]
+        """Send prompts of almost 2 MB until the end."""
         while time.perf_counter() < end:
-            prompt = self.random.choice(kinds) * 2_000_000
-            body = {"model": "tgi", "prompt": prompt.encode()[:1_900_000].decode(errors="ignore"), "max_tokens": 1}
-            reader, writer = await self.send("/v1/completions", json.dumps(body, ensure_ascii=False).encode())
+            reader, writer = await self.send("/v1/completions", self.random.choice(self.long_bodies))
             status = (await reader.readline()).split()[1:2]
             self.num_refused += status == [b"400"]
             writer.transport.abort()
             await asyncio.sleep(0.5)
 
-    async def read_slowly(self, end: float) -> None:
-        """Request large events, and read a few bytes of them at a time until the end."""
+    async def read_large_events(self, end: float, is_hostile: bool) -> None:
+        """Request several answers with log-probabilities; read nothing until the end if `is_hostile`, or else all."""
         body = {"model": "tgi", "prompt": "a", "max_tokens": 10 * self.tokens, "stream": True, "logprobs": 20, "n": 4}
-        _, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.sleep(max(end - time.perf_counter(), 0))
+        reader, writer = await self.send("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
+        if is_hostile:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(max(end - time.perf_counter(), 0))
+        while not is_hostile and time.perf_counter() < end and await reader.readline():
+            pass
         writer.transport.abort()
 
     async def check_health(self, end: float) -> None:
@@ -125,12 +126,22 @@ class Storm:
             self.gap = self.health = 0.0
             end = time.perf_counter() + seconds
             clients = [self.client(end) for _ in range(STREAMS)]
+            # In both, so that the model computes the same.
+            clients += [self.read_large_events(end, is_hostile) for _ in range(4)]
             if is_hostile:
                 clients += [self.send_long_prompts(end), self.send_long_prompts(end), self.check_health(end)]
-                clients += [self.read_slowly(end) for _ in range(4)]
             await asyncio.gather(*clients)
             gaps.append(self.gap)
         return gaps[0], gaps[1]
+
+
+def build_long_bodies() -> list[bytes]:
+    """Return requests with prompts of almost 2 MB, of several kinds of text."""
+    bodies = []
+    for kind in ("a", "x1 ", "naïve 北京 ", "\n"):
+        prompt = (kind * (1_900_000 // len(kind.encode()))) + "<|"
+        bodies.append(json.dumps({"model": "tgi", "prompt": prompt, "max_tokens": 1}, ensure_ascii=False).encode())
+    return bodies
 
 
 def measure(model: str, seconds: float, tokens: int) -> list[str]:
@@ -141,7 +152,7 @@ def measure(model: str, seconds: float, tokens: int) -> list[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
         assert server.stdout is not None
-        storm = Storm(int(server.stdout.readline().split()[-1].rpartition(":")[2]), tokens)
+        storm = Storm(int(server.stdout.readline().split()[-1].rpartition(":")[2]), tokens, build_long_bodies())
         process = psutil.Process(server.pid)
         asyncio.run(storm.run(1.0))
         before = process.memory_info().rss

@@ -292,7 +292,7 @@ def run_preparation(tiny: bool = False, rows: str | None = None) -> str:
     """Return the table of preparing rows in one process as Markdown."""
     count = TINY_ROWS if tiny else ROWS
     lines = [
-        "| preparing rows in one process (targets: 20,000; 5%) | rows/s | without tokenizer | identity of the data |",
+        "| preparing rows, one process (targets: 20,000; 5%) | rows/s | without the tokenizer | time of the identity |",
         "|---|---|---|---|",
     ]
     lines += [measure_preparation(count, load_rows(rows), template) for template in ("chatml", "qwen2_5", "qwen3")]

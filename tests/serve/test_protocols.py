@@ -144,6 +144,16 @@ def test_tokenize_covers_every_character(tiny: Running) -> None:
     assert {place for item in tokens for place in range(item["start"], item["stop"])} == set(range(len(text)))
 
 
+def test_info_has_the_limit_of_a_small_cache(serve: Serve, tiny_model: InferenceModel) -> None:
+    server = serve(Engine(tiny_model, EngineSettings(max_num_seqs=2, kv_cache_bytes=100_000)))
+    _, info, _ = server.call("/info")
+    limit = info["max_total_tokens"]
+    assert 1 < limit < CONTEXT and info["max_input_tokens"] == limit - 1
+    body = {"model": "tiny", "max_tokens": 1}
+    assert server.call("/v1/completions", {**body, "prompt": [5] * (limit - 1)})[0] == 200
+    assert server.call("/v1/completions", {**body, "prompt": [5] * limit})[0] == 400
+
+
 def test_info_health_and_metrics(tiny: Running) -> None:
     _, info, _ = tiny.call("/info")
     assert (info["model_id"], info["max_total_tokens"], info["max_concurrent_requests"]) == ("tiny", CONTEXT, 128)
