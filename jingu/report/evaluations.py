@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jingu.errors import JinguError
+from jingu.evaluate.comparison import describe_settings, match_records, read_evaluations
 from jingu.evaluate.result_files import read_results, read_spreads
 from jingu.formatting import format_number
 from jingu.report.template import render_document
@@ -55,12 +56,14 @@ class TaskView:
         documents: the documents with the highest losses, at most `MAX_DOCUMENTS`.
         num_documents: number of all documents.
         bins: bins of the calibration curve: mean confidence, accuracy, and share of the documents.
+        notes: in which settings the other results differ.
     """
 
     result: Record
     documents: list[DocumentView]
     num_documents: int
     bins: list[tuple[float, float, float]]
+    notes: list[str]
 
 
 def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
@@ -79,8 +82,10 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
     if against is not None and not others:
         fix = "Give a folder that `jingu evaluate` has written to."
         raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
+    notes = {} if against is None else _describe_differences(against, folder)
     tasks = [
-        _make_task_view(result, records, others.get(name, ({}, []))[1]) for name, (result, records) in results.items()
+        _make_task_view(result, records, others.get(name, ({}, []))[1], notes.get(name, []))
+        for name, (result, records) in results.items()
     ]
     name = folder.resolve().name
     return render_document(
@@ -99,13 +104,21 @@ def _format_known(value: float | None) -> str:
     return "N/A" if value is None or not math.isfinite(value) else format_number(value)
 
 
-def _make_task_view(result: Record, records: list[Record], others: list[Record]) -> TaskView:
+def _describe_differences(first: Path, second: Path) -> dict[str, list[str]]:
+    """Return by task in which settings the evaluations of two folders differ."""
+    one, two = map(read_evaluations, (first, second))
+    pairs = {task: match_records(one[task].records, two[task].records) for task in one.keys() & two.keys()}
+    return {task: describe_settings(one[task], two[task], pairs[task]) for task in pairs}
+
+
+def _make_task_view(result: Record, records: list[Record], others: list[Record], notes: list[str]) -> TaskView:
     """Return the view of a task.
 
     Args:
         result: the results file of the task.
         records: the record of each document.
         others: the records of the results to compare with; documents are matched by their hash.
+        notes: in which settings they differ.
     """
     by_hash = {record["hash"]: record for record in others}
     has_choices = result["settings"].get("output_type") == "multiple_choice"
@@ -121,7 +134,7 @@ def _make_task_view(result: Record, records: list[Record], others: list[Record])
         if len(confidence) and (share := (numbers == number).mean())
     ]
     worst = sorted(documents, key=lambda view: -view.loss)[:MAX_DOCUMENTS]
-    return TaskView(result, worst, len(documents), bins)
+    return TaskView(result, worst, len(documents), bins, notes)
 
 
 def _make_document_view(record: Record, other: Record | None, has_choices: bool) -> DocumentView:

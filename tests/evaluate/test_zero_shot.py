@@ -52,6 +52,11 @@ def write_task(folder: Path, kind: str) -> None:
     (folder / f"{kind}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
+# Rows of nine words may be copies of each other with changed words, so that only the base model is proved.
+EVIDENCE = {
+    "start": "held out",
+    "tuned": r"not proved: \d+ of its rows are too short to compare with the mixture reviews",
+}
 SPANS = {"type": "span_corruption", "noise_density": 0.15, "mean_span_length": 3.0, "num_sentinels": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
@@ -102,7 +107,7 @@ def test_a_mixture_teaches_a_cluster_that_it_holds_out(
     for name in ("start", "tuned"):
         output = ["--include", str(tmp_path), "--output", str(tmp_path / name)]
         assert main(["evaluate", str(runs / name), "meals", *output]) == 0
-        assert re.search("^meals: held out$", capsys.readouterr().out, re.MULTILINE)
+        assert re.search(f"^meals: {EVIDENCE[name]}$", capsys.readouterr().out, re.MULTILINE)
     accuracy = {
         name: json.loads((tmp_path / name / "meals.json").read_text(encoding="utf-8"))["results"]["acc,none"]
         for name in ("start", "tuned")

@@ -45,6 +45,22 @@ def test_the_worst_answers_come_first_and_changed_ones_are_marked(tmp_path: Path
     assert 'cx="88.1" cy="50.0"' in page
 
 
+def test_the_page_names_other_settings_and_counts_right_choices(tmp_path: Path) -> None:
+    folder = write(tmp_path / "new", [[-1, -2], [-3, -1]])
+    # The first metric tells neither right nor wrong; the calibration does not depend on it.
+    samples = folder / "yes.samples.jsonl"
+    samples.write_text(samples.read_text(encoding="utf-8").replace('"acc,none": 1.0', '"brier,none": 0.2'), "utf-8")
+    other = write(tmp_path / "old", [[-2, -1], [-3, -1]], "Question")
+    file = other / "yes.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "num_fewshot": 3}), encoding="utf-8")
+    page = str(render_evaluations(folder, other))
+    assert "Not the same question: shots differs (3 and 0)." in page
+    assert "Not the same question: the prompts of 2 documents differ." in page
+    assert "Not the same question" not in str(render_evaluations(folder))
+    # Confidences 0.73 (right) and 0.88 (wrong).
+    assert 'cx="73.1" cy="0.0"' in page and 'cx="88.1" cy="100.0"' in page
+
+
 def test_the_page_shows_the_spread_over_templates_and_shots(tmp_path: Path) -> None:
     folder = write(tmp_path / "new", [[-1, -2]])
     assert 'id="spread"' not in str(render_evaluations(folder))
