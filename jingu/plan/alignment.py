@@ -64,7 +64,15 @@ def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
     fullest = max(phases, key=lambda name: phases[name].total)
     totals = {name: memory.total for name, memory in phases.items()}
     seconds = _seconds(result.work, update, result.machine, rollouts)
-    return replace(result, seconds=seconds, memory=phases[fullest], updates=rollouts.updates, phases=totals)
+    others = tuple(_beside(result.work, each) for each in rollouts.companions if each.role == "trained")
+    return replace(
+        result,
+        seconds=seconds,
+        memory=phases[fullest],
+        updates=rollouts.updates,
+        phases=totals,
+        others=others,
+    )
 
 
 def _update_workload(work: Workload, rollouts: Rollouts) -> Workload:

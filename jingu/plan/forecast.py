@@ -18,11 +18,11 @@ from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.plan.machine import Machine
-from jingu.plan.memory import RankMemory, fullest_stage
+from jingu.plan.memory import RankMemory, checkpoint_bytes, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
 from jingu.plan.serving import ServingPlan
 from jingu.plan.step_time import step_time
-from jingu.plan.workload import Software, Workload, model_sizes, num_trained
+from jingu.plan.workload import Software, Workload, model_sizes
 
 if TYPE_CHECKING:
     from jingu.parallel.layout import Precision
@@ -47,6 +47,7 @@ class Forecast:
         assumptions: sentences about what the estimate assumes.
         updates: optimizer steps of a step.
         phases: bytes of the fullest GPU in each phase of a step, if there are several; `memory` is the maximum.
+        others: workloads of the models that are trained and saved beside this one, such as a critic.
     """
 
     work: Workload
@@ -58,6 +59,7 @@ class Forecast:
     assumptions: list[str]
     updates: int = 1
     phases: dict[str, float] = field(default_factory=dict)
+    others: tuple[Workload, ...] = ()
 
     @property
     def step(self) -> float:
@@ -92,7 +94,7 @@ class Forecast:
         flops = flops_per_token(spec, parameter_sizes(spec), work.sequence) * tokens
         hours = self.days * 24
         busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
-        state = _checkpoint_bytes(work)
+        state = sum(map(checkpoint_bytes, (work, *self.others)))
         stall = state / ranks / (machine.host_gbs * 1e9)
         failures = HOURS_BETWEEN_FAILURES * 3600 / ranks
         return {
@@ -126,12 +128,6 @@ def forecast(
 ) -> Forecast:
     """Return the forecast of a run of this many steps."""
     return Forecast(work, machine, steps, step_time(work, machine), fullest_stage(work)[1], price, assumptions or [])
-
-
-def _checkpoint_bytes(work: Workload) -> float:
-    """Return the bytes of a checkpoint: master weights and optimizer state; with adapters, only the trained ones."""
-    state = {"adamw": 8, "adamw 8-bit": 2, "lion": 4, "adafactor": 0, "muon": 4}[work.optimizer]
-    return num_trained(work.spec) * (work.software.weight_bytes + state * work.software.state_share)
 
 
 def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:

@@ -181,6 +181,16 @@ def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
     return [(owned(part, *key), count) for part, count in stage.parts]
 
 
+def checkpoint_bytes(work: Workload) -> float:
+    """Return the bytes of a checkpoint: what is trained, and the state of its optimizer."""
+    model, soft = work.model, work.software
+    # A tied head is saved with the embedding.
+    ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
+    key = ((1, 1, 1), work.spec.attention.num_kv_heads, work.optimizer, soft)
+    parts = [owned(part, *key) for part in (*model.blocks, *ends)]
+    return sum(part.trained * soft.weight_bytes + part.state * soft.state_share for part in parts)
+
+
 def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:
     """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
     soft, zero = work.software, work.parallel.zero_stage

@@ -459,11 +459,6 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
     return sum(storage.nbytes() for number, storage in storages.items() if number not in weights)
 
 
-def num_trained(spec: ModelSpec) -> int:
-    """Return the number of parameters that training changes: all of them, or those of the adapters."""
-    return sum(prod(shape) for name, shape in parameter_sizes(spec).items() if is_trained(name, spec))
-
-
 def num_parameters(spec: ModelSpec) -> int:
     """Return the number of a model's parameters."""
     return sum(map(prod, parameter_sizes(spec).values()))

@@ -186,6 +186,8 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
     # A process group's threads end when nothing refers to the group, so collect garbage before the interpreter shuts
     # down: a thread that then frees a tensor would abort the process.
+    # Once, however many groups this process joins.
+    atexit.unregister(gc.collect)
     atexit.register(gc.collect)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:

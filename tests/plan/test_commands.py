@@ -107,8 +107,8 @@ def test_a_checkpoint_with_adapters_holds_the_adapters(plan_folder: Path, capsys
     words = ["plan", "llama-2-7b", "--on", "h100", "--gpus", "1", "--json", "batch.global_batch_size=8"]
     settings = ["tune.type=lora", "tune.rank=8", "tune.target_modules=[q_proj]"]
     assert main([*words, *settings]) == 0
-    # 32 layers, factors of 4096 × 8 and 8 × 4096; weights and two moments in fp32.
-    assert json.loads(capsys.readouterr().out)["checkpoint_bytes"] == 32 * 2 * 8 * 4096 * 12
+    # 32 layers, factors of 4096 × 8 and 8 × 4096; weights and two moments in fp32, and a number of steps for each.
+    assert json.loads(capsys.readouterr().out)["checkpoint_bytes"] == 32 * 2 * (8 * 4096 * 12 + 4)
 
 
 def test_other_systems_configurations_are_read(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
