@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
+import evaluate
+import huggingface_hub
 import lm_eval
 import pytest
 
@@ -24,9 +28,18 @@ SLOW = [
 @pytest.fixture(scope="module")
 def comparison() -> Iterator[Comparison]:
     draws = statistics.BOOTSTRAP_DRAWS
-    yield Comparison()
+    settings = [
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (evaluate.config, "HF_EVALUATE_OFFLINE"),
+        (huggingface_hub.constants, "HF_HUB_OFFLINE"),
+    ]
+    values = [getattr(module, name) for module, name in settings]
+    with warnings.catch_warnings():
+        yield Comparison()
     # What a benchmark sets for its process.
     statistics.BOOTSTRAP_DRAWS = draws
+    for (module, name), value in zip(settings, values, strict=True):
+        setattr(module, name, value)
     logging.disable(logging.NOTSET)
 
 
