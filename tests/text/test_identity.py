@@ -189,7 +189,7 @@ def test_each_edit_is_noticed_by_what_prepares_and_by_what_trains(
         command(make(product, changes))
     assert "Delete the folder" in str(caught.value)
     if product != "tokenizer":
-        with pytest.raises(JinguError, match="with other settings|has changed since the data set"):
+        with pytest.raises(JinguError, match=r"with other settings|has changed since the data set"):
             open_run(make(product, {**task, **changes}))
 
 
