@@ -26,8 +26,8 @@ def reads(*paths):
 # What works on the host, where it does no harm: so the attack itself is right.
 HARMLESS = {
     "reads users": "def f(): return reads('/etc/passwd', '/etc/shadow', '/etc/hostname', '/etc/hosts')",
-    "lists the root": "def f(): return len({*os.listdir('/')} - {'tmp', 'proc', 'dev', 'etc', 'lib', 'lib64', 'usr',"
-    " 'root', 'home', 'work', 'opt', 'nix'}) > 0",
+    # Python and its packages may lie in any folder, but not in these.
+    "lists the root": "def f(): return bool({*os.listdir('/')} & {'boot', 'media', 'mnt', 'run', 'srv', 'sys', 'var'})",
     "lists a home": "def f(): return tries(lambda: {*os.listdir(HOME)} - {'.pyenv', '.local', 'work'})",
     "reads a file of the host": "def f(): return reads(SECRET)",
     "reads the source tree": "def f(): return tries(lambda: os.listdir(TESTS))",
