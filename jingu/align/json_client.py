@@ -48,7 +48,8 @@ class JsonClient:
         """Send a request, with retries, and return the reply as parsed by `read`.
 
         Args:
-            read: parses the reply; it raises ValueError, LookupError, TypeError or AttributeError for an invalid one.
+            read: parses the reply; it raises ValueError, LookupError, TypeError, AttributeError or OverflowError for an
+                invalid one.
             what: the noun for the expected reply, in the error message.
 
         Raises:
@@ -71,6 +72,7 @@ class JsonClient:
                 LookupError,
                 TypeError,
                 AttributeError,
+                OverflowError,  # an integer beyond float64
                 RecursionError,
             ) as error:
                 failure = f"{type(error).__name__}: {error}"

@@ -117,6 +117,7 @@ def answers(count: int = 2) -> list[dict[str, Any]]:
         {"scores": [0.9, "0.8"]},
         {"scores": [0.9, True]},
         {"scores": [[0.9], [0.8]]},
+        {"scores": [0.9, 10**400]},
         {"scores": "12"},
         {"scores": None},
         {"score": [1, 2]},
