@@ -215,7 +215,8 @@ def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
         name: the field of the prompt.
 
     Raises:
-        ConversationError: the prompt is neither a text nor messages, or the answer begins with another prompt.
+        ConversationError: the prompt is neither a text nor messages, it ends with a message of the assistant that the
+            answer would continue, or the answer begins with another prompt.
     """
     # A list that starts with an assistant message is only the answer; otherwise it is a conversation with its prompt.
     is_answer = _role(answer[0]) not in ("user", "system")
@@ -231,13 +232,19 @@ def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
         raise ConversationError(f"field {name}: expected a text or a list of messages")
     if not prompt:
         return answer
-    if is_answer:
-        return [*prompt, *answer]
-    if answer[: len(prompt)] == prompt:
-        return answer
+    repeats_prompt = answer[: len(prompt)] == prompt
+    messages = answer if repeats_prompt else [*prompt, *answer]
+    if [_role(message) for message in messages[len(prompt) - 1 : len(prompt) + 1]] == ["assistant", "assistant"]:
+        # Templates render both as one turn, of which the prompt's part would be trained, too.
+        raise ConversationError(
+            f"field {name}: it ends with a message of the assistant, which an answer cannot continue; move the text "
+            "into the answers"
+        )
+    if is_answer or repeats_prompt:
+        return messages
     # A question may follow a system message or an answer. Anything else would merge two prompts into one.
     if _role(answer[0]) == "user" and _role(prompt[-1]) != "user":
-        return [*prompt, *answer]
+        return messages
     raise another
 
 

@@ -162,6 +162,17 @@ def test_labels(row: dict[str, Any], label: str) -> None:
             "field rejected: its messages begin with another prompt",
         ),
         ({"prompt": USER, "chosen": [USER, message("A")], "rejected": "B"}, "field prompt: expected a text or a list"),
+        *(
+            ({field: [USER, message("P")], **answers}, f"field {field}: it ends with a message of the assistant")
+            for field in ("prompt", "messages", "conversations")
+            for answers in (
+                {"chosen": "A", "rejected": "B"},
+                {"chosen": [message("A")], "rejected": [message("B")]},
+                {"chosen": message("A"), "rejected": message("B")},
+                {"chosen": [USER, message("P"), message("A")], "rejected": [USER, message("P"), message("B")]},
+                {"ranking": ["A", "B"]},
+            )
+        ),
         ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "field system: expected text"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
