@@ -35,6 +35,7 @@ from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.hub import is_available
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import find_tokenizer_file
@@ -86,9 +87,9 @@ def base_model_path(folder: Path) -> Path:
             )
         visited.add(further.resolve())
         further = _named_base(further)
-    if not base.exists():
+    if not is_available(base):
         raise JinguError(
-            f"these are adapters for {base}, which is not a local folder.",
+            f"these are adapters for {base}, which is neither a local folder nor a name on the hub.",
             where=folder / ADAPTER_CONFIG,
             fix="Fetch that model, and set base_model_name_or_path to its folder.",
         )
