@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         if key in self.hub.repositories:
             self._send({"error": "You already created this repo", "url": f"{self.hub.url}/{name}"}, 409)
             return
-        self.hub.repositories[key] = Repository(is_private=bool(body.get("private")))
+        self.hub.repositories[key] = Repository(is_private=body.get("visibility") == "private")
         self.hub.repositories[key].commit({".gitattributes": b""})
         self._send({"url": f"{self.hub.url}/{name}"})
 

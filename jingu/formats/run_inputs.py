@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +22,7 @@ from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
 from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, parse_records, record_file
 from jingu.runtime.files import read_json
-from jingu.runtime.hub import commit_of, parse_name
+from jingu.runtime.hub import hub_name_of, parse_name
 from jingu.text.identity import INPUTS_NAME
 
 BASE = "initialize.from"
@@ -112,11 +112,8 @@ def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[Conte
 
 def _pin(named: str, expected: RunInput | None) -> Path:
     """Return the name of a base on a hub at the commit that the run was started with; any other name as it is."""
-    name = parse_name(named)
-    commit = None if expected is None else commit_of(Path(expected.path))
-    if name is None or commit is None:
-        return Path(named)
-    return Path(str(replace(name, revision=commit)))
+    pinned = None if expected is None else hub_name_of(Path(expected.path))
+    return Path(named if pinned is None or parse_name(named) is None else str(pinned))
 
 
 def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:

@@ -29,7 +29,7 @@ _NAME = re.compile(
 # The files of a repository that jingu reads. Pickles are never downloaded.
 CONFIG_FILES = ("*config.json",)
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
-MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors", "README.md")
 # Weights for other frameworks, and copies of a model in formats that no library of this package reads.
 _IGNORED_FILES = ("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.msgpack", "*.onnx", "consolidated*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -110,13 +110,17 @@ def is_available(path: Path | str) -> bool:
     return Path(path).exists() or parse_name(str(path)) is not None
 
 
-def commit_of(path: Path) -> str | None:
-    """Return the commit of a folder in the cache of a hub; None for other folders."""
-    folders = path.absolute().parts
-    if "snapshots" not in folders[:-1]:
-        return None
-    commit = folders[folders.index("snapshots") + 1]
-    return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
+def pinned_name(path: str) -> str:
+    """Return the name of a model on a hub with the commit that `local_path` returns; anything else as it is."""
+    if Path(path).exists() or parse_name(path) is None:
+        return path
+    return str(hub_name_of(local_path(path)) or path)
+
+
+def hub_name_of(path: Path) -> HubName | None:
+    """Return the name and commit of a folder in the cache of Hugging Face's hub; None for any other folder."""
+    match = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)", path.absolute().as_posix())
+    return None if match is None else HubName("hf", f"{match[1]}/{match[2]}", revision=match[3])
 
 
 # One process uses one version of a repository, even if a new one appears meanwhile.
@@ -126,7 +130,7 @@ def _download(name: HubName, files: tuple[str, ...]) -> Path:
     if name.parts:
         raise JinguError("a model has no split.", where=str(name), fix=f"Write {name.repository}.")
     download = _download_from_modelscope if name.service == "modelscope" else _download_from_hf
-    with _readable_errors(name):
+    with explain_hub_errors(name):
         folder = download(name, files if name.file is None else (name.file,))
     if name.file is not None:
         return _existing_file(folder, name)
@@ -220,7 +224,7 @@ def download_rows(name: HubName) -> Path:
         raise JinguError(what, where=str(name), fix="Download the data set, and name its files.")
     library = _import("datasets", "hub", name)
     config, split = _split_parts(name)
-    with _readable_errors(name):
+    with explain_hub_errors(name):
         try:
             loaded = library.load_dataset(name.repository, config, revision=name.revision)
         except ValueError:  # also if no configuration is named, or one that does not exist
@@ -287,7 +291,7 @@ def _import(module: str, extra: str, name: HubName) -> Any:
 
 
 @contextmanager
-def _readable_errors(name: HubName) -> Iterator[None]:
+def explain_hub_errors(name: HubName) -> Iterator[None]:
     """Turn the errors of the libraries of a hub into JinguError with what to do."""
     try:
         yield

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from jingu.runtime.hub import HubName, commit_of, parse_name
+from jingu.runtime.hub import HubName, hub_name_of, parse_name
 from tests.hub_server import Hub, serve_hub
 
 # Prints where each name leads, or the error.
 SCRIPT = """
 import json, sys
 from jingu.errors import JinguError
-from jingu.runtime.hub import commit_of, local_path, local_rows
+from jingu.runtime.hub import hub_name_of, local_path, local_rows
 results = []
 for kind, name in {names!r}:
     try:
         path = (local_rows if kind == "rows" else local_path)(name)
         content = sorted(file.name for file in path.iterdir()) if path.is_dir() else path.read_text()
-        results.append([content, commit_of(path)])
+        name = hub_name_of(path)
+        results.append([content, name and name.revision])
     except JinguError as error:
         results.append([str(error), None])
 print(json.dumps(results))
@@ -169,7 +170,9 @@ def test_a_plan_needs_the_config_only(hub: Hub, tmp_path: Path) -> None:
     assert not any("model.safetensors" in request and "/resolve/" in request for request in hub.requests)
 
 
-def test_commit_of_other_folders(tmp_path: Path) -> None:
-    assert commit_of(tmp_path) is None
-    assert commit_of(tmp_path / "snapshots" / "main") is None
-    assert commit_of(tmp_path / "snapshots" / ("a" * 40) / "model.gguf") == "a" * 40
+def test_names_of_folders_in_the_cache(tmp_path: Path) -> None:
+    assert hub_name_of(tmp_path) is None
+    assert hub_name_of(tmp_path / "models--a--b" / "snapshots" / "main") is None
+    folder = tmp_path / "models--a--b" / "snapshots" / ("a" * 40)
+    for path in (folder, folder / "model.gguf"):
+        assert hub_name_of(path) == HubName("hf", "a/b", revision="a" * 40)
