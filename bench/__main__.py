@@ -35,6 +35,7 @@ TITLES = {
     " (4 × 192, 8 × 256 tokens per step)",
     "data": "Data: opening at any size, batches from a warm page cache, building compared with `datasets.map`",
     "unigram": "Training a Unigram tokenizer on the manual of Perl, CPU time",
+    "verifiers": "The `math` reward of a step whose answers are partly bombs, CPU time",
     "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",
     "serve_storm": "Server (SmolLM2-135M, fp32) under a storm: streams that are cut, prompts of 2 MB, slow readers",

@@ -45,6 +45,8 @@ _CHARACTERS = str.maketrans(
         "\ufeff": "",
     }
 )
+# A repeating decimal: its integer, and the digits before and within the period.
+_REPEATING = re.compile(r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?")
 _PLAIN = r"[-+]?\s*[\d.,]+"
 # LaTeX as plain text.
 _LATEX = [
@@ -96,7 +98,7 @@ _BEFORE_PATTERNS = [
     r"[≤≥≠±√∓]\s*",
     r"\\(?:ge|le|geq|leq|neq|ne|gt|lt|pm|mp|sqrt|log|ln|sin|cos|tan|pi)\s*\{?\s*",
     # The argument of a command or a function.
-    r"\}\s*\{\s*",
+    r"[]}]\s*\{\s*",
     r"\\[a-zA-Z]+\s*\{\s*",
     r"\b(?:log|ln|lg|sin|cos|tan|exp|sqrt|abs)\s*\(?",
     # A time, a ratio, an interval, a list.
@@ -136,6 +138,10 @@ _PHRASE = re.compile(
     r"(?:\banswer\b\W{0,8}?(?:\s*(?:is|was|:|=|：|equals|would be|should be)))\W*?(?=[^\s:*=])"
     r"|(?:答案|最终答案)\s*(?:是|为|:|：)+\s*",
     re.IGNORECASE,
+)
+# What is between two numbers that are both an answer: a unit of the first, and a conjunction.
+_ANOTHER = re.compile(
+    r"\s*(?:[^\W\d]+\s+){0,2}?[^\W\d]*\s*(?:,|;|&|\band\b|\bor\b|\bplus\b)(?:\s*(?:and|or|then|also))*\s*"
 )
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(.*)$", re.MULTILINE)
 # What a text says about its answer rather than as its answer.
@@ -182,8 +188,8 @@ def final_number(text: str) -> Fraction | None:
     for index, candidate in enumerate(candidates):
         gap = plain[candidate.end : candidates[index + 1].start] if index + 1 < len(candidates) else ""
         if candidate.value is not None and not re.fullmatch(r"\s*=\s*[-+]?", gap):
-            return candidate.value
-        if not re.fullmatch(r"[\s()+*/^=-]+", gap):
+            return None if _ANOTHER.fullmatch(gap) else candidate.value
+        if not re.fullmatch(r"[\s()+*/^=!-]*", gap):
             return None
     return None
 
@@ -235,10 +241,18 @@ def _braced(text: str, start: int) -> str | None:
 
 def _plain(text: str) -> str:
     """Return a text with one form for each sign, space and operator, and without LaTeX's commands for layout."""
-    text = text.replace(r"\$", " ").translate(_CHARACTERS)
+    text = _REPEATING.sub(_repeating_fraction, text.replace(r"\$", " ").translate(_CHARACTERS))
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _repeating_fraction(match: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction of two integers."""
+    whole, fixed, period = match.groups()
+    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
+    numerator = int(whole + fixed + period) - int(whole + fixed)
+    return f"{numerator}/{nines}"
 
 
 def _candidates(plain: str) -> Iterator[_Candidate]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from jingu.align.final_answers import conclusion, denies, final_number, marked_answer, parse_number
+from jingu.align.formula_syntax import LIMIT, FormulaSyntaxError, differ, measure, read_formula, unevaluated
 
 # Characters of an answer's formula; a longer one is wrong.
 _MAX_FORMULA = 2_000
@@ -26,8 +28,30 @@ _SEVERAL_CHOICES = re.compile(r"\b(?:or|and)\s*\(?[A-J]\b|/\s*[A-J]\b")
 # What math-verify drops: a relation that says that the value is another one, and the base of a number.
 _OTHER_VALUE = re.compile(r"\\n(?:e|eq|ot)(?![a-zA-Z])|≠|\\pm|±|…|\\[lc]?dots")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
-# A power of a power, or an exponent of five digits: evaluating them may take for ever.
-_TOWER = re.compile(r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*\d{5,}|\d{4,}\s*!|!\s*!|\*\*.*\*\*")
+# Comparisons of all usual kinds.
+_EXAMPLES = [
+    (r"\frac{\sqrt{3}}{2}+x^{2}", r"x^2+\frac{1}{2}\sqrt 3"),
+    (r"2\pi", r"\pi \cdot 2"),
+    (r"(x+1)^2", r"x^2+2x+1"),
+    (r"3\sqrt{5}", r"\sqrt{45}"),
+    (r"\frac{\sqrt{2}}{2}", r"\sin\left(\frac{\pi}{4}\right)"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("(1,2)", "(1,-2)"),
+    ("[1,2)", r"[1,2) \cup (3,\infty)"),
+    ("y=2x+1", "2x-y=-1"),
+    ("x>5", "5<x"),
+    (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+    (r"e^{2}+i", "i+e^2"),
+    (r"\frac{x^2-1}{x-1}", "x+1"),
+    (r"5\%", "0.05"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+]
+# The sine of an angle in degrees, which math-verify reads as radians.
+_ARGUMENT_IN_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc))\s*(?:\\left)?[({]?\s*(\d{1,4})\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
+    r"\s*(?:\\right)?[)}]?"
+)
+_SPACE = re.compile(r"\s+|\\(?:[,;:! ]|(?:left|right|displaystyle)(?![a-zA-Z]))")
 
 
 def check_formula(text: str) -> None:
@@ -54,16 +78,58 @@ def is_equivalent(expected: str, completion: str) -> bool:
         verdict = _compare_numbers(number, unit, completion, answer)
         if verdict is not None:
             return verdict
-    if answer is None or len(answer) > _MAX_FORMULA or _OTHER_VALUE.search(answer) != _OTHER_VALUE.search(bare):
+    if answer is None or len(answer) > _MAX_FORMULA:
         return False
-    if _BASE.findall(answer) != _BASE.findall(bare) or (_TOWER.search(answer) and not _TOWER.search(bare)):
+    if _has_same_text(answer, bare):
+        return True
+    if _OTHER_VALUE.findall(answer) != _OTHER_VALUE.findall(bare):
+        return False
+    if _BASE.findall(answer) != _BASE.findall(bare):
         return False
     answer_value, answer_unit = _split_unit(answer)
     if unit and answer_unit and unit != answer_unit:
         return False
+    return _has_same_text(answer_value, value) or _compare_formulas(value, answer_value)
+
+
+def warm_up() -> None:
+    """Compare a few formulas, so that the parser and sympy have built what they need before this process is forked."""
+    for expected, answer in _EXAMPLES:
+        _compare_formulas(expected, answer)
+
+
+def _has_same_text(answer: str, expected: str) -> bool:
+    """Return whether two formulas are the same text, apart from spaces."""
+    return _SPACE.sub("", answer) == _SPACE.sub("", expected)
+
+
+@lru_cache(maxsize=4_096)
+def _compare_formulas(expected: str, answer: str) -> bool:
+    """Return whether two formulas are equivalent.
+
+    An answer that states an operation instead of its result (a sum, an integral), or that could take long to compare,
+    is wrong unless the expected formula is of that kind.
+    """
+    if unevaluated(answer) - unevaluated(expected):
+        return False
+    try:
+        node = read_formula(answer)
+    except FormulaSyntaxError:
+        return False
+    try:
+        expected_node = read_formula(expected)
+    except FormulaSyntaxError:
+        # Of another syntax than the usual one, which the check of the rows has admitted.
+        limit = LIMIT
+    else:
+        limit = LIMIT.union(measure(expected_node))
+        if differ(node, expected_node):
+            return False
+    if not measure(node).fits(limit):
+        return False
     from math_verify import verify
 
-    gold, target = _parse(value), _parse(answer_value)
+    gold, target = _parse(expected), _parse(answer)
     return bool(gold and target and verify(gold, target, timeout_seconds=None))
 
 
@@ -78,9 +144,12 @@ def _compare_numbers(number: Fraction, unit: str, completion: str, answer: str) 
     return value == number and not (unit and answer_unit and unit != answer_unit)
 
 
+@lru_cache(maxsize=4_096)
 def _parse(formula: str) -> list[Any]:
     """Return a formula as math-verify reads it; empty if it cannot."""
     from math_verify import parse
+
+    formula = _ARGUMENT_IN_DEGREES.sub(r"\1\\left(\\frac{\2\\pi}{180}\\right)", formula)
 
     # The worker enforces the timeout. math_verify would warn about its own timeout being off for every formula.
     logging.getLogger("math_verify").setLevel(logging.ERROR)

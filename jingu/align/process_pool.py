@@ -23,6 +23,8 @@ from typing import Any, cast
 LATE, ENDED = "late", "ended"
 # Limit of the time that passes, relative to that of the computation: for an item that waits for ever.
 PATIENCE = 30.0
+# Items that may take too long before the limit falls to a part of it for the remaining ones.
+_MAX_LATE, _PART = 4, 0.2
 # Address space of a process, in bytes.
 _MEMORY = 2 * 2**30
 
@@ -31,7 +33,8 @@ def map_in_processes(function: Callable[[Any], Any], items: Sequence[Any], secon
     """Return the values of a function, which are JSON; for an item without one, `LATE` or `ENDED`.
 
     Args:
-        seconds: limit of CPU time per item: on a busy machine, an item may wait for longer.
+        seconds: limit of CPU time per item: on a busy machine, an item may wait for longer. After four late items it is
+            a fifth of this, so that many of them do not hold up the others.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values: list[Any] = [ENDED] * len(items)
@@ -40,8 +43,9 @@ def map_in_processes(function: Callable[[Any], Any], items: Sequence[Any], secon
     idle: list[tuple[Connection, BaseProcess]] = []
     while pending or busy:
         while pending and len(busy) < cores:
-            connection, process = idle.pop() if idle else _start(function, items, seconds)
-            _send(connection, pending[0])
+            connection, process = idle.pop() if idle else _start(function, items)
+            limit = seconds * (1.0 if values.count(LATE) < _MAX_LATE else _PART)
+            _send(connection, pending[0], limit)
             busy[connection] = process, pending.popleft()
         for ready in wait([*busy]):
             connection = cast(Connection, ready)
@@ -66,35 +70,33 @@ def _end(connection: Connection, process: BaseProcess) -> None:
     process.join()
 
 
-def _send(connection: Connection, item: int) -> None:
+def _send(connection: Connection, item: int, seconds: float) -> None:
     # A process that has ended is noticed when its reply is read.
     with suppress(OSError):
-        connection.send_bytes(str(item).encode())
+        connection.send_bytes(json.dumps([item, seconds]).encode())
 
 
-def _start(function: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> tuple[Connection, BaseProcess]:
+def _start(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Connection, BaseProcess]:
     """Start a process that computes the items whose numbers it receives."""
     context = get_context("fork")
     connection, other = context.Pipe()
-    process = context.Process(target=_serve, args=(other, connection, function, items, seconds), daemon=True)
+    process = context.Process(target=_serve, args=(other, connection, function, items), daemon=True)
     process.start()
     other.close()
     return connection, process
 
 
-def _serve(
-    connection: Connection, other: Connection, function: Callable[[Any], Any], items: Sequence[Any], seconds: float
-) -> None:
+def _serve(connection: Connection, other: Connection, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
     other.close()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard), hard))
     with suppress(EOFError, OSError):
         while True:
-            item = items[int(connection.recv_bytes())]
+            item, seconds = json.loads(connection.recv_bytes())
             # The signals end the process even within a library that never returns to Python.
             signal.setitimer(signal.ITIMER_PROF, seconds)
             signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
-            value = json.dumps(function(item)).encode()
+            value = json.dumps(function(items[item])).encode()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             connection.send_bytes(value)

@@ -133,12 +133,15 @@ def build_verifier(settings: dict[str, Any]) -> Reward:
     """Return the settings of a verifier, after importing what it needs: imports do not count towards its timeout."""
     from pydantic import TypeAdapter
 
+    from jingu.align.formulas import warm_up
     from jingu.align.verifiers import REQUIRED_PACKAGES
     from jingu.config.sections.rewards import Reward
 
     reward: Reward = TypeAdapter(Reward).validate_python(settings)
     if reward.type in REQUIRED_PACKAGES:
         importlib.import_module(REQUIRED_PACKAGES[reward.type])
+    if reward.type == "math":
+        warm_up()
     return reward
 
 
@@ -174,7 +177,12 @@ class RewardFunctions:
 
             problems = map_in_processes(check, request["check"], reward.timeout)
             return {"problems": ["it cannot be read in time" if text == LATE else text for text in problems]}
-        values = map_in_processes(lambda answer: verify(reward, answer), answers, reward.timeout)
+        # Equal answers to one prompt are scored once.
+        keys = [json.dumps(answer, sort_keys=True) for answer in answers]
+        unique = dict(zip(keys, answers, strict=True))
+        scores = map_in_processes(lambda answer: verify(reward, answer), [*unique.values()], reward.timeout)
+        by_key = dict(zip(unique, scores, strict=True))
+        values = [by_key[key] for key in keys]
         late = [index for index, value in enumerate(values) if value == LATE]
         return {"scores": [0.0 if isinstance(value, str) else value for value in values], "late": late}
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from bench.verifiers import BOMBS
 from jingu.align.final_answers import final_number, marked_answer, parse_number
 from jingu.align.formulas import check_formula, is_equivalent
 from jingu.align.process_pool import ENDED, LATE, map_in_processes
@@ -221,6 +222,25 @@ NUMBERS = [
     ("<answer>42</answer> 7", "7", False),
     ("<think>7</think>42", "42", True),
     ("<think>42", "42", False),
+    # Sums and factorials with their value, repeating decimals, several answers.
+    ("5! = 120", "120", True),
+    ("5! = 120", "5", False),
+    ("The answer is 5! = 120", "120", True),
+    ("2+3=5", "5", True),
+    ("The answer is 2+3=5", "5", True),
+    ("The answer is 2+3=5", "3", False),
+    ("The answer is -2+7=5.", "5", True),
+    (r"0.\overline{3}", "1/3", True),
+    (r"0.\overline{3}", "0.3", False),
+    (r"0.1\overline{6}", "1/6", True),
+    (r"-0.\overline{9}", "-1", True),
+    (r"\boxed{0.\overline{142857}}", "1/7", True),
+    ("answer: 3 apples and 4 pears", "3", False),
+    ("answer: 3 apples and 4 pears", "4", False),
+    ("The answer is 3 cats, 4 dogs", "3", False),
+    ("The answer is 3, since 1+2=3", "3", True),
+    ("The answer is 3 of the 4 boxes", "3", True),
+    ("The answer is 42, not 43.", "42", True),
 ]
 
 
@@ -297,6 +317,46 @@ FORMULAS = [
     ("18", r"\$18", True),
     ("", r"2\pi", False),
     (r"\boxed{}", r"2\pi", False),
+    (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", True),
+    (r"\boxed{\frac13}", r"0.\overline{3}", True),
+    (r"\boxed{1.2\overline{34}}", r"\frac{611}{495}", True),
+    (r"\boxed{0.\overline{3}}", "0.3", False),
+    (r"\boxed{\sin 30^\circ}", r"\frac12", True),
+    (r"\boxed{\frac12}", r"\sin 30^\circ", True),
+    (r"\boxed{\tan 45^{\circ}}", "1", True),
+    (r"\boxed{\cos\left(60^\circ\right)}", "0.5", True),
+    (r"\boxed{\sin 30}", r"\frac12", False),
+    (r"\boxed{\cos 30^\circ}", r"\frac12", False),
+    (r"\boxed{\cos\frac{\pi}{4}}", r"\frac{\sqrt2}{2}", True),
+    (r"\boxed{\sin\frac{\pi}{4}}", r"\frac{\sqrt3}{2}", False),
+    (r"\boxed{\pm 5}", r"\pm 5", True),
+    (r"\boxed{5}", r"\pm 5", False),
+    (r"\boxed{\neq 5}", r"\pm 5", False),
+    ("$5! = 120$", "120", True),
+    (r"\boxed{\frac{1}{x}+\frac{1}{y}}", r"\frac{x+y}{xy}", True),
+    (r"\boxed{\frac{1}{x}-\frac{1}{y}}", r"\frac{x+y}{xy}", False),
+    (r"\boxed{e^{2x}}", r"(e^x)^2", True),
+    (r"\boxed{2^{10}}", "1024", True),
+    (r"\boxed{7+10^{-20}}", "7", False),
+    (r"\boxed{(x-1)(x+1)}", "x^2-1", True),
+    (r"\boxed{x(x+1)}", "x^2+x", True),
+    (r"\boxed{\sqrt[3]{8}}", "2", True),
+    (r"\boxed{\sqrt[3]{8}}", "8", False),
+    (r"\boxed{-\sqrt{2}}", r"\sqrt{2}", False),
+    (r"\boxed{\frac{\sqrt{6}}{3}}", r"\sqrt{\frac23}", True),
+    (r"\boxed{(0,\infty)}", r"(0,\infty)", True),
+    (r"\boxed{[0,\infty)}", r"(0,\infty)", False),
+    (r"\boxed{(-\infty,1)\cup(2,\infty)}", r"(-\infty,1)\cup(2,\infty)", True),
+    (r"\boxed{\{1,2,3\}}", r"\{1,2\}", False),
+    (r"\boxed{y=2x+1}", "y=2x+1", True),
+    (r"\boxed{y=2x+3}", "y=2x+1", False),
+    (r"\boxed{\frac{14}{2}}", "7", True),
+    (r"\boxed{\ln 4}", r"2\ln 2", True),
+    (r"\boxed{\ln 5}", r"2\ln 2", False),
+    (r"\boxed{\binom{5}{2}}", "10", True),
+    (r"\boxed{x_1+x_2}", "x_2+x_1", True),
+    (r"\boxed{x_1-x_2}", "x_2-x_1", False),
+    (r"\boxed{\sqrt{16}=4}", "4", True),
 ]
 
 
@@ -414,19 +474,34 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
             settings(**values)
 
 
-def test_answers_beside_one_that_hangs_or_ends_its_process_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_beside_one_that_hangs_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr("jingu.align.reward_list.log_warning", warnings.append)
-    rewards = build({"type": "math"}, {"type": "exact"})
-    bomb = r"\boxed{(x+y+z+w)^{999}}"
-    texts = [bomb if index % 10 == 3 else r"\boxed{\frac{14}{2}}" for index in range(30)]
-    answers = [{"prompt": "", "completion": text, "answer": "7"} for text in texts]
+    rewards = build({"type": "regex"}, {"type": "exact"})
+    bomb = "a" * 60
+    texts = [f"{bomb}{index}" if index % 10 == 3 else "aab" for index in range(60)]
+    answers = [{"prompt": "", "completion": text, "answer": "(a+)+b"} for text in texts]
     scores = rewards.score(answers)
-    assert [values["math"] for values in scores] == [0.0 if text == bomb else 1.0 for text in texts]
-    late = [index for index, names in enumerate(rewards.late(30)) if names == ["math"]]
-    assert late == [index for index, text in enumerate(texts) if text == bomb]
-    assert warnings == ["The reward math: scoring 3 answers took longer than 1 seconds; the value is 0."]
+    assert [values["regex"] for values in scores] == [1.0 if text == "aab" else 0.0 for text in texts]
+    late = [index for index, names in enumerate(rewards.late(60)) if names == ["regex"]]
+    assert late == [index for index, text in enumerate(texts) if text != "aab"]
+    assert warnings == ["The reward regex: scoring 6 answers took longer than 1 seconds; the value is 0."]
     rewards.close()
+
+
+@pytest.mark.parametrize("expected", ["7", "x+1", r"\{1,2\}", "x=5"])
+def test_bombs_are_refused_before_they_are_compared(expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jingu.align.formulas._parse", lambda formula: pytest.fail(formula))
+    for name, bomb in BOMBS.items():
+        assert not is_equivalent(expected, f"So it is \\boxed{{{bomb}}}."), name
+
+
+def test_large_formulas_are_right_if_they_are_expected() -> None:
+    for formula in ("(x+y+z+w)^{999}", r"\sum_{i=1}^{n} i^2", "(-1)^{2024}", r"\binom{99999}{50}", r"\int_0^1 f(x) dx"):
+        assert is_equivalent(formula, f"\\boxed{{{formula}}}")
+    assert is_equivalent("1", r"\boxed{(-1)^{2024}}")
+    assert is_equivalent("x^{2024}", r"\boxed{x^{2000} \cdot x^{24}}")
+    assert not is_equivalent("5050", r"\boxed{\sum_{k=1}^{100} k}")
 
 
 BODY = """
