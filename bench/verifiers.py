@@ -19,17 +19,17 @@ EVERY = 10
 # Answers that are no bombs, and expected ones: right and wrong, numbers and formulas.
 ORDINARY = [
     (r"\frac{14}{2}", "7"),
-    ("12", "13"),
-    (r"\pi\cdot 2", r"2\pi"),
-    (r"3\pi", r"2\pi"),
-    (r"x^2+2x+1", "(x+1)^2"),
-    (r"x^2-2x+1", "(x+1)^2"),
-    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
-    (r"\frac{\sqrt{3}}{2}", r"\frac{1}{\sqrt{3}}"),
-    ("(1,2)", "(1,2)"),
-    ("(2,1)", "(1,2)"),
-    (r"3\sqrt{5}", r"\sqrt{45}"),
-    (r"\{1,2\}", r"\{2,1\}"),
+    ("@", "13"),
+    (r"\pi\cdot 2+@", r"2\pi+@"),
+    (r"3\pi+@", r"2\pi+@"),
+    (r"x^2+2x+1+@", "(x+1)^2+@"),
+    (r"x^2-2x+1+@", "(x+1)^2+@"),
+    (r"\frac{\sqrt{3}}{3}+@", r"\frac{1}{\sqrt{3}}+@"),
+    (r"\frac{\sqrt{3}}{2}+@", r"\frac{1}{\sqrt{3}}+@"),
+    ("(@,2)", "(@,2)"),
+    ("(2,@)", "(@,2)"),
+    (r"3\sqrt{5}+@", r"\sqrt{45}+@"),
+    (r"\{@,2\}", r"\{2,@\}"),
 ]
 LETTERS = "abcdfghklmnpqrstuvwxyz"
 
@@ -111,7 +111,9 @@ def measure(bomb: str | None, count: int, functions: RewardFunctions) -> tuple[f
     """Return CPU seconds, wall seconds, and the number of answers that exceeded the time limit."""
     answers = []
     for index in range(count):
+        # Eight answers to a prompt have one expected answer; four of them differ.
         answer, expected = ORDINARY[index // 8 % len(ORDINARY)]
+        answer, expected = answer.replace("@", str(index // 2)), expected.replace("@", str(index // 8 * 4))
         if bomb is not None and index % EVERY == 3:
             answer = _vary(bomb, index)
         answers.append({"completion": f"So number {index} is \\boxed{{{answer}}}.", "answer": expected})

@@ -78,7 +78,7 @@ def is_equivalent(expected: str, completion: str) -> bool:
         verdict = _compare_numbers(number, unit, completion, answer)
         if verdict is not None:
             return verdict
-    if answer is None or len(answer) > _MAX_FORMULA:
+    if not answer or len(answer) > _MAX_FORMULA:
         return False
     if _has_same_text(answer, bare):
         return True

@@ -68,8 +68,8 @@ class SlowVerifierBase(VerifierBase):
     """Settings of verifiers that may take long.
 
     Attributes:
-        timeout: Seconds of CPU time per answer; an answer that takes longer gets 0. After four such answers of a step, the
-            limit of the others is a fifth.
+        timeout: Seconds of CPU time per answer; an answer that takes longer gets 0. After four such answers of a
+            step, the limit of the others is a fifth.
     """
 
     timeout: Seconds = 1.0
