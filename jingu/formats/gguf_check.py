@@ -23,8 +23,8 @@ TEXTS = (
     "1 22 333 4444 55555", "e\u0301é naïve", "!!!??? --- ...", "🙂👍🏽 emoji", "x\r\n\r\ny",
     "def f(x):\n    return x**2", "Ελληνικά, русский, العربية", "<0x41> ▁ Ġ",
 )  # fmt: skip
-# The largest mean difference of log-probabilities in nats. Both have the weights of the file, but unless these are fp32,
-# llama.cpp also rounds what it multiplies with them.
+# The largest mean difference of log-probabilities in nats. Both have the weights of the file, but llama.cpp also rounds
+# what it multiplies with them, unless they are fp32.
 _MAX_DIFFERENCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.05}
 _MAX_DIFFERENCE_QUANTIZED = 0.2
 
