@@ -81,6 +81,7 @@ class _Conversation(NamedTuple):
         messages: the messages as variables of the template, with mentions escaped.
         tools: the tools as a variable.
         options: further variables.
+        prefills: by the indices of messages of which the start belongs to the prompt, that start.
     """
 
     messages: list[TracedMessage]
@@ -88,6 +89,7 @@ class _Conversation(NamedTuple):
     options: dict[str, Any]
     traced: TracedText
     prompts: dict[int, _Prompt]
+    prefills: dict[int, str]
 
 
 class _Prompt(NamedTuple):
@@ -111,12 +113,14 @@ class _Answer(NamedTuple):
         span: start and end of what a model generates.
         header_length: length of the header before it.
         continues_prompt: whether the text before the answer is that of its prompt.
+        prefill_length: number of characters at the start of the span that belong to the prompt.
     """
 
     text: str
     span: Span
     header_length: int
     continues_prompt: bool
+    prefill_length: int = 0
 
 
 class ChatTemplate:
@@ -336,7 +340,8 @@ class ChatTemplate:
         if traced is None:
             assert error is not None
             raise error
-        conversation = _Conversation(entries, tool_entries, options, traced, {})
+        prefills = {index: self._escape_prefill(item) for index, item in enumerate(messages) if item.prefill_length}
+        conversation = _Conversation(entries, tool_entries, options, traced, {}, prefills)
         if tool_entries and not self._writes_tools(conversation):
             raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
         return conversation
@@ -394,7 +399,7 @@ class ChatTemplate:
         """Return the first messages of a conversation."""
         messages = conversation.messages[:count]
         traced = self._trace(messages, conversation.tools, conversation.options)
-        return _Conversation(messages, conversation.tools, conversation.options, traced, conversation.prompts)
+        return conversation._replace(messages=messages, traced=traced)
 
     def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
         """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
@@ -418,10 +423,7 @@ class ChatTemplate:
         for index in answers:
             answer = self._locate(conversation, index)
             text = answer.text
-            start, end = answer.span
-            if self._skips_empty_reasoning:
-                start = skip_empty_reasoning(text, start, end, conversation.messages[index])
-            spans.append((start, end))
+            spans.append((self._trained_start(conversation, index, answer), answer.span[1]))
         return self._restore_mentions(text, spans, answers)
 
     def _finish_one(self, conversation: _Conversation, index: int) -> RenderedChat:
@@ -435,9 +437,15 @@ class ChatTemplate:
         before = prompt.text[: len(prompt.text) - len(prompt.tail) + answer.header_length]
         text = before + answer.text[start:]
         shift = len(before) - start
-        if self._skips_empty_reasoning:
-            start = skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
+        start = self._trained_start(conversation, index, answer)
         return self._restore_mentions(text, [(start + shift, end + shift)], [index])
+
+    def _trained_start(self, conversation: _Conversation, index: int, answer: _Answer) -> int:
+        """Return where an answer begins, after a prefill or an empty block of reasoning."""
+        start, end = answer.span
+        if answer.prefill_length or not self._skips_empty_reasoning:
+            return start + answer.prefill_length
+        return skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
 
     def _locate(self, conversation: _Conversation, index: int) -> _Answer:
         """Return what a model generates as an answer.
@@ -478,7 +486,59 @@ class ChatTemplate:
         span = (start, turn[1] if end is None else end)
         if traced.marks:
             check_mark(traced, turn, span, message, self.where)
-        return _Answer(text, span, header_length, continues_prompt)
+        prefill_length = 0
+        if index in conversation.prefills:
+            prefill_length = self._find_prefill_end(conversation, index, turn) - start
+        return _Answer(text, span, header_length, continues_prompt, prefill_length)
+
+    def _find_prefill_end(self, conversation: _Conversation, index: int, turn: Span) -> int:
+        """Return where the prefill of an answer ends in the text.
+
+        Args:
+            turn: start and end of what the answer's message wrote.
+
+        Raises:
+            ConversationError: the template changes the text where the prefill ends, or writes it otherwise in a prompt
+                that a model continues.
+        """
+        changed = ConversationError(
+            f"the chat template {self.where} changes the text of message {index + 1}, so it cannot be located where "
+            "the answer continues the prompt"
+        )
+        prefill = conversation.prefills[index]
+        messages = conversation.messages[: index + 1]
+        message = messages[index]
+        rest = _plain_content(message)[len(prefill) :]
+        # 1. Mark the end of the prefill. Nothing else may change.
+        marked = {**message, "content": self._probe_content(prefill + _MESSAGE_END + rest)}
+        following = conversation.messages[index + 1 :]
+        marked_text = self._trace([*messages[:-1], marked, *following], conversation.tools, conversation.options).text
+        end = marked_text.find(_MESSAGE_END)
+        is_unique = marked_text.count(_MESSAGE_END) == 1 and turn[0] < end <= turn[1]
+        if not is_unique or marked_text.replace(_MESSAGE_END, "") != conversation.traced.text:
+            raise changed
+        # 2. A model that continues the prompt sees the same, but for white space that a template trims at the end.
+        start = TracedMessage({**message, "content": self._probe_content(prefill)})
+        start.pop("tool_calls", None)
+        traced = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
+        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced))
+        if not prompt.rstrip().endswith(marked_text[turn[0] : end].rstrip()):
+            raise changed
+        return end
+
+    def _escape_prefill(self, message: Message) -> str:
+        """Return the part of a message's content that belongs to the prompt, as the template takes it.
+
+        Raises:
+            ConversationError: it ends inside a special token.
+        """
+        prefill, rest = (
+            self._escape_mentions(part)
+            for part in (message.content[: message.prefill_length], message.content[message.prefill_length :])
+        )
+        if prefill + rest != self._escape_mentions(message.content):
+            raise ConversationError("the text that an answer continues ends inside a special token")
+        return str(prefill)
 
     def _header_length(self, tail: str, written: str) -> int | None:
         """Return the length of the header in what an answer's message wrote; None if it does not continue the prompt.
