@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jingu import __version__
-from jingu.chat.templates import load_template
+from jingu.chat.template_sources import load_template
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.evaluation import (
     PreparedTask,
