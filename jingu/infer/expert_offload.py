@@ -125,10 +125,12 @@ class ExpertOffloader:
         kind: QuantizationFormat | None = None,
     ) -> None:
         spec = stored_model.spec
-        experts = spec.feed_forward
-        if not isinstance(experts, Experts):
+        experts = spec.experts
+        if experts is None:
             raise JinguError("the model has no mixture of experts.", where=OPTION, fix="Leave it out.")
-        num_layers = spec.num_layers + (spec.num_encoder_layers or 0)
+        # Only layers with experts count.
+        layers = (*[spec.default_layer] * (spec.num_encoder_layers or 0), *spec.layers)
+        num_layers = sum(isinstance(layer.feed_forward, Experts) for layer in layers)
         up_shape = (experts.intermediate_size, spec.hidden_size)
         shapes = {"gate": up_shape, "up": up_shape, "down": up_shape[::-1]}
         self._stored_model = stored_model
@@ -164,9 +166,12 @@ class ExpertOffloader:
     def take_over(self, model: Decoder) -> None:
         """Replace the experts of a model on the meta device: remove their matrices, and compute with the slots."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
-        for layer, (_, block) in enumerate(iterate_blocks(model)):
-            assert isinstance(block, Block) and isinstance(block.feed_forward, MoELayer)
+        for _, block in iterate_blocks(model):
+            assert isinstance(block, Block)
             moe = block.feed_forward
+            if not isinstance(moe, MoELayer):
+                continue
+            layer = len(self._blocks)
             for part, weight in self._free[0].weights.items():
                 delattr(moe, part)
                 if isinstance(weight, PrepackedQuantizedWeight):

@@ -6,9 +6,9 @@ Shapes: B rows, T tokens, S keys, D hidden size, H heads, G key-value heads, K h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from jingu.model import spec as specs
 from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
-from jingu.model.layers import Linear, build_norm
+from jingu.model.layers import Linear, build_linear, build_norm
 from jingu.model.matmul_kernels import dot_product_attention
+from jingu.model.parts import attention_rows, styles
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
-from jingu.model.sharding_table import ShardingTable
 
 # Which keys a query attends to: a tensor of booleans or of biases that are added to the scores, a mask of documents, or
 # None for plain causal (or full) attention.
@@ -28,10 +28,10 @@ AttentionMask = Tensor | DocumentMask | None
 
 
 class BlockContext(NamedTuple):
-    """The data that all blocks of a stack share in one forward pass.
+    """The data that all blocks of the same kind of a stack share in one forward pass.
 
     Attributes:
-        rotary: rotary tables of the positions; None if the model has none.
+        rotary: rotary tables of the positions; None if the layer has none.
         mask: mask of self-attention; unused with a cache.
         encoder_states: [B, S, D] final hidden states of the encoder; None if there is no encoder, or if a cache has
             their keys and values.
@@ -54,25 +54,24 @@ class BlockContext(NamedTuple):
 class Attention(nn.Module):
     """Multi-head or grouped-query attention: the projections and methods that self- and cross-attention share."""
 
-    SHARDING: ClassVar[ShardingTable] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
-
-    def __init__(self, model: specs.ModelSpec) -> None:
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
         super().__init__()
-        spec = model.attention
-        hidden_size = model.hidden_size
+        spec = layer.attention
+        rows = attention_rows(model, layer)
+        self.sharding = styles(rows)
         self.head_dim = spec.head_dim
         self.scale = None if spec.scale_scores else 1.0
         # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.
         self.first_head = 0
-        self.q = Linear(hidden_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.k = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.v = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.output = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
+        self.q = build_linear(rows["q"])
+        self.k = build_linear(rows["k"])
+        self.v = build_linear(rows["v"])
+        self.output = build_linear(rows["output"])
         # The three projections of self-attention as one matrix, if the model was prepacked for inference.
         self.qkv: Linear | None = None
         self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.q_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
+        self.q_norm = build_norm(layer.norm, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = build_norm(layer.norm, spec.head_dim) if spec.qk_norm else None
 
     def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Split [B, T, H · K] into heads [B, T, H, K], and normalize each head if there is a `norm`."""
@@ -104,13 +103,13 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Attention of tokens to earlier tokens (causal), or to all tokens of the row (in an encoder)."""
 
-    def __init__(self, model: specs.ModelSpec, *, causal: bool = True) -> None:
-        super().__init__(model)
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec, *, causal: bool = True) -> None:
+        super().__init__(model, layer)
         self.causal = causal
-        self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
+        self.interleaved = isinstance(layer.position, specs.RotaryPositions) and layer.position.interleaved
         self.prompt = None
         if model.prompts[not causal] and isinstance(model.adapter, specs.DeepPrompt):
-            self.prompt = DeepPromptLayer(model.adapter, model)
+            self.prompt = DeepPromptLayer(model.adapter, model, layer)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
         """Return [B, T, D]. With a cache, tokens attend to the keys and values that it stores, too."""
@@ -122,7 +121,7 @@ class SelfAttention(Attention):
         return self.attend_tokens(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2), context.mask)
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the model has them."""
+        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the layer has them."""
         if self.qkv is None:
             q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
             k_BTGK = self.split_heads(self.k(x_BTD), self.k_norm)
@@ -153,8 +152,8 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to the hidden states of an encoder, without positions."""
 
-    def __init__(self, model: specs.ModelSpec) -> None:
-        super().__init__(model)
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
+        super().__init__(model, layer)
         self.skipped = num_skipped_states(model)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
@@ -182,8 +181,20 @@ class CrossAttention(Attention):
         return self.attend_cache(cache.attend_source, q_BTHK)
 
 
+def has_biases(spec: specs.ModelSpec) -> bool:
+    """Return whether the positions of some layers are biases of attention scores."""
+    return any(isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias) for layer in spec.kinds)
+
+
+def mask_key(layer: specs.LayerSpec) -> Hashable:
+    """Return a key that is equal for layers with the same attention mask."""
+    has_bias = isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias)
+    part = layer.attention
+    return part.sliding_window, part.head_dim, part.num_heads if has_bias else None
+
+
 def attention_mask(
-    spec: specs.ModelSpec,
+    layer: specs.LayerSpec,
     positions_BT: Tensor,
     documents_BT: Tensor | None,
     dtype: torch.dtype,
@@ -193,7 +204,7 @@ def attention_mask(
     bias_NH: Tensor | None = None,
     prefix_lengths_BT: Tensor | None = None,
 ) -> AttentionMask:
-    """Return the mask of self-attention without a cache, in the cheapest form that suffices.
+    """Return the mask of a layer's self-attention without a cache, in the cheapest form that suffices.
 
     Args:
         dtype: dtype of the biases in the mask.
@@ -208,15 +219,15 @@ def attention_mask(
         the CPU kernel does not accept three.
     """
     tokens = positions_BT.shape[-1]
-    window = spec.attention.sliding_window
-    has_bias = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
+    window = layer.attention.sliding_window
+    has_bias = bias_NH is not None or isinstance(layer.position, specs.AlibiPositions)
 
     # The cheap cases, in which no mask of size T² is needed.
     window_sees_all = window is None or tokens <= window
     if prefix_lengths_BT is None and not has_bias and window_sees_all:
         if documents_BT is None:
             return None
-        return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
+        return DocumentMask.of(documents_BT, layer.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
 
     # Distances count places in the row. If documents continue others, they count positions: several answers may have
     # the same positions after one prompt.
@@ -233,14 +244,14 @@ def attention_mask(
     if documents_BT is not None:
         seen_BTS = seen_BTS & same_document(documents_BT, parents_BT)
 
-    bias = position_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
+    bias = position_bias(layer, distance_BTS, dtype, bias_NH, causal=causal)
     if bias is None:
         return seen_BTS.unsqueeze(1)
     return bias.masked_fill(~seen_BTS.unsqueeze(1), -torch.inf)
 
 
 def attention_bias(
-    spec: specs.ModelSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
+    layer: specs.LayerSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
 ) -> Tensor:
     """Return the biases that are added to the attention scores in generation.
 
@@ -252,24 +263,24 @@ def attention_bias(
     Returns:
         [..., T, S], or [..., H, T, S] if positions have biases; -inf for keys that a query does not attend to.
     """
-    bias = position_bias(spec, distance, dtype, bias_NH, causal=True)
-    if spec.attention.sliding_window is not None:
-        seen = seen & (distance.abs() < spec.attention.sliding_window)
+    bias = position_bias(layer, distance, dtype, bias_NH, causal=True)
+    if layer.attention.sliding_window is not None:
+        seen = seen & (distance.abs() < layer.attention.sliding_window)
     if bias is None:
         return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill(~seen, -torch.inf)
     return bias.masked_fill(~seen.unsqueeze(-3), -torch.inf)
 
 
 def position_bias(
-    spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
+    layer: specs.LayerSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
 ) -> Tensor | None:
     """Return the position biases [..., H, T, S] of distances [..., T, S]; None if positions have no biases."""
-    if isinstance(spec.position, specs.AlibiPositions):
-        slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype)
+    if isinstance(layer.position, specs.AlibiPositions):
+        slopes_H = torch.tensor(alibi_slopes(layer.attention.num_heads), dtype=dtype)
         slopes_H = slopes_H.to(distance.device, non_blocking=True)
         return -slopes_H[:, None, None] * distance.abs().unsqueeze(-3)
-    if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
-        return bias_NH.to(dtype)[relative_buckets(spec.position, distance, causal=causal)].movedim(-1, -3)
+    if bias_NH is not None and isinstance(layer.position, specs.RelativeBias):
+        return bias_NH.to(dtype)[relative_buckets(layer.position, distance, causal=causal)].movedim(-1, -3)
     return None
 
 

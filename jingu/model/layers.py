@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from math import lcm
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.matmul_kernels import linear
+from jingu.model.parts import Row, Rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.scaled_matmul import Scaling, scaled_linear
-from jingu.model.sharding_table import ShardingTable
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
 
 
@@ -116,6 +116,20 @@ def build_norm(spec: Norm, width: int) -> nn.Module:
     return RMSNorm(width, spec.eps)
 
 
+def build_linear(row: Row) -> Linear:
+    """Return the uninitialized linear layer of a row."""
+    outputs, inputs = row.shape
+    layer = Linear(inputs, outputs, bias=row.bias)
+    layer.weight.requires_grad_(row.is_trained)
+    return layer
+
+
+def build_embedding(row: Row) -> Embedding:
+    """Return the uninitialized table of a row."""
+    number, width = row.shape
+    return Embedding(number, width)
+
+
 # Elementwise CPU kernels process this many elements at once: two of the widest vector registers.
 _VECTOR = 64
 # PyTorch uses several threads for more than _SHARED elements, and gives each thread at least _SHARE elements.
@@ -161,17 +175,15 @@ def _spare_rows(rows: int, size: int) -> int:
 
 
 class FeedForwardLayer(nn.Module):
-    """A plain or gated feed-forward. `width` is the hidden size."""
+    """A plain or gated feed-forward."""
 
-    SHARDING: ClassVar[ShardingTable] = {"gate": "column", "up": "column", "down": "row"}
-
-    def __init__(self, spec: PlainFeedForward | GatedFeedForward, width: int) -> None:
+    def __init__(self, spec: PlainFeedForward | GatedFeedForward, rows: Rows) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
-        gated = isinstance(spec, GatedFeedForward)
-        self.gate = Linear(width, spec.intermediate_size, bias=spec.bias) if gated else None
-        self.up = Linear(width, spec.intermediate_size, bias=spec.bias)
-        self.down = Linear(spec.intermediate_size, width, bias=spec.bias)
+        self.sharding = styles(rows)
+        self.gate = build_linear(rows["gate"]) if "gate" in rows else None
+        self.up = build_linear(rows["up"])
+        self.down = build_linear(rows["down"])
         # Gate and up as one matrix, if the model was prepacked for inference.
         self.gate_up: Linear | None = None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jingu.model.spec import (
     DynamicScaling,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     RotaryPositions,
@@ -43,6 +44,15 @@ def rotary_tables(
     if isinstance(spec.scaling, YarnScaling):
         cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
     return _of_pairs(cos, cos, spec.interleaved), _of_pairs(-sin, sin, spec.interleaved)
+
+
+def layer_rotary(
+    layer: LayerSpec, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
+) -> RotaryTables | None:
+    """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`."""
+    if not isinstance(layer.position, RotaryPositions):
+        return None
+    return rotary_tables(layer.position, layer.attention.head_dim, positions, dtype, per_position=per_position)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """The dims along which the parameters of a model can be sharded.
 
-Each module class declares in `SHARDING` how its children can be sharded. This module turns these tables into dims.
+A module's attribute `sharding` says how its children can be sharded. This module turns these tables into dims.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def iterate_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingS
 
 def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
     """Yield the name, the module and the sharding style of each child that has a style; absent children are skipped."""
-    for name, style in getattr(module, "SHARDING", {}).items():
-        child = getattr(module, name)
+    for name, style in getattr(module, "sharding", {}).items():
+        child = getattr(module, name, None)
         if child is not None:
             yield name, child, style
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,6 +31,11 @@ class Component(BaseModel):
     """A part of the spec. It rejects unknown keys; its `type` tells variants apart."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def optional(default: Any) -> Any:
+    """Return a field that JSON omits at its default: the JSON of models without the component stays as it was."""
+    return Field(default=default, exclude_if=lambda value: bool(value == default))
 
 
 class RmsNorm(Component):
@@ -119,6 +126,12 @@ class RotaryPositions(Component):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+
+
+class NoPositions(Component):
+    """No positions: attention knows the order of tokens only from its mask (NoPE, Kazemnejad et al., 2023)."""
+
+    type: Literal["none"] = "none"
 
 
 class AlibiPositions(Component):
@@ -263,7 +276,9 @@ class Experts(Component):
 
 
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
-Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias, Field(discriminator="type")]
+Position = Annotated[
+    LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias | NoPositions, Field(discriminator="type")
+]
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
@@ -363,11 +378,26 @@ class DeepPrompt(Component):
 Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="type")]
 
 
+class LayerSpec(Component):
+    """A layer: its attention with the positions of that attention, its feed-forward, and its norms.
+
+    `ModelSpec.layer` returns it. The fields are those of `ModelSpec`.
+    """
+
+    norm: Norm
+    position: Position
+    attention: AttentionSpec
+    feed_forward: FeedForward
+
+
 class ModelSpec(Component):
     """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head.
 
     With `num_encoder_layers` the model is an encoder-decoder. The encoder has the same dimensions, and each block of
     the decoder also attends to the encoder's last hidden states.
+
+    All layers are equal, unless `layer_kinds` names kinds of layers and `layer_pattern` gives the kind of each layer.
+    Use `layer` to find out what a layer is.
 
     Attributes:
         family: name of the family, which defines tensor names and the Hugging Face config.
@@ -384,6 +414,9 @@ class ModelSpec(Component):
         adapter: adapters. Only their parameters, a score head, and `modules_to_save` are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
         frozen_parameters: patterns of the names of parameters that are not trained. Ignored if there is an adapter.
+        layer_kinds: by the name of a kind of layer, the fields in which it differs from the model's, by their paths,
+            such as `attention.sliding_window`.
+        layer_pattern: name of the kind of each layer of the decoder; empty if all layers are equal.
     """
 
     family: str
@@ -406,23 +439,67 @@ class ModelSpec(Component):
     adapter: Adapter | None = None
     quantization: QuantizationFormat | None = None
     frozen_parameters: tuple[str, ...] = ()
+    layer_kinds: dict[str, dict[str, Any]] = optional({})
+    layer_pattern: tuple[str, ...] = optional(())
+
+    def __hash__(self) -> int:
+        # Without `layer_kinds`, which has no hash; specs that differ only in them are told apart by equality.
+        values = (value for name, value in self.__dict__.items() if name != "layer_kinds")
+        return hash(tuple(values))
+
+    @model_validator(mode="after")
+    def _pattern_fits(self) -> ModelSpec:
+        pattern = self.layer_pattern
+        unknown = [name for name in dict.fromkeys(pattern) if name not in self.layer_kinds]
+        if unknown or bool(pattern) != bool(self.layer_kinds):
+            raise JinguError(
+                f"layer_pattern has the kinds {', '.join(dict.fromkeys(pattern)) or 'none'}, and layer_kinds describes "
+                f"{', '.join(self.layer_kinds) or 'none'}.",
+                where="model.layer_kinds",
+                fix="Describe each kind of the pattern in layer_kinds; {} stands for a kind without differences.",
+            )
+        if pattern and len(pattern) != self.num_layers:
+            raise JinguError(
+                f"layer_pattern names {len(pattern)} layers, and the model has {self.num_layers}.",
+                where="model.layer_pattern",
+                fix="Name one kind for each layer.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _dimensions_fit(self) -> ModelSpec:
-        part = self.attention
+        for layer in self.kinds:
+            self._check_layer(layer)
+        routing = [
+            (part.num_experts, part.num_experts_per_token, part.aux_loss_coef, part.aux_loss_scope, part.z_loss_coef)
+            for part in (layer.feed_forward for layer in self.kinds)
+            if isinstance(part, Experts)
+        ]
+        if len(set(routing)) > 1:
+            raise JinguError(
+                f"the layers have {' and '.join(str(numbers[0]) for numbers in routing)} experts, or differ in the "
+                "experts of a token or in auxiliary losses.",
+                where="model.layer_kinds",
+                fix="All layers with experts need the same number of experts and the same auxiliary losses.",
+            )
+        return self
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        """Raise JinguError if the dimensions of a layer do not fit together."""
+        part = layer.attention
         if part.num_heads % part.num_kv_heads:
             raise JinguError(
                 f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads evenly.",
                 where="model.num_kv_heads",
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
-        if isinstance(self.position, RotaryPositions) and rotary_dim(self.position, part.head_dim) % 2:
+        if isinstance(layer.position, RotaryPositions) and rotary_dim(layer.position, part.head_dim) % 2:
             raise JinguError(
                 f"rotary positions rotate pairs, so the head size must be even; it is {part.head_dim}.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
-        bias = self.position
+        bias = layer.position
         if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
                 f"with {bias.num_buckets} buckets, the largest distance must exceed {bias.num_buckets // 2}; it is "
@@ -430,7 +507,59 @@ class ModelSpec(Component):
                 where="model.position",
                 fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
             )
-        return self
+        # Vectors of positions and buckets belong to the whole stack.
+        is_shared = any(isinstance(place, LearnedPositions | RelativeBias) for place in (layer.position, self.position))
+        if is_shared and layer.position != self.position:
+            raise JinguError(
+                f"a kind of layer has positions of the type {layer.position.type}, and the model of the type "
+                f"{self.position.type}, which is shared by all layers.",
+                where="model.layer_kinds",
+                fix="Use rope, alibi or none in all kinds of layers.",
+            )
+
+    def layer(self, number: int) -> LayerSpec:
+        """Return what layer `number` of the decoder is. All layers of an encoder are `default_layer`."""
+        return _kind(self, self.layer_pattern[number]) if self.layer_pattern else self.default_layer
+
+    def layer_of(self, name: str) -> LayerSpec:
+        """Return the layer that a parameter belongs to; for parameters outside the decoder, `default_layer`."""
+        return self.layer(int(name.split(".", 2)[1])) if name.startswith("blocks.") else self.default_layer
+
+    def kind(self, name: str) -> LayerSpec:
+        """Return what the layers of a kind are."""
+        return _kind(self, name)
+
+    @property
+    def default_layer(self) -> LayerSpec:
+        """The layer that the model's own fields describe."""
+        return _kind(self, None)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of the decoder, in order."""
+        return tuple(self.layer(number) for number in range(self.num_layers))
+
+    @property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The distinct layers of the model, in order of their first use."""
+        return _kinds(self)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have some; None if there are none."""
+        return next((layer.feed_forward for layer in self.kinds if isinstance(layer.feed_forward, Experts)), None)
+
+    def uniform(self, layer: LayerSpec, num_layers: int = 1) -> ModelSpec:
+        """Return the spec of a model whose layers are all equal to `layer`."""
+        fields = {field: getattr(layer, field) for field in LayerSpec.model_fields}
+        encoder = {"num_encoder_layers": 1} if self.num_encoder_layers else {}
+        pattern = {"layer_kinds": {}, "layer_pattern": (), "num_layers": num_layers}
+        return self.model_copy(update={**fields, **encoder, **pattern})
+
+    def select_layers(self, numbers: Sequence[int]) -> ModelSpec:
+        """Return the spec of a model with copies of these layers."""
+        pattern = tuple(self.layer_pattern[number] for number in numbers) if self.layer_pattern else ()
+        return self.model_copy(update={"num_layers": len(numbers), "layer_pattern": pattern})
 
     @property
     def prompts(self) -> tuple[int, int]:
@@ -477,6 +606,39 @@ class ModelSpec(Component):
             ) from error
 
 
+@lru_cache(maxsize=256)
+def _kind(spec: ModelSpec, name: str | None) -> LayerSpec:
+    """Return the layer of a kind; None is the model's own."""
+    values = {field: getattr(spec, field) for field in LayerSpec.model_fields}
+    changes = spec.layer_kinds[name] if name is not None else {}
+    if not changes:
+        return LayerSpec.model_construct(**values)
+    try:
+        tree = replace_paths({field: value.model_dump() for field, value in values.items()}, changes)
+        return LayerSpec.model_validate(tree)
+    except (KeyError, TypeError) as error:
+        raise JinguError(
+            f"the kind of layer {name!r} changes {error}, which a layer does not have.",
+            where="model.layer_kinds",
+            fix=f"Use paths in {', '.join(LayerSpec.model_fields)}.",
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def _kinds(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    encoder = (spec.default_layer,) if spec.num_encoder_layers else ()
+    kinds = (_kind(spec, name) for name in spec.layer_pattern) if spec.layer_pattern else (spec.default_layer,)
+    return tuple(dict.fromkeys((*encoder, *kinds)))
+
+
+def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the kinds of `number` layers that continue the shortest period of a pattern."""
+    for period in range(1, len(pattern) + 1):
+        if all(name == pattern[i % period] for i, name in enumerate(pattern)):
+            return tuple(pattern[i % period] for i in range(number))
+    return ()
+
+
 def rotary_dim(position: RotaryPositions, head_size: int) -> int:
     """Return the number of a head's dimensions that are rotated."""
     return int(head_size * position.partial_rotary_factor)
@@ -484,14 +646,18 @@ def rotary_dim(position: RotaryPositions, head_size: int) -> int:
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """Return a validated copy of a spec with changed fields; a key may be a path, such as `attention.num_heads`."""
-    values = spec.model_dump()
+    return ModelSpec.model_validate(replace_paths(spec.model_dump(), changes))
+
+
+def replace_paths(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Set values in a tree by their paths, in place, and return the tree."""
     for path, value in changes.items():
         *parts, last = path.split(".")
-        component = values
+        component = tree
         for part in parts:
             component = component[part]
-        component[last] = value.model_dump() if isinstance(value, Component) else value
-    return ModelSpec.model_validate(values)
+        component[last] = value.model_dump() if isinstance(value, Component) else deepcopy(value)
+    return tree
 
 
 def flatten_fields(spec: ModelSpec) -> dict[str, Any]:

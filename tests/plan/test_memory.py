@@ -12,6 +12,7 @@ from jingu.compat.torch_distributed import pretend_ranks
 from jingu.config.schema import RunConfig
 from jingu.model.decoder import build_model
 from jingu.model.inputs import Inputs
+from jingu.model.parts import saved_bytes
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
@@ -21,7 +22,7 @@ from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import plan_layout
 from jingu.plan.forecast import run_software, run_workload
 from jingu.plan.memory import fullest_stage, stage_memory
-from jingu.plan.workload import Workload, saved_bytes
+from jingu.plan.workload import Workload
 from jingu.training.optimizer import build_optimizer
 
 BF16 = Precision("bf16", torch.bfloat16, torch.float32, torch.float32)
@@ -177,7 +178,7 @@ def test_activations_are_those_that_a_forward_pass_keeps(family: str, length: in
         return sum(tensor.untyped_storage().nbytes() for at, tensor in storages.items() if at not in weights)
 
     per_token = (count(2) - count(1)) / (2 * length)
-    assert saved_bytes(spec, 4) == pytest.approx(per_token, rel=0.15)
+    assert saved_bytes(spec, spec.default_layer, 4) == pytest.approx(per_token, rel=0.15)
 
 
 def test_activations_of_micro_batches_in_flight_are_counted() -> None:
@@ -187,7 +188,7 @@ def test_activations_of_micro_batches_in_flight_are_counted() -> None:
         config, spec = settings({**LLAMA, "num_layers": 4}, {"pipeline": 2}, train=train)
         work = workload(config, spec, 2)
         counts[kind] = [stage_memory(work, stage).device["activations"] for stage in work.stages]
-    of_block = 32 * saved_bytes(spec, 2)
+    of_block = 32 * saved_bytes(spec, spec.default_layer, 2)
     # 1f1b: two micro-batches on the first rank, one on the last; with two blocks each.
     assert counts["none"] == pytest.approx([2 * 2 * of_block, 2 * of_block])
     assert counts["full"] == [2 * 2 * 32 * 48 * 2, 2 * 32 * 48 * 2]
