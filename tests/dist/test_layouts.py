@@ -168,6 +168,14 @@ MODELS = {
         "mixtral", feed_forward={**EXPERTS, "num_experts_per_token": 1, "router": BalancedRouter()}
     ),
 }
+# A dense layer with a window before experts without positions, and other numbers of key-value heads.
+DIFFERENT = {
+    "dense": {"attention.sliding_window": 5, "feed_forward": {"type": "gated", "intermediate_size": 30}},
+    "experts": {"position": {"type": "none"}, "attention.num_kv_heads": 4},
+}
+MODELS["mixtral-different"] = replace_fields(
+    MODELS["mixtral"], num_layers=3, layer_kinds=DIFFERENT, layer_pattern=("dense", "experts", "dense")
+)
 
 
 def models(*quick: str) -> Any:
@@ -209,7 +217,7 @@ def test_pipeline_of_divided_stages(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
-MIXTURES = [name for name in MODELS if name.startswith("mixtral")]
+MIXTURES = [name for name in MODELS if name.startswith("mixtral") and name != "mixtral-different"]
 
 
 @pytest.mark.parametrize("model", [MIXTURES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])])
@@ -217,6 +225,19 @@ def test_experts(model, ranks):
     """6 experts on 2 ranks: with data, tensor and context parallelism, and with ZeRO."""
     layouts = [{"expert": 2}, {"expert": 2, "zero_stage": 3}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 4}]
     check(ranks, MODELS[model], 4, [*layouts, {"expert": 2, "replicate": 2}])
+
+
+def test_layers_that_differ(ranks):
+    spec = MODELS["mixtral-different"]
+    layouts = [
+        {"tensor": 4},
+        {"context": 2, "tensor": 2, "zero_stage": 3},
+        {"context": 4, "context_method": "ring"},
+        {"expert": 2, "tensor": 2},
+        {"pipeline": 2, "expert": 2},
+    ]
+    check(ranks, spec, 4, layouts, documents=True)
+    check(ranks, spec, 3, [{"pipeline": 3, "pipeline_schedule": "gpipe"}])
 
 
 def load_and_save(
