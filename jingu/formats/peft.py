@@ -36,6 +36,7 @@ from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.parts import cached_numbers
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.hub import is_available, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import find_tokenizer_file
@@ -87,9 +88,9 @@ def base_model_path(folder: Path) -> Path:
             )
         visited.add(further.resolve())
         further = _named_base(further)
-    if not base.exists():
+    if not is_available(base):
         raise JinguError(
-            f"these are adapters for {base}, which is not a local folder.",
+            f"these are adapters for {base}, which is neither a local folder nor a name on the hub.",
             where=folder / ADAPTER_CONFIG,
             fix="Fetch that model, and set base_model_name_or_path to its folder.",
         )
@@ -97,7 +98,12 @@ def base_model_path(folder: Path) -> Path:
 
 
 def _named_base(folder: Path) -> Path:
-    return Path(str(_read_config(folder).get("base_model_name_or_path")))
+    config = _read_config(folder)
+    name = str(config.get("base_model_name_or_path"))
+    revision = config.get("revision")
+    if revision is None or Path(name).exists() or parse_name(name) is None:
+        return Path(name)
+    return Path(f"{name}@{revision}")
 
 
 def read_adapters(folder: Path, base: StoredModel) -> StoredModel:

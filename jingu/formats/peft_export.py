@@ -21,6 +21,7 @@ from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
+from jingu.runtime.hub import hub_name_of
 from jingu.text.tokenizer_files import copy_tokenizer
 
 # Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
@@ -52,7 +53,7 @@ def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to
         encoder_decoder_task = "SEQ_2_SEQ_LM"
     config |= {
         "task_type": "CAUSAL_LM" if base.spec.num_encoder_layers is None else encoder_decoder_task,
-        "base_model_name_or_path": str(base_path),
+        **_describe_base(base_path),
         "inference_mode": True,
     }
     with create_folder_atomically(to) as folder:
@@ -63,6 +64,14 @@ def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to
             copy_tokenizer(adapters.tokenizer_folder, folder, adapters.chat_templates)
         if adapters.generation_config is not None:
             write_json(folder / "generation_config.json", adapters.generation_config)
+
+
+def _describe_base(path: Path) -> dict[str, Any]:
+    """Return the keys of peft's config that name the base model: of one on a hub, its name and commit."""
+    name = hub_name_of(path)
+    if name is None:
+        return {"base_model_name_or_path": str(path)}
+    return {"base_model_name_or_path": name.repository, "revision": name.revision}
 
 
 def _convert_weights(
