@@ -19,7 +19,7 @@ from jingu.model.assignment import balanced_assignment
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
 from jingu.model.layers import FeedForwardLayer, activate, apply_batch_invariant, build_linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import Row, Rows, child_rows, shared_expert, styles
+from jingu.model.parts import ModuleRow, Rows, child_rows, shared_expert, styles
 from jingu.model.quantized_weight import QuantizedWeight
 
 ExpertProjection = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class RoutingStats(NamedTuple):
 class GroupedLinear(nn.Module):
     """A linear layer without bias per expert, with all weights in one parameter [E, O, I]."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: ModuleRow) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(row.shape))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import Row, Rows, styles
+from jingu.model.parts import ModuleRow, Rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
@@ -116,7 +116,7 @@ def build_norm(spec: Norm, width: int) -> nn.Module:
     return RMSNorm(width, spec.eps)
 
 
-def build_linear(row: Row) -> Linear:
+def build_linear(row: ModuleRow) -> Linear:
     """Return the uninitialized linear layer of a row."""
     outputs, inputs = row.shape
     layer = Linear(inputs, outputs, bias=row.bias)
@@ -124,7 +124,7 @@ def build_linear(row: Row) -> Linear:
     return layer
 
 
-def build_embedding(row: Row) -> Embedding:
+def build_embedding(row: ModuleRow) -> Embedding:
     """Return the uninitialized table of a row."""
     number, width = row.shape
     return Embedding(number, width)

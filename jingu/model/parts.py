@@ -25,7 +25,7 @@ from jingu.model.spec import (
 )
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """A child module with a weight and perhaps a bias. Biases start at zero.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 # The rows of a module, by the names of its children; those of a block have the paths of grandchildren.
-Rows = Mapping[str, Row]
+Rows = Mapping[str, ModuleRow]
 
 
 def styles(rows: Rows) -> ShardingTable:
@@ -54,27 +54,27 @@ def styles(rows: Rows) -> ShardingTable:
     return {name: row.style for name, row in rows.items() if row.style is not None and "." not in name}
 
 
-def child_rows(rows: Rows, name: str) -> dict[str, Row]:
+def child_rows(rows: Rows, name: str) -> dict[str, ModuleRow]:
     """Return the rows of the child `name` of a module."""
     return {path.removeprefix(f"{name}."): row for path, row in rows.items() if path.startswith(f"{name}.")}
 
 
-def norm_row(norm: Norm, width: int) -> Row:
+def norm_row(norm: Norm, width: int) -> ModuleRow:
     """Return the row of a norm of `width` elements."""
-    return Row((width,), bias=isinstance(norm, LayerNorm), initial=1.0)
+    return ModuleRow((width,), bias=isinstance(norm, LayerNorm), initial=1.0)
 
 
-def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, Row]:
+def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
     """Return the rows of self-attention or cross-attention."""
     part, width = layer.attention, spec.hidden_size
     inner, kv_inner = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     # If scores are not scaled, the query matrix is.
     q_std = None if part.scale_scores else spec.initializer_range * part.head_dim**-0.5
     rows = {
-        "q": Row((inner, width), "heads", part.qkv_bias, std=q_std),
-        "k": Row((kv_inner, width), "kv_heads", part.qkv_bias),
-        "v": Row((kv_inner, width), "kv_heads", part.qkv_bias),
-        "output": Row((width, inner), "from_heads", part.output_bias, std=residual_std(spec)),
+        "q": ModuleRow((inner, width), "heads", part.qkv_bias, std=q_std),
+        "k": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
+        "v": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
+        "output": ModuleRow((width, inner), "from_heads", part.output_bias, std=residual_std(spec)),
     }
     if part.qk_norm:
         rows |= {"q_norm": norm_row(layer.norm, part.head_dim), "k_norm": norm_row(layer.norm, part.head_dim)}
@@ -90,7 +90,7 @@ def residual_std(spec: ModelSpec) -> float:
     return spec.initializer_range / (2 * spec.num_layers) ** 0.5
 
 
-def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -> dict[str, Row]:
+def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -> dict[str, ModuleRow]:
     """Return the rows of a feed-forward, or of a mixture of experts.
 
     Args:
@@ -99,21 +99,21 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
     """
     size = part.intermediate_size
     if not isinstance(part, Experts):
-        gate = {"gate": Row((size, width), "column", part.bias)} if isinstance(part, GatedFeedForward) else {}
-        up, down = Row((size, width), "column", part.bias), Row((width, size), "row", part.bias, std=std)
+        gate = {"gate": ModuleRow((size, width), "column", part.bias)} if isinstance(part, GatedFeedForward) else {}
+        up, down = ModuleRow((size, width), "column", part.bias), ModuleRow((width, size), "row", part.bias, std=std)
         return {**gate, "up": up, "down": down}
     experts = part.num_experts
     rows = {
-        "router": Row((experts, width), is_trained=not isinstance(part.router, RandomProjectionRouter)),
-        "gate": Row((experts, size, width), "column"),
-        "up": Row((experts, size, width), "column"),
-        "down": Row((experts, width, size), "row", std=std),
+        "router": ModuleRow((experts, width), is_trained=not isinstance(part.router, RandomProjectionRouter)),
+        "gate": ModuleRow((experts, size, width), "column"),
+        "up": ModuleRow((experts, size, width), "column"),
+        "down": ModuleRow((experts, width, size), "row", std=std),
     }
     shared = shared_expert(part)
     if shared is not None:
         rows |= _prefixed("shared", feed_forward_rows(shared, width, std))
         if part.shared_expert_gate:
-            rows["shared_gate"] = Row((1, width))
+            rows["shared_gate"] = ModuleRow((1, width))
     return rows
 
 
@@ -124,7 +124,7 @@ def shared_expert(part: Experts) -> GatedFeedForward | None:
     return GatedFeedForward(intermediate_size=part.shared_intermediate_size, activation=part.activation)
 
 
-def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, Row]:
+def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, ModuleRow]:
     """Return the rows of a block; with `has_source`, it also attends to an encoder."""
     norm = norm_row(layer.norm, spec.hidden_size)
     rows = {"attention_norm": norm, **_prefixed("attention", attention_rows(spec, layer))}
@@ -134,31 +134,31 @@ def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[s
     return {**rows, "feed_forward_norm": norm, **_prefixed("feed_forward", feed_forward)}
 
 
-def stack_rows(spec: ModelSpec) -> dict[str, Row]:
+def stack_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     """Return the rows of a stack (decoder or encoder) before its blocks, without the embedding that both share."""
     rows = {}
     if isinstance(spec.position, LearnedPositions):
-        rows["positions"] = Row((spec.max_position_embeddings, spec.hidden_size), "tokens")
+        rows["positions"] = ModuleRow((spec.max_position_embeddings, spec.hidden_size), "tokens")
     if isinstance(spec.position, RelativeBias):
-        rows["relative_bias"] = Row((spec.position.num_buckets, spec.attention.num_heads))
+        rows["relative_bias"] = ModuleRow((spec.position.num_buckets, spec.attention.num_heads))
     if spec.embedding_norm:
         rows["embedding_norm"] = norm_row(spec.norm, spec.hidden_size)
     return rows
 
 
-def end_rows(spec: ModelSpec) -> dict[str, Row]:
+def end_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     """Return the rows of the embedding and of the heads."""
     # A scaled head divides the hidden states so that such an embedding can be tied (Raffel et al., 2020).
     shape = (spec.vocab_size, spec.hidden_size)
-    rows = {"embedding": Row(shape, "vocabulary", std=1.0 if spec.scale_lm_head else None)}
+    rows = {"embedding": ModuleRow(shape, "vocabulary", std=1.0 if spec.scale_lm_head else None)}
     if not spec.tie_word_embeddings and not spec.score_head:
-        rows["head"] = Row(shape, "vocabulary")
+        rows["head"] = ModuleRow(shape, "vocabulary")
     if spec.score_head or spec.value_head:
-        rows["score"] = Row((1, spec.hidden_size))
+        rows["score"] = ModuleRow((1, spec.hidden_size))
     return rows
 
 
-def model_rows(spec: ModelSpec) -> Iterator[tuple[str, Row]]:
+def model_rows(spec: ModelSpec) -> Iterator[tuple[str, ModuleRow]]:
     """Yield the rows of a model by their full names, in module order."""
     ends = end_rows(spec)
     yield "embedding", ends.pop("embedding")
@@ -169,7 +169,7 @@ def model_rows(spec: ModelSpec) -> Iterator[tuple[str, Row]]:
         yield from ((f"encoder.{name}", row) for name, row in encoder)
 
 
-def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) -> Iterator[tuple[str, Row]]:
+def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) -> Iterator[tuple[str, ModuleRow]]:
     yield from stack_rows(spec).items()
     blocks = {layer: block_rows(spec, layer, has_source=has_source) for layer in dict.fromkeys(layers)}
     for number, layer in enumerate(layers):
@@ -177,7 +177,7 @@ def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) 
     yield "norm", norm_row(spec.norm, spec.hidden_size)
 
 
-def _prefixed(prefix: str, rows: Rows) -> dict[str, Row]:
+def _prefixed(prefix: str, rows: Rows) -> dict[str, ModuleRow]:
     return {f"{prefix}.{name}": row for name, row in rows.items()}
 
 
