@@ -26,7 +26,7 @@ from torch import Tensor
 
 from jingu.compat.torch import has_triton
 from jingu.errors import JinguError
-from jingu.model.attention import attention_bias, has_biases
+from jingu.model.attention import attention_bias, capped_attention, has_biases
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.spec import LayerSpec, ModelSpec
 
@@ -105,7 +105,7 @@ class GatherBackend(AttentionBackend):
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale)
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale, self._layers[kind].attention.softcap)
 
     def bias(
         self, group: AttentionGroup, layer: LayerSpec, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype
@@ -113,13 +113,12 @@ class GatherBackend(AttentionBackend):
         """Return the additive mask of the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
         keys_S = torch.arange(num_keys, device=group.positions.device)
         positions_NQ1 = group.positions[:, :, None]
-        distance = positions_NQ1 - keys_S
-        visible = distance >= 0
+        visible = positions_NQ1 >= keys_S
         prefix = group.bidirectional
         if prefix:
             visible |= (positions_NQ1 >= prefix.start) & (positions_NQ1 < prefix.stop) & (keys_S < prefix.stop)
         wide = torch.promote_types(dtype, torch.float32)
-        bias = attention_bias(layer, distance, visible, wide, self.relative_bias)
+        bias = attention_bias(layer, positions_NQ1, keys_S, visible, wide, self.relative_bias)
         if bias.dim() == 4:  # one bias for each head of the whole model, of which this rank may have a part
             bias = bias.narrow(1, heads.start, len(heads)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
         else:
@@ -130,7 +129,7 @@ class GatherBackend(AttentionBackend):
 class FlashBackend(GatherBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded.
 
-    Bidirectional prefixes fall back to `gather`.
+    Bidirectional prefixes, chunks and soft caps fall back to `gather`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -144,7 +143,7 @@ class FlashBackend(GatherBackend):
         self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
     ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional:
+        if group.bidirectional or _needs_gather(self._layers[kind]):
             return super().attend(q_BXHK, store, group, kind, scale, first_head)
         size = self._layers[kind].attention.sliding_window
         window = (-1 if size is None else size - 1, 0)
@@ -173,7 +172,7 @@ class FlexBackend(GatherBackend):
     """FlexAttention over the block table: nothing is copied or padded.
 
     As in PyTorch's experimental `PagedAttention`, block masks list the physical blocks of a sequence. Bidirectional
-    prefixes fall back to `gather`.
+    prefixes, chunks and soft caps fall back to `gather`.
 
     Attributes:
         kernel: `flex_attention`, compiled except on CPUs.
@@ -192,7 +191,7 @@ class FlexBackend(GatherBackend):
         self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
     ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional:
+        if group.bidirectional or _needs_gather(self._layers[kind]):
             return super().attend(q_BXHK, store, group, kind, scale, first_head)
         if kind not in group.masks:
             window = self._layers[kind].attention.sliding_window
@@ -233,6 +232,11 @@ class FlexBackend(GatherBackend):
             seq_lengths=(group.num_tokens, num_blocks * block_size),
             compute_q_blocks=False,
         )
+
+
+def _needs_gather(layer: LayerSpec) -> bool:
+    """Return whether a layer's attention has no kernel that reads blocks in place."""
+    return layer.attention.softcap is not None or layer.attention.chunk_size is not None
 
 
 def select_backend(
@@ -290,7 +294,9 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
     return None
 
 
-def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def attend_padded(
+    q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
     """Return the attention output of N sequences [1, N·Q, H, K], computed with queries padded by `pad_rows`."""
     num_seqs, kv_heads, _, head_dim = k_NGSK.shape
     queries, repeats = q_BXHK.shape[1] // num_seqs, q_BXHK.shape[2] // kv_heads
@@ -302,7 +308,10 @@ def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor |
     if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
         # With a single sequence and head the kernel splits sums over threads, which changes their order. Compute twice.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
-    y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    if softcap is None:
+        y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    else:
+        y_NGMK = capped_attention(q_NGMK, k_NGSK, v_NGSK, bias, scale, softcap)
     y_NGMK = y_NGMK[:num_seqs, :, : queries * repeats]
     if queries > 1:
         y_NGMK = y_NGMK.unflatten(2, (queries, repeats)).transpose(1, 2)

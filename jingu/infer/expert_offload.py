@@ -178,7 +178,7 @@ class ExpertOffloader:
                     self._quantize(f"{names[block]}.feed_forward.{part}.weight", moe.spec.num_experts, weight)
             moe.compute = partial(self._compute, layer)  # type: ignore[method-assign]
             moe.route = partial(self._route, moe.route)  # type: ignore[method-assign]
-            block.feed_forward_norm.register_forward_pre_hook(self._remember_states)
+            (block.feed_forward_norm or moe).register_forward_pre_hook(self._remember_states)
             self._blocks.append((names[block], block, moe))
 
     def _quantize(self, name: str, num_experts: int, template: PrepackedQuantizedWeight) -> None:
@@ -202,7 +202,7 @@ class ExpertOffloader:
     # Computation of a layer
 
     def _remember_states(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the hidden states before a block's last norm, to apply the next layer's router to them early."""
+        """Keep the hidden states before a block's feed-forward and its norm, to apply the next router to them early."""
         self._states_BTD = inputs[0]
 
     def _route(self, original: Callable[[Tensor], RouterOutput], logits_BTE: Tensor) -> RouterOutput:
@@ -353,7 +353,8 @@ class ExpertOffloader:
         _, block, moe = self._blocks[layer]
         states_ND = self._states_BTD.flatten(0, 1)[: len(self._chosen_NK)]  # without padding rows
         # Call `forward` directly to bypass the hook of `_remember_states`.
-        x_ND = block.feed_forward_norm.forward(states_ND)
+        norm = block.feed_forward_norm
+        x_ND = states_ND if norm is None else norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = linear(x_ND.to(wide), moe.router.weight.to(x_ND.dtype))
         guess_NK = logits_NE.topk(moe.spec.num_experts_per_token, dim=-1).indices.cpu().numpy()

@@ -22,7 +22,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
 from jingu.model.attention import has_biases
 from jingu.model.byte_weight import ByteWeight
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, cap_logits
 from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PREPACKED_ROWS, PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight
@@ -92,7 +92,7 @@ class ModelRunner:
                 nonlocal hidden_ND
                 if hidden_rows:
                     hidden_ND = hidden_BTD[0].index_select(0, copy_to_device(list(hidden_rows), cache.device))
-                return linear(hidden_BTD[0, rows_N], weight_VD)
+                return cap_logits(model.spec, linear(hidden_BTD[0, rows_N], weight_VD))
 
             model_inputs = Inputs(tokens_BT, positions_BT, source=source, cache=cache)
             logits_NV: Tensor = model.module(model_inputs, loss=compute_head)

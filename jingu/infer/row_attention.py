@@ -56,7 +56,7 @@ class _LayerRowAttention(LayerKVCache):
             head_range = range(first_head, first_head + heads)
             bias = self._backend.bias(group, self._layer, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
             q_BXHK = q_BTHK[:, begin:end].reshape(1, rows * (end - begin), heads, -1)
-            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale)
+            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale, self._layer.attention.softcap)
             spans.append(y_BXHK.view(rows, end - begin, heads, -1))
         return torch.cat(spans, 1)[..., :head_dim]
 

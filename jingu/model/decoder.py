@@ -29,12 +29,12 @@ from jingu.model.byte_weight import ByteWeight
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
-from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm
+from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import end_rows, feed_forward_rows, stack_rows, styles
+from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_rows, styles
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
-from jingu.model.rotary import RotaryTables, layer_rotary
+from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
 from jingu.model.spec import Experts, LayerSpec, ModelSpec, SoftPrompt
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
@@ -44,23 +44,36 @@ AuxiliaryLoss = Callable[[list[RoutingStats]], Tensor]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: self-attention, cross-attention if there is an encoder, and feed-forward."""
+    """A transformer block: self-attention, cross-attention if there is an encoder, and feed-forward.
+
+    Norms stand before these branches, behind them, or both, as the layer says; absent ones are None.
+    """
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, *, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
         hidden_size = spec.hidden_size
         self.dropout_seeds = BlockDropoutSeeds()
-        self.attention_norm = build_norm(layer.norm, hidden_size)
+        self.parallel = layer.block_order != "sequential"
+        self.residual_scale = layer.residual_scale
+        norms = {
+            f"{branch}{place}": build_norm(layer.norm, hidden_size) if has_norm else None
+            for branch in ("attention", "cross_attention", "feed_forward")
+            for place, has_norm in zip(("_norm", "_output_norm"), norm_places(layer, branch), strict=True)
+        }
+        self.attention_norm = norms["attention_norm"]
         self.attention = SelfAttention(spec, layer, causal=causal)
-        self.cross_attention_norm = build_norm(layer.norm, hidden_size) if cross else None
+        self.attention_output_norm = norms["attention_output_norm"]
+        self.cross_attention_norm = norms["cross_attention_norm"] if cross else None
         self.cross_attention = CrossAttention(spec, layer) if cross else None
-        self.feed_forward_norm = build_norm(layer.norm, hidden_size)
+        self.cross_attention_output_norm = norms["cross_attention_output_norm"] if cross else None
+        self.feed_forward_norm = norms["feed_forward_norm"]
         self.feed_forward: MoELayer | FeedForwardLayer
         rows = feed_forward_rows(layer.feed_forward, hidden_size)
         if isinstance(layer.feed_forward, Experts):
             self.feed_forward = MoELayer(layer.feed_forward, rows)
         else:
             self.feed_forward = FeedForwardLayer(layer.feed_forward, rows)
+        self.feed_forward_output_norm = norms["feed_forward_output_norm"]
 
     def forward(
         self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
@@ -70,21 +83,39 @@ class Block(nn.Module):
         self.dropout_seeds.own = context.dropout_seeds
         self.dropout_seeds.source = context.source_dropout_seeds
 
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context, cache)
-        if self.cross_attention is not None and self.cross_attention_norm is not None:
-            x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), context, cache)
+        normed_BTD = _norm(self.attention_norm, x_BTD)
+        attended_BTD = _norm(self.attention_output_norm, self.attention(normed_BTD, context, cache))
+        if self.parallel:
+            inputs_BTD = normed_BTD if self.feed_forward_norm is None else self.feed_forward_norm(x_BTD)
+            y_BTD, routing = self._feed_forward(inputs_BTD, cache)
+            return x_BTD + self._scaled(attended_BTD + y_BTD), routing
+        x_BTD = x_BTD + self._scaled(attended_BTD)
+        if self.cross_attention is not None:
+            states_BTD = self.cross_attention(_norm(self.cross_attention_norm, x_BTD), context, cache)
+            x_BTD = x_BTD + self._scaled(_norm(self.cross_attention_output_norm, states_BTD))
+        y_BTD, routing = self._feed_forward(_norm(self.feed_forward_norm, x_BTD), cache)
+        return x_BTD + self._scaled(_norm(self.feed_forward_output_norm, y_BTD)), routing
 
-        normed_BTD = self.feed_forward_norm(x_BTD)
+    def _scaled(self, branch_BTD: Tensor) -> Tensor:
+        """Return the output of a branch as it is added to the hidden states."""
+        return branch_BTD if self.residual_scale == 1.0 else branch_BTD * self.residual_scale
+
+    def _feed_forward(self, x_BTD: Tensor, cache: LayerKVCache | None) -> tuple[Tensor, RoutingStats | None]:
+        """Return the output of the feed-forward and, with experts in training, the statistics of the router."""
         if not isinstance(self.feed_forward, MoELayer):
-            return x_BTD + self.feed_forward(normed_BTD), None
+            return self.feed_forward(x_BTD), None
         # With a cache, the last rows of a step may be padding. Do not send them to experts.
         rows = x_BTD.shape[1]
         tokens = rows if cache is None else cache.tokens(rows)
         if tokens == rows:
-            y_BTD, routing = self.feed_forward(normed_BTD)
-            return x_BTD + y_BTD, routing
-        y_BTD, routing = self.feed_forward(normed_BTD[:, :tokens])
-        return x_BTD + pad(y_BTD, (0, 0, 0, rows - tokens)), routing
+            output: tuple[Tensor, RoutingStats | None] = self.feed_forward(x_BTD)
+            return output
+        y_BTD, routing = self.feed_forward(x_BTD[:, :tokens])
+        return pad(y_BTD, (0, 0, 0, rows - tokens)), routing
+
+
+def _norm(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 class StageOutput(NamedTuple):
@@ -146,7 +177,7 @@ class TransformerStack(nn.Module):
         if blocks and "relative_bias" in rows:
             self.relative_bias = build_embedding(rows["relative_bias"])
         self.embedding_norm = None
-        if is_first and "embedding_norm" in rows:
+        if is_first and spec.embedding_norm:
             self.embedding_norm = build_norm(spec.norm, spec.hidden_size)
         # The blocks, and the final norm.
         self.blocks = nn.ModuleList()
@@ -214,6 +245,9 @@ class TransformerStack(nn.Module):
         """Return the hidden states before the first block."""
         assert embedding is not None
         x_BTD: Tensor = embedding(inputs.tokens)
+        scale = self.spec.embedding_scale
+        if scale != 1.0:
+            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
         if self.prompt is not None:
             x_BTD = x_BTD + self.prompt(inputs.tokens).to(x_BTD.dtype)
         if inputs.embedding_noise is not None and self.noise is not None:
@@ -238,6 +272,7 @@ class TransformerStack(nn.Module):
         if cache is not None:
             cache.begin(bias_NH)
         rotary: dict[Hashable, RotaryTables | None] = {}
+        factors: dict[Hashable, Tensor | None] = {None: None}
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
         for layer in self.kinds:
@@ -262,7 +297,10 @@ class TransformerStack(nn.Module):
                         bias_NH=bias_NH,
                         prefix_lengths_BT=inputs.prefix_lengths,
                     )
-            contexts.append(shared._replace(rotary=rotary[turns], mask=masks[seen]))
+            scaling = layer.attention.query_scaling
+            if scaling is not None and scaling not in factors:
+                factors[scaling] = query_factors(scaling, positions_BT, dtype)
+            contexts.append(shared._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
         return contexts
 
 
@@ -350,6 +388,8 @@ class Decoder(TransformerStack):
         x_BTD = output.states
         if self.spec.scale_lm_head:
             x_BTD = x_BTD * self.spec.hidden_size**-0.5
+        if self.spec.logit_scale != 1.0 and not self.spec.score_head:
+            x_BTD = x_BTD * self.spec.logit_scale
         if loss is None:
             return x_BTD
         total = loss(*self.head_operands(x_BTD))
@@ -364,10 +404,10 @@ class Decoder(TransformerStack):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits [B, T, V] of the next token."""
-        return linear(*self.head_operands(hidden_BTD))
+        return cap_logits(self.spec, linear(*self.head_operands(hidden_BTD)))
 
     def head_operands(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits.
+        """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits, before their soft cap.
 
         A LoRA adapter of the head is appended to both, so they have D + R dims.
         """
@@ -390,6 +430,11 @@ class Decoder(TransformerStack):
         if self.spec.normalize_lm_head and isinstance(weight, Tensor):
             weight = normalize(weight)
         return weight
+
+
+def cap_logits(spec: ModelSpec, logits: Tensor) -> Tensor:
+    """Return the logits with the soft cap of the model, if it has one."""
+    return logits if spec.logit_softcap is None or spec.score_head else soft_cap(logits, spec.logit_softcap)
 
 
 def build_model(spec: ModelSpec, blocks: range | None = None) -> Decoder:

@@ -7,6 +7,7 @@ initial weights, counts and plans read them. To add a part, add its fields to th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import expm1, log
 from typing import NamedTuple
 
 from jingu.model.sharding_table import ShardingStyle, ShardingTable
@@ -59,9 +60,18 @@ def child_rows(rows: Rows, name: str) -> dict[str, ModuleRow]:
     return {path.removeprefix(f"{name}."): row for path, row in rows.items() if path.startswith(f"{name}.")}
 
 
-def norm_row(norm: Norm, width: int) -> ModuleRow:
-    """Return the row of a norm of `width` elements."""
-    return ModuleRow((width,), bias=isinstance(norm, LayerNorm), initial=1.0)
+def norm_rows(name: str, norm: Norm, width: int, style: ShardingStyle | None = None) -> dict[str, ModuleRow]:
+    """Return the row of a norm of `width` elements by its name; none if it has no weight."""
+    if isinstance(norm, LayerNorm):
+        return {name: ModuleRow((width,), style, norm.bias, initial=1.0)}
+    return {name: ModuleRow((width,), style, initial=0.0 if norm.offset else 1.0)} if norm.has_weight else {}
+
+
+def qk_norm(layer: LayerSpec) -> Norm:
+    """Return the norm of queries and keys."""
+    norm = layer.norm
+    has_weight = layer.attention.qk_norm_weight
+    return norm if has_weight or isinstance(norm, LayerNorm) else norm.model_copy(update={"has_weight": False})
 
 
 def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
@@ -76,8 +86,11 @@ def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
         "v": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
         "output": ModuleRow((width, inner), "from_heads", part.output_bias, std=residual_std(spec)),
     }
-    if part.qk_norm:
-        rows |= {"q_norm": norm_row(layer.norm, part.head_dim), "k_norm": norm_row(layer.norm, part.head_dim)}
+    if part.qk_norm and part.qk_norm_width == "head":
+        rows |= norm_rows("q_norm", qk_norm(layer), part.head_dim) | norm_rows("k_norm", qk_norm(layer), part.head_dim)
+    elif part.qk_norm:
+        rows |= norm_rows("q_norm", qk_norm(layer), inner, "heads")
+        rows |= norm_rows("k_norm", qk_norm(layer), kv_inner, "kv_heads")
     return rows
 
 
@@ -101,7 +114,10 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
     if not isinstance(part, Experts):
         gate = {"gate": ModuleRow((size, width), "column", part.bias)} if isinstance(part, GatedFeedForward) else {}
         up, down = ModuleRow((size, width), "column", part.bias), ModuleRow((width, size), "row", part.bias, std=std)
-        return {**gate, "up": up, "down": down}
+        # The two trained numbers of xIELU, before softplus: 0.8 and 0.8 - 0.5.
+        numbers = {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3))} if part.activation == "xielu" else {}
+        alphas = {name: ModuleRow((1,), initial=number) for name, number in numbers.items()}
+        return {**gate, "up": up, "down": down, **alphas}
     experts = part.num_experts
     rows = {
         "router": ModuleRow((experts, width), is_trained=not isinstance(part.router, RandomProjectionRouter)),
@@ -126,23 +142,34 @@ def shared_expert(part: Experts) -> GatedFeedForward | None:
 
 def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, ModuleRow]:
     """Return the rows of a block; with `has_source`, it also attends to an encoder."""
-    norm = norm_row(layer.norm, spec.hidden_size)
-    rows = {"attention_norm": norm, **_prefixed("attention", attention_rows(spec, layer))}
+    branches = {"attention": attention_rows(spec, layer)}
     if has_source:
-        rows |= {"cross_attention_norm": norm, **_prefixed("cross_attention", attention_rows(spec, layer))}
-    feed_forward = feed_forward_rows(layer.feed_forward, spec.hidden_size, residual_std(spec))
-    return {**rows, "feed_forward_norm": norm, **_prefixed("feed_forward", feed_forward)}
+        branches["cross_attention"] = branches["attention"]
+    branches["feed_forward"] = feed_forward_rows(layer.feed_forward, spec.hidden_size, residual_std(spec))
+    rows: dict[str, ModuleRow] = {}
+    for branch, branch_rows in branches.items():
+        before, behind = norm_places(layer, branch)
+        rows |= norm_rows(f"{branch}_norm", layer.norm, spec.hidden_size) if before else {}
+        rows |= _prefixed(branch, branch_rows)
+        rows |= norm_rows(f"{branch}_output_norm", layer.norm, spec.hidden_size) if behind else {}
+    return rows
+
+
+def norm_places(layer: LayerSpec, branch: str) -> tuple[bool, bool]:
+    """Return whether a branch of a block has a norm before it, and one behind it."""
+    is_shared = layer.block_order == "parallel_one_norm" and branch == "feed_forward"
+    return layer.norm_placement != "behind" and not is_shared, layer.norm_placement != "before"
 
 
 def stack_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     """Return the rows of a stack (decoder or encoder) before its blocks, without the embedding that both share."""
-    rows = {}
+    rows: dict[str, ModuleRow] = {}
     if isinstance(spec.position, LearnedPositions):
         rows["positions"] = ModuleRow((spec.max_position_embeddings, spec.hidden_size), "tokens")
     if isinstance(spec.position, RelativeBias):
         rows["relative_bias"] = ModuleRow((spec.position.num_buckets, spec.attention.num_heads))
     if spec.embedding_norm:
-        rows["embedding_norm"] = norm_row(spec.norm, spec.hidden_size)
+        rows |= norm_rows("embedding_norm", spec.norm, spec.hidden_size)
     return rows
 
 
@@ -174,7 +201,7 @@ def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) 
     blocks = {layer: block_rows(spec, layer, has_source=has_source) for layer in dict.fromkeys(layers)}
     for number, layer in enumerate(layers):
         yield from _prefixed(f"blocks.{number}", blocks[layer]).items()
-    yield "norm", norm_row(spec.norm, spec.hidden_size)
+    yield from norm_rows("norm", spec.norm, spec.hidden_size).items()
 
 
 def _prefixed(prefix: str, rows: Rows) -> dict[str, ModuleRow]:
@@ -195,14 +222,18 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     part, feed_forward = layer.attention, layer.feed_forward
     stacks = 1 + (spec.num_encoder_layers is not None)
     inner = part.num_heads * part.head_dim
-    # Tensors saved by norms, and their outputs, which are inputs of matmuls.
-    saved = (stacks + 1) * (_saved_by_norm(layer.norm, spec.hidden_size, 1, size) + spec.hidden_size * size)
+    # Tensors saved by norms, and the inputs of matmuls.
+    branches = ["attention"] * stacks + ["feed_forward"]
+    norms = sum(sum(norm_places(layer, branch)) for branch in branches)
+    inputs = stacks + 1 - (layer.block_order == "parallel_one_norm")
+    saved = norms * _saved_by_norm(layer.norm, spec.hidden_size, 1, size) + inputs * spec.hidden_size * size
     # Queries, keys and values in fp32 and repeated for all heads, as without a fused kernel; and the input of the
     # output projection.
     saved += stacks * inner * (3 * max(size, 4.0) + size)
     if part.qk_norm:
         heads = part.num_heads + part.num_kv_heads
-        saved += stacks * _saved_by_norm(layer.norm, heads * part.head_dim, heads, size)
+        groups = heads if part.qk_norm_width == "head" else 2
+        saved += stacks * _saved_by_norm(qk_norm(layer), heads * part.head_dim, groups, size)
     return saved + _saved_by_feed_forward(dense_equivalent(feed_forward), size) + routed_bytes(spec, layer, size)
 
 
@@ -234,18 +265,20 @@ def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:
     if isinstance(norm, LayerNorm):
         return width * size + 2 * groups * wide
     # Inputs, and results before the multiplication with the weight, in at least fp32.
-    return 2 * width * wide + groups * wide
+    return (1 + norm.has_weight) * width * wide + groups * wide
 
 
 def attended_tokens(layer: LayerSpec, sequence: int) -> float:
     """Return the mean number of tokens that a token of a sequence attends to: without a window, half of them."""
-    window = min(layer.attention.sliding_window or sequence, sequence)
+    window = cached_tokens(layer, sequence)
+    if layer.attention.chunk_size == layer.attention.reach is not None:
+        return window / 2
     return window * (1 - window / (2 * sequence))
 
 
 def cached_tokens(layer: LayerSpec, past: int) -> int:
     """Return how many of `past` tokens a layer attends to in generation."""
-    return min(layer.attention.sliding_window or past, past)
+    return min(layer.attention.reach or past, past)
 
 
 def attention_width(layer: LayerSpec) -> int:

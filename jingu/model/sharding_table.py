@@ -72,7 +72,7 @@ def divided_dims(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple
     # A parameter with three dims has one matrix per expert.
     experts = (ShardedDim("experts", 0),) if dims == 3 else ()
     inputs = style in ("row", "from_heads")
-    of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out")
+    of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out") or (leaf == "weight" and dims == 1)
     # Of the two small matrices of a LoRA adapter, only the one with the sharded dim of the weight is sharded.
     if style == "tokens" or leaf in ("lora_b" if inputs else "lora_a", "token_rows"):
         return experts

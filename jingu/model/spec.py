@@ -18,7 +18,13 @@ from jingu.tables import flatten
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+# Where the norms of a block stand: before its branches, behind them (on their outputs, before the residual; OLMo 2), or
+# before and behind (sandwich; Gemma 2).
+NormPlacement = Literal["before", "behind", "around"]
+# How attention and feed-forward follow each other: one after the other, or both on the same hidden states, whose norm
+# they share or not.
+BlockOrder = Literal["sequential", "parallel", "parallel_one_norm"]
 # Formats of quantized matrices (`jingu.model.quantized_weight`).
 QuantizationFormat = Literal["int8", "int4", "nf4", "fp8"]
 
@@ -39,17 +45,25 @@ def optional(default: Any) -> Any:
 
 
 class RmsNorm(Component):
-    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias."""
+    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias.
+
+    Attributes:
+        offset: whether one is added to the weight, which therefore starts at zero.
+        has_weight: whether it has a weight.
+    """
 
     type: Literal["rms"] = "rms"
     eps: PositiveFloat = 1e-5
+    offset: bool = optional(False)
+    has_weight: bool = optional(True)
 
 
 class LayerNorm(Component):
-    """Layer norm (Ba et al., 2016): a weight and a bias."""
+    """Layer norm (Ba et al., 2016): a weight and, by default, a bias."""
 
     type: Literal["layer"] = "layer"
     eps: PositiveFloat = 1e-5
+    bias: bool = optional(True)
 
 
 class LearnedPositions(Component):
@@ -107,7 +121,33 @@ class Llama3Scaling(Component):
     high_freq_factor: PositiveFloat
 
 
-RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+class LongropeScaling(Component):
+    """Each frequency is divided by a factor of its own (LongRoPE, Ding et al., 2024).
+
+    Attributes:
+        short_factor: factors for sequences that fit the original context, one for each rotated pair.
+        long_factor: factors for longer sequences.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[PositiveFloat, ...]
+    long_factor: tuple[PositiveFloat, ...]
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFloat
+
+
+class AlphaScaling(Component):
+    """The base is multiplied by alpha^(d/(d-2)), for d rotated dims, at every length (NTK-aware scaling)."""
+
+    type: Literal["alpha"] = "alpha"
+    alpha: PositiveFloat
+
+
+RopeScaling = Annotated[
+    LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongropeScaling | AlphaScaling,
+    Field(discriminator="type"),
+]
 
 
 class RotaryPositions(Component):
@@ -119,6 +159,8 @@ class RotaryPositions(Component):
         interleaved: whether a rotated pair is two neighboring dimensions, instead of one dimension of each half of the
             head.
         scaling: how the frequencies are scaled to a longer context; None: not at all.
+        proportional: whether frequencies are spaced over the whole head instead of its rotated share, and a pair is
+            one dimension of each half of the whole head; pairs beyond the share do not turn.
     """
 
     type: Literal["rope"] = "rope"
@@ -126,6 +168,7 @@ class RotaryPositions(Component):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    proportional: bool = optional(False)
 
 
 class NoPositions(Component):
@@ -156,6 +199,14 @@ class RelativeBias(Component):
     max_distance: PositiveInt = 128
 
 
+class QueryScaling(Component):
+    """Queries are multiplied by 1 + beta · ln(1 + ⌊(position + offset) / length⌋), which grows with the position."""
+
+    beta: PositiveFloat
+    length: PositiveInt
+    offset: Annotated[int, Field(ge=0)] = 0
+
+
 class AttentionSpec(Component):
     """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
 
@@ -164,6 +215,14 @@ class AttentionSpec(Component):
         qk_norm: whether the queries and keys of each head are normalized.
         scale_scores: whether scores are divided by √head_dim.
         sliding_window: number of tokens that a token attends to, including itself; None: itself and all before it.
+        chunk_size: positions are divided into chunks of this size, and a token attends to its own chunk only; None:
+            there are no chunks.
+        scale: multiplies the scores; None: what `scale_scores` says.
+        softcap: scores s become softcap · tanh(s / softcap); None: they stay.
+        qk_norm_width: whether `qk_norm` normalizes each head, with the same weights, or all heads together.
+        qk_norm_after_rotary: whether positions are rotated before queries and keys are normalized.
+        qk_norm_weight: whether these norms have weights.
+        query_scaling: how queries are multiplied by position; None: not at all.
     """
 
     num_heads: PositiveInt
@@ -174,6 +233,18 @@ class AttentionSpec(Component):
     qk_norm: bool = False
     scale_scores: bool = True
     sliding_window: PositiveInt | None = None
+    chunk_size: PositiveInt | None = optional(None)
+    scale: PositiveFloat | None = optional(None)
+    softcap: PositiveFloat | None = optional(None)
+    qk_norm_width: Literal["head", "all_heads"] = optional("head")
+    qk_norm_after_rotary: bool = optional(False)
+    qk_norm_weight: bool = optional(True)
+    query_scaling: QueryScaling | None = optional(None)
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a token attends to, including itself; None: there is no limit."""
+        return min(filter(None, (self.sliding_window, self.chunk_size)), default=None)
 
 
 class PlainFeedForward(Component):
@@ -388,10 +459,13 @@ class LayerSpec(Component):
     position: Position
     attention: AttentionSpec
     feed_forward: FeedForward
+    norm_placement: NormPlacement = "before"
+    block_order: BlockOrder = "sequential"
+    residual_scale: PositiveFloat = 1.0
 
 
 class ModelSpec(Component):
-    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head.
+    """A decoder: `num_layers` blocks of attention and feed-forward between an embedding and a head.
 
     With `num_encoder_layers` the model is an encoder-decoder. The encoder has the same dimensions, and each block of
     the decoder also attends to the encoder's last hidden states.
@@ -414,6 +488,13 @@ class ModelSpec(Component):
         adapter: adapters. Only their parameters, a score head, and `modules_to_save` are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
         frozen_parameters: patterns of the names of parameters that are not trained. Ignored if there is an adapter.
+        norm_placement: where the norms of a block stand.
+        block_order: whether attention and feed-forward of a block follow each other or are parallel.
+        residual_scale: multiplies the outputs of attention and feed-forward before they are added to the hidden states.
+        embedding_scale: multiplies the embedding.
+        round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
+        logit_scale: multiplies the logits.
+        logit_softcap: logits l become softcap · tanh(l / softcap); None: they stay.
         layer_kinds: by the name of a kind of layer, the fields in which it differs from the model's, by their paths,
             such as `attention.sliding_window`.
         layer_pattern: name of the kind of each layer of the decoder; empty if all layers are equal.
@@ -439,6 +520,13 @@ class ModelSpec(Component):
     adapter: Adapter | None = None
     quantization: QuantizationFormat | None = None
     frozen_parameters: tuple[str, ...] = ()
+    norm_placement: NormPlacement = optional("before")
+    block_order: BlockOrder = optional("sequential")
+    residual_scale: PositiveFloat = optional(1.0)
+    embedding_scale: PositiveFloat = optional(1.0)
+    round_embedding_scale: bool = optional(False)
+    logit_scale: PositiveFloat = optional(1.0)
+    logit_softcap: PositiveFloat | None = optional(None)
     layer_kinds: dict[str, dict[str, Any]] = optional({})
     layer_pattern: tuple[str, ...] = optional(())
 
@@ -499,6 +587,7 @@ class ModelSpec(Component):
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
+        self._check_parts(layer)
         bias = layer.position
         if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
@@ -516,6 +605,24 @@ class ModelSpec(Component):
                 where="model.layer_kinds",
                 fix="Use rope, alibi or none in all kinds of layers.",
             )
+
+    def _check_parts(self, layer: LayerSpec) -> None:
+        """Raise JinguError if parts of a layer do not go together."""
+        part, position = layer.attention, layer.position
+        problem = None
+        if layer.block_order != "sequential" and (self.num_encoder_layers or layer.norm_placement != "before"):
+            problem = "attention and feed-forward are parallel, which needs norms before both and no encoder"
+        elif part.qk_norm_width == "all_heads" and part.qk_norm_after_rotary:
+            problem = "queries and keys are normalized over all heads, which must come before rotary positions"
+        elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
+            problem = "xielu needs a feed-forward of the type plain"
+        elif isinstance(position, RotaryPositions) and isinstance(position.scaling, LongropeScaling):
+            pairs = rotary_dim(position, part.head_dim) // 2
+            factors = (len(position.scaling.short_factor), len(position.scaling.long_factor))
+            if factors != (pairs, pairs):
+                problem = f"longrope has {factors[0]} short and {factors[1]} long factors, for {pairs} rotated pairs"
+        if problem is not None:
+            raise JinguError(f"{problem}.", where="model", fix="Change the fields of the layer.")
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` of the decoder is. All layers of an encoder are `default_layer`."""
@@ -614,7 +721,8 @@ def _kind(spec: ModelSpec, name: str | None) -> LayerSpec:
     if not changes:
         return LayerSpec.model_construct(**values)
     try:
-        tree = replace_paths({field: value.model_dump() for field, value in values.items()}, changes)
+        tree = {key: value.model_dump() if isinstance(value, Component) else value for key, value in values.items()}
+        tree = replace_paths(tree, changes)
         return LayerSpec.model_validate(tree)
     except (KeyError, TypeError) as error:
         raise JinguError(

@@ -35,7 +35,7 @@ from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutpu
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.grouped_matmul import GatherRows
 from jingu.model.inputs import Inputs, as_inputs
-from jingu.model.layers import Embedding
+from jingu.model.layers import Embedding, RMSNorm
 from jingu.model.sharding_table import child_styles, iterate_styles
 from jingu.parallel.sharding import shard_range
 from jingu.parallel.token_sharding import TokenSharding, compose
@@ -121,10 +121,17 @@ def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: Toke
     has_context = sharding.context > 1
     by_heads = has_context and not ring
     # Projections: sum over `tensor` after a row-parallel matrix, exchange tokens for heads over `context`.
-    for _, child, style in child_styles(module):
+    for name, child, style in child_styles(module):
         if style in ("row", "from_heads") and sharding.tensor > 1:
             _compute_summand(child, sharding)
-        if by_heads and isinstance(module, Attention):
+        if isinstance(child, RMSNorm) and sharding.tensor > 1:
+            # A norm over all heads, of which each rank has equally many.
+            child.is_whole = False
+            child.mean_square = compose(  # type: ignore[method-assign]
+                child.mean_square, partial(_mean_over_ranks, group=sharding.tensor_group)
+            )
+        # Such a norm comes after the projection and before the exchange.
+        if by_heads and isinstance(module, Attention) and f"{name}_norm" not in module.sharding:
             _exchange_tokens_for_heads(child, style, sharding, key_sharding, module.head_dim)
     if isinstance(module, Attention):
         # The index of this rank's first head, for masks and caches that have all heads.
@@ -151,6 +158,10 @@ def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: Toke
     if sharding.tensor > 1:
         sources = None if key_sharding is sharding else key_sharding
         module.forward = partial(_with_all_tokens, sharding, sources, module.forward)
+
+
+def _mean_over_ranks(x_BS1: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_gather(x_BS1, x_BS1.dim() - 1, group).mean(-1, keepdim=True)
 
 
 def _compute_summand(child: Any, sharding: TokenSharding) -> None:

@@ -97,7 +97,8 @@ class Pretraining(StatelessTask):
             labels_BT = self._tokens.shard_context(batch.labels, fill=IGNORE_INDEX)
             factors_BT = None if batch.weights is None else self._tokens.shard_context(batch.weights)
             chunk = self._train_loss if torch.is_grad_enabled() else self._eval_loss
-            return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT)
+            cap = self.spec.logit_softcap
+            return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT, cap)
 
         def auxiliary(routings: list[RoutingStats]) -> Tensor:
             assert model.spec.experts is not None
