@@ -37,7 +37,7 @@ def resume_options_for(changes: Collection[str]) -> str:
     # Master weights of other precisions are fp32, and no checkpoint is converted.
     if any(change.startswith("precision.type:") and "fp64" in change for change in changes):
         return ""
-    if any(f"{key}.".startswith(tuple(f"{fixed}." for fixed in _TABLE["fixed"])) for key in keys):
+    if any(f"{key}.".startswith(tuple(f"{fixed_key}." for fixed_key in _TABLE["fixed"])) for key in keys):
         return ""
     options = [f"--allow {key}" for key in keys]
     if any(key in _TABLE["fresh_optimizer"] for key in keys):

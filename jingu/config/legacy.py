@@ -67,7 +67,7 @@ def _migrate(
     """
     # "section[type]" holds the names of one type of a section.
     names = keys.get(path, {}) | keys.get(f"{path}[{tree.get('type')}]", {})
-    migrated = {}
+    new_tree = {}
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, dict):
@@ -76,5 +76,5 @@ def _migrate(
             value = [_migrate(item, keys, values, inner) if isinstance(item, dict) else item for item in value]
         elif isinstance(value, str):
             value = values.get(inner, {}).get(value, value)
-        migrated[names.get(key, key)] = value
-    return migrated
+        new_tree[names.get(key, key)] = value
+    return new_tree

@@ -79,10 +79,10 @@ class NearCopyTable:
 
     def find(self, texts: Iterable[str]) -> set[int]:
         """Return the rows that have a near copy in some texts."""
-        found: set[int] = set()
+        matches: set[int] = set()
         for chunk, _ in chunk_words(texts, self.longest):
-            found |= self.find_in_chunk(chunk)
-        return found
+            matches |= self.find_in_chunk(chunk)
+        return matches
 
     @property
     def longest(self) -> int:
@@ -115,7 +115,7 @@ class NearCopyTable:
         for shift in (0, 1):
             passages = owners * len(words) + (positions + shift * lengths) // (2 * lengths)
             distinct = np.unique(passages * len(self.hashes) + numbers) // len(self.hashes)
-            keys, shared = np.unique(distinct, return_counts=True)
+            keys, shared_counts = np.unique(distinct, return_counts=True)
             texts = keys // len(words)
-            similar = np.union1d(similar, texts[shared >= enough[texts]])
+            similar = np.union1d(similar, texts[shared_counts >= enough[texts]])
         return set(self.rows[similar].tolist())

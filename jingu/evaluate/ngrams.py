@@ -54,7 +54,7 @@ _IGNORED = re.compile("[\u0300-\u036f\ufe00-\ufe0f\u00ad\u200b-\u200f\u2060\ufef
 def _character_tables() -> tuple[npt.NDArray[np.uint8], Uint64Array]:
     """Return for each code point its kind (0: separator), and a random number that equivalent characters share."""
     kinds = np.zeros(0x110000, np.uint8)
-    folded = np.arange(0x110000, dtype=np.uint64)
+    folded_codes = np.arange(0x110000, dtype=np.uint64)
     for code in range(_LAST_LETTER):
         character = chr(code)
         if unicodedata.category(character)[0] not in "LMN":
@@ -62,11 +62,11 @@ def _character_tables() -> tuple[npt.NDArray[np.uint8], Uint64Array]:
         kinds[code] = _LETTER
         plain = _IGNORED.sub("", unicodedata.normalize("NFKD", character.casefold()))
         if len(plain) == 1:
-            folded[code] = ord(plain)
+            folded_codes[code] = ord(plain)
     for first, end in _CHARACTER_WORDS:
         kinds[first:end][kinds[first:end] > 0] = _WORD
     kinds[ord(BOUNDARY)] = _WORD
-    return kinds, mix_bits(folded + np.uint64(1))
+    return kinds, mix_bits(folded_codes + np.uint64(1))
 
 
 @cache
@@ -249,7 +249,7 @@ def chunk_words(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWord
         if size >= CHUNK_CHARACTERS:
             words = _hash_chunk("".join(parts))
             yield words, False
-            rest = words.text[words.starts[-longest] :] if len(words) >= longest else words.text
-            parts = [rest if len(rest) < CHUNK_CHARACTERS else ""]
+            tail = words.text[words.starts[-longest] :] if len(words) >= longest else words.text
+            parts = [tail if len(tail) < CHUNK_CHARACTERS else ""]
             size = len(parts[0])
     yield _hash_chunk("".join(parts)), True

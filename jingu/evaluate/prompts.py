@@ -181,8 +181,8 @@ class PromptRenderer:
         shots = [shot for shot in pool if not excludes_own or shot != row][:count]
         if len(shots) < count:
             # The drawn shots contained copies of the document: draw again without these.
-            others = [shot for shot in self.data.pool if shot != row]
-            shots = self._random.sample(others, min(count, len(others)))
+            candidates = [shot for shot in self.data.pool if shot != row]
+            shots = self._random.sample(candidates, min(count, len(candidates)))
         if len(shots) < count:
             what = f"{count} shots are requested, but the {len(self.data.pool)} documents to draw from are too few."
             raise self.task.error(what, "Set --num-fewshot to less.")

@@ -163,8 +163,14 @@ class TaskSettings(BaseModel):
     @property
     def shots(self) -> Options:
         """Settings of shots: `fewshot_config`, which overrides the task's own values."""
-        own = {key: value for key, value in self if key in _SHOT_KEYS}
-        return {"sampler": "default", "split": self.fewshot_split, "samples": None, **own, **self.fewshot_config}
+        shot_settings = {key: value for key, value in self if key in _SHOT_KEYS}
+        return {
+            "sampler": "default",
+            "split": self.fewshot_split,
+            "samples": None,
+            **shot_settings,
+            **self.fewshot_config,
+        }
 
     def error(self, what: str, fix: str) -> JinguError:
         """Return an error that names this task and its file."""
@@ -256,10 +262,10 @@ def _import_names(file: Path) -> Options:
 
 def _package_file(path: str) -> Path | None:
     """Return the Python file of an installed package, without importing it; None if there is none."""
-    package, _, rest = path.partition("/")
-    spec = importlib.util.find_spec(package) if rest and package.isidentifier() else None
+    package, _, file_name = path.partition("/")
+    spec = importlib.util.find_spec(package) if file_name and package.isidentifier() else None
     places = [*(spec.submodule_search_locations or ())] if spec is not None else []
-    return next((file for place in places if (file := Path(place) / rest).is_file()), None)
+    return next((file for place in places if (file := Path(place) / file_name).is_file()), None)
 
 
 class _TaskLoader(yaml.SafeLoader):
@@ -306,19 +312,19 @@ def _read_yaml(file: Path, including: Sequence[Path] = ()) -> Options:
         # A plain on, off, yes or no is a boolean.
         what = f"the task file has a key that YAML reads as {wrong[0]!r}, not as text."
         raise JinguError(what, where=file, fix="Remove it, or correct it.")
-    included = settings.pop("include", None) or []
-    names = [included] if isinstance(included, str) else included
+    included_files = settings.pop("include", None) or []
+    names = [included_files] if isinstance(included_files, str) else included_files
     if not _are_texts(names) or not all(Path(name).name for name in names):
         fix = "Name a file, or a list of files."
-        raise JinguError(f"the task file includes {included!r}, which is no file.", where=file, fix=fix)
-    merged: Options = {}
+        raise JinguError(f"the task file includes {included_files!r}, which is no file.", where=file, fix=fix)
+    settings_tree: Options = {}
     for name in names:
         beside = file.parent / name
         # Files of the catalogue can be included by their name alone.
         path = beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside)
-        merged |= _read_yaml(path, (*including, file.resolve()))
-    merged |= settings
-    return {key: value for key, value in merged.items() if value is not None}
+        settings_tree |= _read_yaml(path, (*including, file.resolve()))
+    settings_tree |= settings
+    return {key: value for key, value in settings_tree.items() if value is not None}
 
 
 class TaskIndex:

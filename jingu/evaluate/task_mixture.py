@@ -196,8 +196,8 @@ class TaskMixture:
             if max(settings.num_fewshot) >= len(rows):
                 what = f"{max(settings.num_fewshot)} shots are requested, but {name} has only {len(rows) - 1} other "
                 raise JinguError(f"{what}documents.", where=settings.mixture, fix="Set num_fewshot to less.")
-        scaled = self._size(name) * settings.scale
-        return float(min(scaled, settings.maximum or scaled) ** (1 / settings.temperature))
+        scaled_size = self._size(name) * settings.scale
+        return float(min(scaled_size, settings.maximum or scaled_size) ** (1 / settings.temperature))
 
     def __len__(self) -> int:
         return self.settings.samples or sum(stream.size for stream in self.streams)
@@ -225,9 +225,9 @@ class TaskMixture:
         write_text_atomically(file, text)
         print(f"mixture {self.settings.mixture}: {pluralize(len(self), 'row')} in {file}")
         for stream, count in zip(self.streams, self.mixture.counts(len(self)), strict=True):
-            unused = len(stream.rows) - min(stream.size, count)
-            used = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
-            print(f"  {stream.task.task}: {used}, {unused:,} of {len(stream.rows):,} documents unused")
+            unused_rows = len(stream.rows) - min(stream.size, count)
+            usage = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
+            print(f"  {stream.task.task}: {usage}, {unused_rows:,} of {len(stream.rows):,} documents unused")
         tasks = [{"task": profile.task, "cluster": profile.cluster, "data": profile.data} for profile in self._profiles]
         return {
             "name": self.settings.mixture,

@@ -197,8 +197,8 @@ def combine_codes(codes: list[int]) -> int:
     for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
         if code in codes:
             return code
-    failed = [abs(code) for code in codes if code]
-    return failed[0] if failed else 0
+    failures = [abs(code) for code in codes if code]
+    return failures[0] if failures else 0
 
 
 def _obey_launcher() -> None:
@@ -210,12 +210,12 @@ def _obey_launcher() -> None:
 
 def _obey_file(path: Path) -> None:
     """Send this process the signals that the launcher writes into a file."""
-    done = 0
+    num_lines = 0
     while True:
         time.sleep(_POLL_SECONDS)
         with suppress(OSError):
-            for number in path.read_text(encoding="utf-8").split()[done:]:
-                done += 1
+            for number in path.read_text(encoding="utf-8").split()[num_lines:]:
+                num_lines += 1
                 os.kill(os.getpid(), int(number))
 
 
@@ -245,11 +245,11 @@ def main(words: list[str]) -> int:
             threading.Thread(target=_obey_launcher, daemon=True).start()
             return run_node(start, int(words[1]))
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
-        saved = os.environ.pop(SAVED_VARIABLE, None)
+        saved_value = os.environ.pop(SAVED_VARIABLE, None)
         code = run_node(replace(start, master=_find_master(start)), int(rank))
-        if code == EXIT_PREEMPTED and saved is not None:
+        if code == EXIT_PREEMPTED and saved_value is not None:
             # With another code, srun would end the other nodes while they are still saving.
-            Path(saved).touch()
+            Path(saved_value).touch()
             return 0
         return code
     print(HELLO + json.dumps(describe_node()), flush=True)

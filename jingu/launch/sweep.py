@@ -41,8 +41,8 @@ class SweepRun:
     @property
     def has_begun(self) -> bool:
         """Whether the folder holds a run with exactly this configuration."""
-        stored = self.folder / "config.yaml"
-        return stored.is_file() and stored.read_text(encoding="utf-8") == dump_yaml(self.config)
+        config_file = self.folder / "config.yaml"
+        return config_file.is_file() and config_file.read_text(encoding="utf-8") == dump_yaml(self.config)
 
     @property
     def is_complete(self) -> bool:
@@ -82,17 +82,17 @@ def sweep(
     folder = Path(base.runs_dir) / f"{base.name}-sweep"
     if optuna is None:
         runs = plan_sweep(file, overrides, space, random, seed)
-        own: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
+        own_runs: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
         count = len(runs[part[0] - 1 :: part[1]])
     else:
         if random is not None or part != (1, 1):
             raise JinguError(
                 "Optuna chooses runs one after another.", where="--optuna", fix="Omit --random and --part."
             )
-        runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
+        runs, own_runs, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
     results: list[dict[str, Any]] = []
-    for number, run in enumerate(own, start=1):
+    for number, run in enumerate(own_runs, start=1):
         # 1. Print which run is next, and train it unless it is complete.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         is_complete = run.is_complete
