@@ -162,9 +162,9 @@ class PromptRenderer:
         try:
             return self.template.render_prompt(messages, continue_final=continues).text
         except ConversationError as error:
-            others = tuple(message for message in messages if message.role != "system")
+            other_messages = tuple(message for message in messages if message.role != "system")
             try:
-                text = self.template.render_prompt(others, continue_final=continues).text
+                text = self.template.render_prompt(other_messages, continue_final=continues).text
             except ConversationError:
                 fix = "Leave out the chat, or choose another model."
                 raise self.task.error(f"its prompts cannot be messages: {error}.", fix) from None

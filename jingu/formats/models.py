@@ -114,16 +114,16 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
     reader = CheckpointReader(step)
     # Leave out everything that matters only to training.
-    ignored = ("model/score.weight",) if spec.value_head else ()
+    ignored_names = ("model/score.weight",) if spec.value_head else ()
     spec = spec.model_copy(update={"frozen_parameters": (), "value_head": False})
-    stored = {
+    stored_shapes = {
         name.removeprefix("model/"): torch.Size(tensor.shape)
         for name, tensor in reader.manifest.tensors.items()
-        if name.startswith("model/") and name not in ignored
+        if name.startswith("model/") and name not in ignored_names
     }
     # Checkpoints of a run that trained adapters contain only the trained parameters.
-    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
-    compare_shapes(expected, stored, step)
+    expected_shapes = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
+    compare_shapes(expected_shapes, stored_shapes, step)
     config = run_config(run)
     is_prefix_lm = config is not None and isinstance(config.data.objective, PrefixLmSettings)
 
@@ -144,11 +144,11 @@ def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec:
         return read_description(run)
     if config is None or tokenizer is None:
         return ModelDescription()
-    loaded = Tokenizer.load(tokenizer)
+    loaded_tokenizer = Tokenizer.load(tokenizer)
     with suppress(JinguError):
-        return describe_run(config, loaded, spec, open_initial(config))
+        return describe_run(config, loaded_tokenizer, spec, open_initial(config))
     # The template is gone.
-    return ModelDescription(special_token_ids(loaded, spec))
+    return ModelDescription(special_token_ids(loaded_tokenizer, spec))
 
 
 def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> ModelDescription:
@@ -161,16 +161,16 @@ def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec:
     """
     if not (run / FOLDER).is_dir():
         return describe_run(config, tokenizer, spec, open_initial(config))
-    stored = read_description(run)
+    old_description = read_description(run)
     folder = run / "tokenizer" if (run / "tokenizer").is_dir() else None
     unread = StoredModel(spec, lambda name: torch.empty(0), folder, run)
-    initial = replace(unread, config=stored.config, generation_config=stored.generation_config)
+    initial = replace(unread, config=old_description.config, generation_config=old_description.generation_config)
     try:
         return describe_run(config, tokenizer, spec, initial)
     except JinguError:
         if folder is None:
             raise
-    return replace(stored, chat_templates=Tokenizer.load(folder).chat_templates)
+    return replace(old_description, chat_templates=Tokenizer.load(folder).chat_templates)
 
 
 def open_initial(config: RunConfig) -> StoredModel | None:
@@ -211,9 +211,11 @@ def _check_has_adapters(adapters: StoredModel, path: Path) -> None:
 def _warn_of_other_base(run: Path, base: StoredModel) -> None:
     """Warn if adapters of a run are put on another model than the one that they were trained for."""
     inputs = RunInputs.load(run)
-    expected = inputs.inputs.get(BASE)
-    if expected is not None and digest_records(record_model(base, inputs.files)) != expected.content:
-        log_warning(f"{base.where} is not the model for which the adapters in {run} were trained ({expected.path}).")
+    expected_base = inputs.inputs.get(BASE)
+    if expected_base is not None and digest_records(record_model(base, inputs.files)) != expected_base.content:
+        log_warning(
+            f"{base.where} is not the model for which the adapters in {run} were trained ({expected_base.path})."
+        )
 
 
 def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> StoredModel:
@@ -262,10 +264,10 @@ def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> St
     adapters = load_adapters(path, base)
     old, new = adapters.spec.adapter, spec.adapter
     assert old is not None and new is not None
-    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
+    expected_shapes = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}
     fix = "Use the same settings under `tune` that they were trained with."
-    if names != set(expected) or type(old) is not type(new):
+    if names != set(expected_shapes) or type(old) is not type(new):
         what = "the initial adapters are of another kind, or for other modules or another model."
         raise JinguError(what, where=path, fix=fix)
     for field in _MEANING_FIELDS:
@@ -293,13 +295,13 @@ def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> St
                 wide = torch.promote_types(value.dtype, torch.float32)
                 value = value.to(wide) * (before.scale / after.scale)
             value = _resize_rank(value, leaf, after.rank)
-        shape = expected[name] if expert is None else expected[name][1:]
+        shape = expected_shapes[name] if expert is None else expected_shapes[name][1:]
         if value.shape != shape:
             what = f"{name} of the initial adapters has the shape {list(value.shape)}, and the run's has {list(shape)}."
             raise JinguError(what, where=path, fix=fix)
         return value
 
-    for name in expected:
+    for name in expected_shapes:
         read(name)
     return replace(adapters, spec=spec, read=read)
 

@@ -112,8 +112,8 @@ def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[Conte
 
 def _pin(named: str, expected: RunInput | None) -> Path:
     """Return the name of a base on a hub at the commit that the run was started with; any other name as it is."""
-    pinned = None if expected is None else hub_name_of(Path(expected.path))
-    return Path(named if pinned is None or parse_name(named) is None else str(pinned))
+    pinned_name = None if expected is None else hub_name_of(Path(expected.path))
+    return Path(named if pinned_name is None or parse_name(named) is None else str(pinned_name))
 
 
 def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
@@ -127,22 +127,22 @@ def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) 
         JinguError: the model is not to be found, or is not the one that the run was started with.
     """
     inputs = RunInputs.load(run)
-    expected = inputs.inputs.get(BASE)
+    expected_base = inputs.inputs.get(BASE)
     # A run that stands beside its base finds it also after both have moved.
     candidates = [Path(named), run.absolute().parent.parent / named]
-    if expected is not None:
-        candidates = [Path(expected.path), run / expected.relative, *candidates]
-    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected)]
+    if expected_base is not None:
+        candidates = [Path(expected_base.path), run / expected_base.relative, *candidates]
+    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected_base)]
     for path in existing:
-        stored = open_model(path)
-        if expected is None:
-            return stored, path
-        records = record_model(stored, inputs.files)
-        if digest_records(records) == expected.content:
+        stored_model = open_model(path)
+        if expected_base is None:
+            return stored_model, path
+        records = record_model(stored_model, inputs.files)
+        if digest_records(records) == expected_base.content:
             if any(inputs.files.get(record.path) != record for record in records):
                 with suppress(OSError):  # the records only save time
                     RunInputs(inputs.inputs, inputs.files | {record.path: record for record in records}).save(run)
-            return stored, path
+            return stored_model, path
     raise JinguError(
         f"{existing[0]} is not the model for which these adapters were trained: its contents have changed.",
         where=run,

@@ -191,15 +191,15 @@ class Engine:
     def _run(self, request_ids: list[int]) -> list[Event]:
         """Take steps until these requests are finished and return their events. The next step returns other events."""
         events: list[Event] = []
-        others: list[Event] = []
-        own = set(request_ids)
-        while self._any_rank_has_work(not own.isdisjoint(self._groups)):
-            if own.isdisjoint(self._groups):
+        other_events: list[Event] = []
+        expected_ids = set(request_ids)
+        while self._any_rank_has_work(not expected_ids.isdisjoint(self._groups)):
+            if expected_ids.isdisjoint(self._groups):
                 # Only other ranks have work: score something, so that this rank takes part in their forward passes.
-                own.update(self._submit_scores((), [[self.model.tokenizer.eos_token_id]], None))
+                expected_ids.update(self._submit_scores((), [[self.model.tokenizer.eos_token_id]], None))
             for event in self.step():
-                (events if event.request_id in own else others).append(event)
-        self._events = others + self._events
+                (events if event.request_id in expected_ids else other_events).append(event)
+        self._events = other_events + self._events
         return events
 
     # Requests
@@ -244,12 +244,12 @@ class Engine:
         if spec.num_encoder_layers is not None:
             encoder_ids = spec.prompted((*request.prompt, model.tokenizer.eos_token_id), encoder=True)
             decoder_ids = [model.decoder_start_token_id]
-        for unsupported, what in (
+        for is_unsupported, what in (
             (any(spec.prompts), "prompt tuning"),
             (model.is_prefix_lm, "prefix language models"),
             (encoder_ids is not None, "encoder-decoder models"),
         ):
-            if request.prompt_logprobs and unsupported:
+            if request.prompt_logprobs and is_unsupported:
                 raise JinguError(f"unavailable with {what}.", where="prompt_logprobs", fix="Leave it out.")
         # 3. Make the group, with virtual tokens in front of the prompt, and check that the KV cache has room for it.
         prompt_ids = spec.prompted(decoder_ids)
@@ -337,12 +337,12 @@ class Engine:
         start = time.perf_counter()
         # 1. Admit waiting sequences and select tokens.
         encoding = self._scheduler.admit()
-        scheduled = self._scheduler.schedule(self._propose())
-        if scheduled:
+        batch = self._scheduler.schedule(self._propose())
+        if batch:
             # 2. Compute them in one forward pass.
-            outputs = self._forward(scheduled, encoding)
+            outputs = self._forward(batch, encoding)
             # 3. Sample, and append the new tokens to their sequences.
-            self._process(scheduled, outputs)
+            self._process(batch, outputs)
             self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
         events = self._events
@@ -404,16 +404,16 @@ class Engine:
             logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, pooled_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
         # 4. Split logits and hidden states by sequence.
-        pooled = [item.sequence.group.request.pooling is not None for item in scheduled]
-        logits = logits_NV.split([0 if pools else count for pools, count in zip(pooled, counts, strict=True)])
-        states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(pooled, counts, strict=True)])
-        return [states[index] if pools else logits[index] for index, pools in enumerate(pooled)]
+        is_pooling = [item.sequence.group.request.pooling is not None for item in scheduled]
+        logits = logits_NV.split([0 if pools else count for pools, count in zip(is_pooling, counts, strict=True)])
+        states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(is_pooling, counts, strict=True)])
+        return [states[index] if pools else logits[index] for index, pools in enumerate(is_pooling)]
 
     def _process(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> None:
         """Advance every sequence with its outputs, and end those that are finished."""
         # Sampling and scoring are batched over sequences, so that the host waits for the GPU once for each of them.
         beams: dict[SequenceGroup, list[Tensor]] = {}
-        sampled = self._sample(scheduled, outputs)
+        sampled_rows = self._sample(scheduled, outputs)
         scores = self._score(scheduled, outputs)
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
@@ -429,7 +429,7 @@ class Engine:
                 event = sequence.pool(logits_NV, self._score_weight_1D if group.request.pooling == "score" else None)
                 self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
-                self._accept(sequence, item.draft_tokens, sampled[sequence])
+                self._accept(sequence, item.draft_tokens, sampled_rows[sequence])
             # 2. Put full blocks into the prefix cache, unless their values may not be finite.
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
@@ -464,14 +464,14 @@ class Engine:
             if not is_complete or not is_plain:
                 continue
             try:
-                own = sequence.sampling_rows(item.draft_tokens)
+                sequence_rows = sequence.sampling_rows(item.draft_tokens)
             except SamplingError as error:
                 events[sequence] = [partial(sequence.fail, error)]
                 continue
             first = len(logits_NV) - 1 - len(item.draft_tokens)
-            rows += own
-            logits.append(logits_NV[first : first + len(own)])
-            takers.append((sequence, len(own)))
+            rows += sequence_rows
+            logits.append(logits_NV[first : first + len(sequence_rows)])
+            takers.append((sequence, len(sequence_rows)))
         tokens = iter(sample_rows(torch.cat(logits), rows) if rows else ())
         for sequence, count in takers:
             events[sequence] = [partial(sequence.take, next(tokens)) for _ in range(count)]

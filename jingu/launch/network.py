@@ -129,7 +129,7 @@ def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[i
     all_ranks_agree(True)
     seconds = _best_seconds(lambda: dist.all_reduce(tensor, group=group), ranks.device)
     rate = 2 * (len(members) - 1) / len(members) * MESSAGE_BYTES / seconds / 1e9
-    return {tuple(own): rate for own, rate in gather_from_all([members, rate])}
+    return {tuple(group_members): rate for group_members, rate in gather_from_all([members, rate])}
 
 
 def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence[int]) -> float | None:

@@ -108,7 +108,7 @@ def find_interface(address: str) -> str:
         try:
             # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
             probe.connect((address, 9))
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
@@ -117,7 +117,7 @@ def find_interface(address: str) -> str:
                 reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if socket.inet_ntoa(reply[20:24]) == own and name != "lo":
+            if socket.inet_ntoa(reply[20:24]) == own_address and name != "lo":
                 return name
     return ""
 

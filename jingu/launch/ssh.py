@@ -230,7 +230,11 @@ def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending
             print(f"jingu: ending {pluralize(len(hosts), 'node')} that did not exit: {join_words(hosts, 'and')}.")
             break
         time.sleep(POLL_SECONDS)
-    hosts = [own.node.host for own, code in zip(connections, codes, strict=True) if code in EXPLAINED_CODES]
+    hosts = [
+        node_connection.node.host
+        for node_connection, code in zip(connections, codes, strict=True)
+        if code in EXPLAINED_CODES
+    ]
     name_failing_nodes(start, hosts)
     exit_codes = [code for code in codes if code is not None]
     is_complete = exit_codes.count(0) >= start.min_nodes and None not in codes

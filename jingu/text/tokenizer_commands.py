@@ -51,13 +51,13 @@ def extend(config: RunConfig) -> None:
         raise JinguError("there is nothing to extend.", where="tokenizer.base", fix=fix)
     base = Tokenizer.load(Path(config.tokenizer.base))
     _store_tokenizer(config, lambda texts: extend_tokenizer(base, texts, config.tokenizer.vocab_size))
-    extended = Tokenizer.load(Path(config.tokenizer.path))
+    new_tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     print(f"  The first {base.vocab_size:,} are those of {config.tokenizer.base}; bytes per token before and after:")
     for source in config.data.all_sources:
         for name in [source.input] if isinstance(source.input, str) else source.input:
             alone = config.data.for_source(source.model_copy(update={"input": name}))
             texts = [text for text, _ in sample_texts(find_files(alone), alone, 1 << 20)]
-            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, extended))
+            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, new_tokenizer))
             print(f"  {before:.2f} → {after:.2f}  {name}")
 
 

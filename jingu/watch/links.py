@@ -167,8 +167,8 @@ def _format_address(data: bytes, family: int) -> str:
 def _find_attribute(data: bytes, kind: int) -> bytes:
     """Return the value of a netlink attribute; empty if there is none."""
     while len(data) >= 4:
-        length, own = struct.unpack_from("=HH", data)
-        if own == kind or length < 4:
+        length, attribute_kind = struct.unpack_from("=HH", data)
+        if attribute_kind == kind or length < 4:
             return data[4:length]
         data = data[-(-length // 4) * 4 :]
     return b""

@@ -147,10 +147,10 @@ def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str
             continue
         usual, times = counts[0]
         suspects = tuple(rank for rank, call in sorted(by_member.items()) if call != usual)
-        own = by_member[suspects[0]]
+        suspect_call = by_member[suspects[0]]
         peers = "half of the ranks" if times == len(suspects) else "the other ranks"
         reason = (
-            f"called {_describe_call(own)} as number {number:,} of {_format_axis(axes[name])}, where {peers} called "
+            f"called {_describe_call(suspect_call)} as number {number:,} of {_format_axis(axes[name])}, where {peers} called "
             f"{_describe_call(usual)}"
         )
         return suspects, reason
