@@ -205,7 +205,7 @@ class _JobQueue:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function, and return a future of its result."""
         future: Future[T] = Future()
-        self._futures = [*(other for other in self._futures if not other.done()), future]
+        self._futures = [*(pending_future for pending_future in self._futures if not pending_future.done()), future]
         self._jobs.put(partial(fulfill, future, function))
         return future
 

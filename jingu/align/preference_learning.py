@@ -185,18 +185,18 @@ class PreferenceLearning(StatelessTask):
         assert isinstance(dataset, PreferenceDataset)
         # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
         # runs on padding.
-        located = []
+        located_rows = []
         for start in range(0, num_rows, micro_batch_size * num_data_ranks(self.mesh)):
             first = start + data_rank(self.mesh) * micro_batch_size
             numbers = np.arange(first, first + micro_batch_size)
-            stored = np.minimum(numbers, len(dataset.row_ends) - 1)
-            located.append(LocatedRows([dataset] * micro_batch_size, stored, numbers < num_rows))
-        self.begin_evaluation(model, located)
+            row_numbers = np.minimum(numbers, len(dataset.row_ends) - 1)
+            located_rows.append(LocatedRows([dataset] * micro_batch_size, row_numbers, numbers < num_rows))
+        self.begin_evaluation(model, located_rows)
         with eval_mode(model), force_eager():
-            for datasets, stored, is_real in located:
-                batch = dataset.read(stored).to_batch()
+            for datasets, row_numbers, is_real in located_rows:
+                batch = dataset.read(row_numbers).to_batch()
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                answers = self.attach(self.run.source.trim(batch), datasets, stored)
+                answers = self.attach(self.run.source.trim(batch), datasets, row_numbers)
                 total_n += self.loss(model, to_answer_device(answers, device))
                 units += self.denominator(answers)
         means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))

@@ -78,10 +78,10 @@ def _dpo_losses(settings: DpoSettings, chosen: AnswerLogProbs, rejected: AnswerL
         return torch.relu(1 - margin)
     smoothing = settings.label_smoothing
     right = -(1 - smoothing) * F.logsigmoid(margin)
-    swapped = -smoothing * F.logsigmoid(-margin)
+    swapped_loss = -smoothing * F.logsigmoid(-margin)
     if settings.loss == "robust":
-        return (right - swapped) / (1 - 2 * smoothing)
-    return right + swapped
+        return (right - swapped_loss) / (1 - 2 * smoothing)
+    return right + swapped_loss
 
 
 # Largest exponent in the scores of divergences: its exponential is finite in fp32.

@@ -95,14 +95,14 @@ def own_turn(text: str) -> JsonObject:
 
 def describe_answer(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """Return an answer as rewards see it: its texts, ids and messages, and the columns of its row."""
-    own = set(sample.own)
+    own_positions = set(sample.own)
     return {
         **prompt.columns,
         "prompt": prompt.text,
         "prompt_ids": sample.prompt_ids,
         "completion": sample.text if sample.completion is None else sample.completion,
         "completion_ids": sample.ids,
-        "completion_mask": [int(place in own) for place in range(len(sample.ids))],
+        "completion_mask": [int(place in own_positions) for place in range(len(sample.ids))],
         "messages": [*prompt.conversation, *(sample.turns or (own_turn(sample.text),))],
     }
 
@@ -153,12 +153,12 @@ class Generator:
     @contextmanager
     def copy_of(self, spec: ModelSpec, read: TensorReader, device_type: str) -> Iterator[InferenceModel]:
         """Yield a whole model for generation with the parameters that `read` returns, and free it at the end."""
-        whole = _build_whole(spec, self.precision, read)
-        for stage in whole.stages if self._prepacks(spec, device_type) else ():
+        whole_model = _build_whole(spec, self.precision, read)
+        for stage in whole_model.stages if self._prepacks(spec, device_type) else ():
             prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
-        yield self._inference_model(whole, spec)
+        yield self._inference_model(whole_model, spec)
         # Modules are in reference cycles: without this, the copy would stay until the garbage collector runs.
-        for module in list(whole.modules()):
+        for module in list(whole_model.modules()):
             vars(module).clear()
 
     def _prepacks(self, spec: ModelSpec, device_type: str) -> bool:
@@ -296,8 +296,8 @@ class Generator:
 
 def merge_parts(parts: Iterable[Iterable[tuple[int, dict[str, Any]]]]) -> list[Sample]:
     """Return the answers of all shares, in the order of their prompts."""
-    merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
-    return [read_sample(values) for _, values in merged]
+    merged_items = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
+    return [read_sample(values) for _, values in merged_items]
 
 
 def _append(sample: Sample, reply_ids: tuple[int, ...], reply: Reply, new: Sample) -> Sample:
@@ -323,9 +323,9 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
             key = (event.request_id, event.choice)
             if event.error is not None:
                 raise JinguError(f"generation failed: {event.error}.", fix="Lower optimizer.lr, or use more precision.")
-            own = tokens.setdefault(key, [])
+            key_tokens = tokens.setdefault(key, [])
             if event.token is not None:
-                own.append(event.token)
+                key_tokens.append(event.token)
             if event.finish_reason is not None:
                 prompt = prompts[event.request_id]
                 samples[key] = Sample(
@@ -333,9 +333,9 @@ def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int]
                     prompt.row,
                     event.choice,
                     prompt.ids,
-                    tuple(token.id for token in own),
-                    tuple(token.logprob or 0.0 for token in own),
-                    "".join(token.text for token in own),
+                    tuple(token.id for token in key_tokens),
+                    tuple(token.logprob or 0.0 for token in key_tokens),
+                    "".join(token.text for token in key_tokens),
                     event.finish_reason,
                 )
     return samples
@@ -353,24 +353,24 @@ def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
     def read(name: str) -> Tensor:
         part = model.sharding.parts[name]
         if name in shards:
-            whole = part.whole(local_tensor(shards[name]).to(mesh.device_type))
+            whole_tensor = part.whole(local_tensor(shards[name]).to(mesh.device_type))
         else:
-            whole = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
+            whole_tensor = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
         if dist.get_world_size(group) > 1:
             # One pipeline stage has the values and the others have zeros: their sum is the parameter.
-            dist.all_reduce(whole, group=group)
-        return whole
+            dist.all_reduce(whole_tensor, group=group)
+        return whole_tensor
 
     return read
 
 
 def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> ParallelModel:
     """Return an unsharded model of this process, with the parameters that `read` returns."""
-    whole = materialize(spec, None, Layout(), precision, read)
-    for module in whole.modules():
+    whole_model = materialize(spec, None, Layout(), precision, read)
+    for module in whole_model.modules():
         if isinstance(module, Embedding):
             module.compute = precision.compute
-    return whole.eval()
+    return whole_model.eval()
 
 
 def describe_error(error: JinguError) -> dict[str, Any]:

@@ -353,14 +353,14 @@ class SamplingFields(VllmFields):
 
 
 def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
-    parsed = {}
+    parsed_biases = {}
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocab_size):
             raise bad_request(
                 f"`logit_bias` has {token[:40]!r}, which is not a token id below {vocab_size}", "logit_bias"
             )
-        parsed[int(token)] = bias
-    return parsed
+        parsed_biases[int(token)] = bias
+    return parsed_biases
 
 
 class CompletionRequest(SamplingFields):

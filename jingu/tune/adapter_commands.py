@@ -57,13 +57,13 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
         base_model = open_model(base)
         is_peft = (model / ADAPTER_CONFIG).is_file()
         adapters = read_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
-        merged = apply_adapters(adapters, base_model)
+        merged_model = apply_adapters(adapters, base_model)
     elif (model / ADAPTER_CONFIG).is_file():
-        merged = open_model(model)
+        merged_model = open_model(model)
     else:
         adapters, base_model, _ = open_adapter_run(model)
-        merged = apply_adapters(adapters, base_model)
-    write_model(merged, to, dtype, False)
+        merged_model = apply_adapters(adapters, base_model)
+    write_model(merged_model, to, dtype, False)
     copy_provenance(model, to, base)
 
 
@@ -79,18 +79,18 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     Raises:
         JinguError: the base cannot be restored, because merging rounded it too much or replaced some of its values.
     """
-    merged = open_model(model)
-    adapter_model = load_adapters(adapters, merged, is_merged=True)
+    merged_model = open_model(model)
+    adapter_model = load_adapters(adapters, merged_model, is_merged=True)
     adapter = adapter_model.spec.adapter
     assert adapter is not None
     adapter_names = parameter_shapes(adapter_model.spec)
     _require_restorable(adapter_names, adapter_model.spec, adapters)
-    base_dtype = DTYPES.get(dtype, merged.dtype)
+    base_dtype = DTYPES.get(dtype, merged_model.dtype)
 
     def read(name: str) -> Tensor:
         """Return a parameter of the base model; one without an adapter is that of the merged model."""
         # 1. The merged value, and the adapter's tensors for its module.
-        value = merged.read(name)
+        value = merged_model.read(name)
         module, _, leaf = name.rpartition(".")
         parts = {
             part: adapter_model.read(f"{module}.{part}")
@@ -101,17 +101,17 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
         # 3. Undo the adapter.
-        restored = unmerge_adapter(value, leaf, parts, adapter.of_module(module), base_dtype)
-        if restored is None:
+        restored_weight = unmerge_adapter(value, leaf, parts, adapter.of_module(module), base_dtype)
+        if restored_weight is None:
             raise JinguError(
                 f"{name} cannot be restored: merging has rounded it too much.",
                 where=model,
                 fix="Merge into a wider dtype (`jingu tune merge --dtype fp32`), and pass the dtype of the base here "
                 "(--dtype bf16).",
             )
-        return restored
+        return restored_weight
 
-    write_model(replace(merged, read=read), to, dtype, False)
+    write_model(replace(merged_model, read=read), to, dtype, False)
 
 
 def _require_restorable(names: Iterable[str], spec: ModelSpec, adapters: Path) -> None:

@@ -150,7 +150,8 @@ def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str
         suspect_call = by_member[suspects[0]]
         peers = "half of the ranks" if times == len(suspects) else "the other ranks"
         reason = (
-            f"called {_describe_call(suspect_call)} as number {number:,} of {_format_axis(axes[name])}, where {peers} called "
+            f"called {_describe_call(suspect_call)} as number {number:,} of {_format_axis(axes[name])},"
+            f" where {peers} called "
             f"{_describe_call(usual)}"
         )
         return suspects, reason
