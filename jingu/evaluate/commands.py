@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jingu.chat.templates import load_template
+from jingu.chat.template_sources import load_template
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.evaluation import (
     PreparedTask,

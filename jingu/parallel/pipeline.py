@@ -98,7 +98,7 @@ class ParallelModel(nn.Module):
         self._plan: ShardingPlan | None = None
         if mesh is not None:
             expert_ranks = expert_size(self._settings, fsdp_mesh(mesh).size(), spec)
-            self._plan = plan_sharding(stages, mesh, spec.attention.num_kv_heads, expert_ranks)
+            self._plan = plan_sharding(stages, mesh, spec, expert_ranks)
         self._stage_numbers = [number for number, owner in enumerate(self.owners) if owner == self.rank]
         self._stages = nn.ModuleList(stages[number] for number in self._stage_numbers)
 
@@ -251,9 +251,11 @@ class ParallelModel(nn.Module):
         shapes = [(rows, -(-length // self._token_ranks), spec.hidden_size) for length in lengths if length]
         meta = partial(torch.empty, device="meta", requires_grad=True)
         tensors = [meta(shape, dtype=self._compute) for shape in shapes]
-        if tensors and self.training and isinstance(spec.feed_forward, Experts):
-            # Statistics of the routers of all earlier blocks, in fp32 or wider.
-            shape = (self.ranges[stage].start, rows, 2 * spec.feed_forward.num_experts + 2)
+        # Statistics of the routers of all earlier blocks, in fp32 or wider.
+        layers = (spec.default_layer,) * (spec.num_encoder_layers or 0) + spec.layers
+        routers = sum(isinstance(layer.feed_forward, Experts) for layer in layers[: self.ranges[stage].start])
+        if tensors and self.training and spec.experts is not None and routers:
+            shape = (routers, rows, 2 * spec.experts.num_experts + 2)
             tensors.append(meta(shape, dtype=torch.promote_types(self._compute, torch.float32)))
         return tuple(tensors)
 
