@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jingu.align.generation_sources import check_answer
+from jingu.align.asynchronous import check_answer
 from jingu.align.json_client import JsonClient, parse_reply
 from jingu.align.reward_list import Rewards, read_grade
 from jingu.config.sections.rewards import JudgeReward
