@@ -46,7 +46,7 @@ from jingu.formats.models import open_model
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import StoredModel
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.futures import fulfill

@@ -26,8 +26,8 @@ from jingu.formats.run_inputs import BASE, RunInputs, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora, ModelSpec
+from jingu.model.trainable import is_trained
 from jingu.runtime.checksums import digest_records
 from jingu.runtime.hub import local_path
 from jingu.runtime.log import log_warning

@@ -30,7 +30,7 @@ from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
 from jingu.config.schema import RunConfig
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.collective_stop import StopDecision
