@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.parameter_table import has_table, is_trained, parameter_sizes, parameter_table
@@ -19,7 +20,6 @@ from jingu.model.spec import Experts, GatedFeedForward, LayerNorm, ModelSpec
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
 
-OptimizerName = Literal["adamw", "adamw 8-bit", "lion", "adafactor", "muon"]
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
 
@@ -168,7 +168,7 @@ class Workload:
     micro_batch: int
     accumulation: int
     checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerBase = field(default_factory=AdamWSettings)
     software: Software = field(default_factory=Software)
 
     @property

@@ -24,7 +24,7 @@ from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo
 from jingu.training.checkpointing import Checkpointer, Progress
 from jingu.training.evaluate import measure_tasks
-from jingu.training.optimizer import set_learning_rate
+from jingu.training.optimizer import ShardedOptimizer, set_learning_rate
 from jingu.training.plan_check import PlanCheck
 from jingu.training.profile import profile_steps
 from jingu.training.run import Run
@@ -64,7 +64,7 @@ class Trainer:
     ranks: RankInfo
     task: Task
     model: ParallelModel
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
     meter: ThroughputMeter
     is_compiled: bool
     plan_check: PlanCheck = field(default_factory=PlanCheck)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from jingu.config.sections.train import AdafactorSettings, AdamWSettings, LionSettings, MuonSettings, ParamGroupSettings
+from jingu.config.sections.optimizers import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    ParamGroupSettings,
+)
 from jingu.errors import JinguError
 from jingu.training.optimizer import (
     build_optimizer,
@@ -167,10 +173,10 @@ def test_groups_by_name():
 def test_state_is_there_before_the_first_step_and_goes_by_name(settings):
     model = small(torch.float32)
     optimizer = build_optimizer(settings, model)
-    names = [name for name, _ in named_optimizer_state(optimizer, model)]
+    names = [name for name, *_ in named_optimizer_state(optimizer, model)]
     assert {"exp_avg/linear.weight", "row_var/linear.weight"} & set(names)
     model(torch.randn(2, 3)).backward()
     optimizer.step()
-    assert [name for name, _ in named_optimizer_state(optimizer, model)] == names
+    assert [name for name, *_ in named_optimizer_state(optimizer, model)] == names
     set_learning_rate(optimizer, 0.5)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.sections.train import (
+from jingu.config.sections.schedules import (
     ConstantSettings,
     CosineSettings,
     ExponentialSettings,
