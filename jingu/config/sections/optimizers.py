@@ -222,6 +222,28 @@ class MuonSettings(OptimizerBase):
         return {"exp_avg": Slot("sharded", shape)} if is_in_block and len(shape) > 1 else adam_slots(shape)
 
 
+class SgdSettings(OptimizerBase):
+    """Stochastic gradient descent with momentum, which holds one number of state for each weight.
+
+    Attributes:
+        lr: Peak learning rate; usually ten to a hundred times AdamW's.
+        momentum: Decay rate of the momentum, the sum of earlier gradients; 0: no momentum and no state.
+        nesterov: Whether to take Nesterov's step, from where the momentum alone leads.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate; never applied to norms and biases.
+    """
+
+    IMPLEMENTATION: ClassVar[str] = "jingu.training.sgd:Sgd"
+
+    type: Literal["sgd"] = "sgd"
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+    def slots(self, shape: tuple[int, ...], *, is_in_block: bool) -> Slots:
+        return {"momentum": Slot("sharded", shape)} if self.momentum else {}
+
+
 if TYPE_CHECKING:
     Optimizer = OptimizerBase
 else:
