@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import Fraction, NonNegative, Settings, default_type, union_of
+from jingu.config.sections.base import Fraction, NonNegative, Positive, Settings, default_type, union_of
 
 
 def resolve_steps(length: int | float, steps: int) -> int:
@@ -94,6 +94,22 @@ class CosineSettings(ScheduleBase):
 
     def decayed_rate(self, moment: Moment) -> float:
         return moment.peak - self.decay_range(moment.peak) * 0.5 * (1.0 - cos(pi * moment.progress))
+
+
+class CosineRestartsSettings(ScheduleBase):
+    """Decay along half a cosine several times, each time from the peak (SGDR, Loshchilov and Hutter, 2017).
+
+    Attributes:
+        cycles: Number of decays, of equal length.
+    """
+
+    type: Literal["cosine_with_restarts"] = "cosine_with_restarts"
+    cycles: Positive = 2
+
+    def decayed_rate(self, moment: Moment) -> float:
+        # Only the end of the last cycle reaches the minimum. The other cycles end where the next one starts.
+        progress = 1.0 if moment.progress == 1.0 else self.cycles * moment.progress % 1.0
+        return moment.peak - self.decay_range(moment.peak) * 0.5 * (1.0 - cos(pi * progress))
 
 
 class InverseSqrtSettings(ScheduleBase):
