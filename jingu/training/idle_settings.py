@@ -7,8 +7,8 @@ from typing import Any
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import RowSettings
+from jingu.config.sections.pairs import DpoSettings
 from jingu.config.sections.policies import RolloutSettings
-from jingu.config.sections.tasks import DpoSettings
 from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, join_words
 from jingu.model.spec import ModelSpec
