@@ -77,7 +77,7 @@ def _conditions(config: RunConfig) -> list[str]:
         "unevaluated": not config.evaluation.every,
         "unranked": not (config.checkpoint.keep_best or config.evaluation.patience),
         "other_divergence": isinstance(task, DpoSettings) and task.divergence != "alpha",
-        "unsmoothed": isinstance(task, DpoSettings) and task.loss in ("hinge", "ipo"),
+        "unsmoothed": isinstance(task, DpoSettings) and task.loss not in ("sigmoid", "robust"),
     }
     return [condition for condition in TABLE["idle"] if holds[condition]]
 
