@@ -32,6 +32,7 @@ SETTINGS = [
     DpoSettings(loss="robust", label_smoothing=0.2),
     DpoSettings(loss="hinge", beta=0.7),
     DpoSettings(loss="ipo", beta=0.2),
+    DpoSettings(loss="apo_zero", beta=0.3),
     DpoSettings(sft_weight=0.5),
     DpoSettings(divergence="forward_kl", beta=0.4),
     DpoSettings(divergence="js"),
@@ -79,6 +80,9 @@ def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
             "sigmoid": (1 - share) * right + share * swapped,
             "robust": ((1 - share) * right - share * swapped) / (1 - 2 * share),
             "hinge": torch.clamp(1 - margin, min=0),
+            "apo_zero": 1
+            - 1 / (1 + (policy - reference)[0].sum(-1).exp() ** -settings.beta)
+            + 1 / (1 + (policy - reference)[1].sum(-1).exp() ** -settings.beta),
             "ipo": ((ratio_chosen - ratio_rejected) / TOKENS - 1 / (2 * settings.beta)) ** 2,
         }[settings.loss]
         losses = losses - settings.sft_weight * chosen_mean

@@ -104,11 +104,17 @@ def _ipo(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor:
     return (difference - 1 / (2 * settings.beta)).square()
 
 
+def _apo_zero(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor:
+    gain, loss = ((settings.beta * side.scores).sigmoid() for side in (chosen, rejected))
+    return 1 - gain + loss
+
+
 DPO_LOSSES: dict[str, Callable[[DpoSettings, Scored, Scored], Tensor]] = {
     "sigmoid": _sigmoid,
     "robust": _robust,
     "hinge": _hinge,
     "ipo": _ipo,
+    "apo_zero": _apo_zero,
 }
 """The losses of DPO by the names of `task.loss`."""
 
@@ -135,6 +141,8 @@ class DpoSettings(PairBase):
         loss: sigmoid: DPO, or with label_smoothing conservative DPO (cDPO, Mitchell, 2023). robust: unbiased if a
             fraction `label_smoothing` of the pairs is swapped (Chowdhury et al., 2024). hinge: SLiC (Zhao et al.,
             2023). ipo: squared error of the margin, with log-probabilities averaged over tokens (Azar et al., 2023).
+            apo_zero: raises the probability of the chosen answer and lowers that of the rejected one, each by itself,
+            for chosen answers that are better than the model's own (APO, D'Oosterlinck et al., 2024).
         divergence: Divergence from the reference model that beta weights (f-DPO, Wang et al., 2024): reverse_kl: that
             of DPO; forward_kl, js (Jensen-Shannon), or alpha. Each replaces log(policy / reference) by another
             increasing function of the ratio.
