@@ -80,7 +80,7 @@ def owned(part: BlockSizes, sizes: tuple[int, int, int], slots_of: Callable[...,
             reduced += whole
             if not weight.is_copy:
                 slots = slots_of(weight.shape, is_in_block=part.attended > 0)
-                state += sum(slot.num_bytes(local, 4.0) for slot in slots.values())
+                state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
     return Owned(weights, state, trained, gathered, reduced, rounded)
 
 
@@ -143,7 +143,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     device = {
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.trained for part, count in parts),
-        "optimizer state": soft.state_share * sum(count * part.state for part, count in parts),
+        "optimizer state": sum(count * part.state for part, count in parts),
         **_gathered(work, stage, parts),
         **_activations(work, stage),
     }
@@ -175,7 +175,7 @@ def checkpoint_bytes(work: Workload) -> float:
     ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
     key = ((1, 1, 1), work.optimizer.slots, soft)
     parts = [owned(part, *key) for part in (*model.blocks, *ends)]
-    return sum(part.trained * soft.weight_bytes + part.state * soft.state_share for part in parts)
+    return sum(part.trained * soft.weight_bytes + part.state for part in parts)
 
 
 def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:

@@ -113,7 +113,7 @@ class Software:
     Attributes:
         weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
         reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
-        state_share: size of the optimizer state, relative to fp32.
+        state_share: size of optimizer state that has the dtype of the master weights, relative to fp32.
         copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
         offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
             to the device; on a CPU they stay where they are.
