@@ -262,7 +262,7 @@ def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> P
         JinguError: the configuration is wrong, its tokenizer or data set is missing, or training failed.
         KeyboardInterrupt: Ctrl-C stopped the run. The run was saved, and the same call resumes it.
     """
-    from jingu.align.commands import train as train_command
+    from jingu.training.commands import train as train_command
 
     run_config = _resolve_config(config, overrides)
     code = train_command(run_config, processes)

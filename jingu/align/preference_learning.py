@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.answers import AnswerBatch, AnswerScorer, RewardHead
-from jingu.align.preference_losses import AnswerLogProbs, kto_losses, pair_losses, reward_losses
+from jingu.align.preference_losses import kto_losses, reward_losses
 from jingu.align.reference import References, load_references, to_answer_device
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.data import PreferenceSettings
-from jingu.config.sections.tasks import DpoSettings, KtoSettings, SimpoSettings
+from jingu.config.sections.pairs import AnswerLogProbs, DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.config.sections.tune import LoraSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
@@ -154,14 +155,10 @@ class PreferenceLearning(StatelessTask):
             AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
             for side in (0, 1)
         )
-        losses_BP = pair_losses(self.settings, chosen, rejected)
+        losses_BP = self.settings.pair_losses(chosen, rejected)
         with torch.no_grad():
-            # Implicit rewards of the policy (Rafailov et al., 2023, equation 5).
-            chosen_BP = self.settings.beta * chosen.log_ratio
-            rejected_BP = self.settings.beta * rejected.log_ratio
-            if isinstance(self.settings, SimpoSettings):
-                chosen_BP = self.settings.beta * chosen.policy_mean
-                rejected_BP = self.settings.beta * rejected.policy_mean
+            chosen_BP = self.settings.rewards(chosen)
+            rejected_BP = self.settings.rewards(rejected)
         return _sum_pairs(losses_BP, chosen_BP, rejected_BP, chosen.exists & rejected.exists)
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import RowSettings
+from jingu.config.sections.pairs import DpoSettings
 from jingu.config.sections.policies import RolloutSettings
-from jingu.config.sections.tasks import DpoSettings
 from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, join_words
 from jingu.model.spec import ModelSpec
@@ -86,7 +86,7 @@ def _conditions(config: RunConfig) -> list[str]:
         "not_in_memory": not config.checkpoint.in_memory.every,
         "unranked": not (config.checkpoint.keep_best or config.evaluation.patience),
         "other_divergence": isinstance(task, DpoSettings) and task.divergence != "alpha",
-        "unsmoothed": isinstance(task, DpoSettings) and task.loss in ("hinge", "ipo"),
+        "unsmoothed": isinstance(task, DpoSettings) and task.loss not in ("sigmoid", "robust"),
     }
     return [condition for condition in TABLE["idle"] if holds[condition]]
 

@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
-from jingu.align.commands import TASKS, build_data, train
+from jingu.align.commands import build_data
 from jingu.config.introspect import accepted_types
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.errors import JinguError
 from jingu.runtime.checksums import hash_file
+from jingu.training.commands import train
 from jingu.training.run import open_run
+from jingu.training.task import find_task_factory
 from tests.align.preferences import write_pairs
 from tests.conftest import MakeRun, peak_unmeasured
 
@@ -166,7 +168,7 @@ def ask(config: RunConfig, key: str, value: Any) -> str | None:
     try:
         changed = change(config, key, value)
         run = open_run(changed)
-        TASKS[changed.task.type].check(run)
+        find_task_factory(changed.task).check(run)
     except (ValueError, JinguError) as error:
         return f"refused: {error}"
     section = key.rpartition(".")[0]
