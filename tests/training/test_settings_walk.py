@@ -77,6 +77,14 @@ WITHOUT_DIFFERENCE = {
     "checkpoint.every_minutes": "it takes seconds",
     "checkpoint.resume": "there is no checkpoint",
 }
+# Further ones of a task.
+OF_TASK = {
+    "grpo": {
+        **dict.fromkeys(("on_error", "required", "timeout"), "no reward fails"),
+        "min_tokens": "all answers are longer",
+        "train.max_grad_norm": "nearly all rewards of a group are equal",
+    }
+}
 _TIMED = re.compile(r"second|time|tokens_per|flops|utiliz|peak|memory|wait|speed|date")
 _FIGURES = re.compile(r"[\d.,]+k? ?(?:tokens/s|s\b|% of peak)|/[\w/.-]+")
 
@@ -257,7 +265,8 @@ def test_another_value_changes_the_run(
     assert observe(config) == expected
     without_difference = set()
     for key, section, name in leaves(config):
-        if key in WITHOUT_DIFFERENCE or key.removeprefix("parallel.") in WITHOUT_DIFFERENCE:
+        names = {key, key.removeprefix("parallel."), key.removeprefix("task.rewards[0].")}
+        if not names.isdisjoint(WITHOUT_DIFFERENCE | OF_TASK.get(task, {})):
             continue
         has_effect = True
         for value in other_values(section, name)[:4]:
