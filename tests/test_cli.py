@@ -52,12 +52,12 @@ LEAST = {
     "model list": [],
     "model inspect": ["model"],
     "model grow": ["model", "--to", "folder"],
-    "tune export": ["run", "--to", "folder"],
+    "tune export": ["run"],
     "tune merge": ["run", "--to", "folder"],
     "tune unmerge": ["m", "--to", "to", "--adapters", "run"],
     "align replay": ["run", "1"],
     "import": ["model", "--to", "folder"],
-    "export": ["model", "--to", "folder"],
+    "export": ["model"],
     "report": ["run"],
     "config from-deepspeed": ["file"],
     "config schema": [],
@@ -248,7 +248,8 @@ def test_export_and_report_get_paths(command: Callable[..., None]) -> None:
     calls: list[dict[str, Any]] = []
     command("export", lambda **options: calls.append(options))
     assert main(["export", "runs/a", "--to", "out", "--dtype", "bf16"]) == 0
-    assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16", "check": False}]
+    here = {"push": None, "public": False, "yes": False}
+    assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16", "check": False, **here}]
 
 
 # How it ends
@@ -323,7 +324,7 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("generate model", "PROMPT is missing. See `jingu generate --help`."),
         ("generate", "MODEL and PROMPT are missing. See `jingu generate --help`."),
         ("generate model one two", "there is one argument too many: two. See `jingu generate --help`."),
-        ("export model", "--to is missing. See `jingu export --help`."),
+        ("import model", "--to is missing. See `jingu import --help`."),
         (
             "launch ssh train run.yaml --hostfile hosts",
             "--hostfile follows the command, as if it were an option of that command. "
@@ -332,8 +333,8 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("verify run.yaml --against", "--against needs a value. See `jingu verify --help`."),
         ("export model --to", "--to needs a value. See `jingu export --help`."),
         (
-            "export model --to x --dtype int8",
-            "--dtype takes auto, fp32, bf16 or fp16, not int8. See `jingu export --help`.",
+            "import model --to x --dtype int8",
+            "--dtype takes auto, fp32, bf16 or fp16, not int8. See `jingu import --help`.",
         ),
         ("train run.yaml --proceses 2", "there is no option --proceses. Did you mean --processes?"),
         (

@@ -15,6 +15,7 @@ from jingu.config.sections.data import PreferenceSettings, SupervisedSettings
 from jingu.config.sections.policies import RolloutSettings
 from jingu.errors import JinguError, join_words
 from jingu.evaluate.task_mixture import build
+from jingu.runtime.hub import is_available
 from jingu.runtime.ranks import run_first
 from jingu.text.tokenizer_commands import train as train_tokenizer
 from jingu.training import commands
@@ -66,7 +67,7 @@ def align(file: Path, first: str | None = None, processes: int | None = None) ->
 def _prepare_stage(config: RunConfig) -> None:
     """Train the stage's tokenizer and build its data sets if they do not exist yet."""
     print(f"align: stage {config.name}, task {config.task.type}", flush=True)
-    if not Path(config.tokenizer.path).exists():
+    if not is_available(config.tokenizer.path):
         train_tokenizer(config)
     build_data(config)
 

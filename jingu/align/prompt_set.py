@@ -16,6 +16,7 @@ from jingu.config.sections.policies import RolloutSettings
 from jingu.data.permutation import Permutation
 from jingu.errors import JinguError
 from jingu.runtime.files import read_text
+from jingu.runtime.hub import local_rows
 from jingu.text.document_reader import describe_json_error
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.row_formats import parse_prompt
@@ -103,7 +104,7 @@ def load_prompts(
     Raises:
         JinguError: the file cannot be read, a row cannot be used, or a prompt leaves no room for the longest answer.
     """
-    path = Path(settings.prompts)
+    path = local_rows(settings.prompts)
     content = read_text(path)
     chat_format = find_prompt_format(settings, tokenizer, model)
     prompts: list[Prompt] = []

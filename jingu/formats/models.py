@@ -29,6 +29,7 @@ from jingu.model.decoder import parameter_shapes
 from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora, ModelSpec
 from jingu.runtime.checksums import digest_records
+from jingu.runtime.hub import local_path
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 
@@ -42,13 +43,15 @@ def open_model(path: Path) -> StoredModel:
     Adapters, of a run or in a peft folder, are opened together with their base model.
 
     Args:
-        path: the folder or file. If it does not exist, it may be the name of a packaged model.
+        path: the folder or file. If it does not exist, it may be the name of a packaged model or of one on a hub
+            (`jingu.runtime.hub`), which is then downloaded.
 
     Raises:
-        JinguError: there is no model at the path, or it is damaged.
+        JinguError: there is no model at the path, it is damaged, or it cannot be downloaded.
     """
     if str(path) in PACKAGED_MODELS and not path.exists():
         path = packaged_model(str(path))
+    path = local_path(path)
     if path.is_file() and path.suffix == ".gguf":
         return open_gguf(path)
     if not path.is_dir():
@@ -79,7 +82,9 @@ def _no_model(path: Path) -> JinguError:
         "a model is a folder or a .gguf file." if path.exists() else "there is no such model folder.",
         where=path,
         fix="Give a run (runs/NAME), a step of one (runs/NAME/checkpoints/step-00000100), a Hugging Face folder "
-        "or a .gguf file; or the name of a packaged model: " + ", ".join(PACKAGED_MODELS) + ".",
+        "or a .gguf file; the name of a model on the hub (hf:ORG/NAME); or that of a packaged model: "
+        + ", ".join(PACKAGED_MODELS)
+        + ".",
     )
 
 

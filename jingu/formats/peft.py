@@ -34,7 +34,9 @@ from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_ad
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
-from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.parts import cached_numbers
+from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.runtime.hub import is_available, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import find_tokenizer_file
@@ -86,9 +88,9 @@ def base_model_path(folder: Path) -> Path:
             )
         visited.add(further.resolve())
         further = _named_base(further)
-    if not base.exists():
+    if not is_available(base):
         raise JinguError(
-            f"these are adapters for {base}, which is not a local folder.",
+            f"these are adapters for {base}, which is neither a local folder nor a name on the hub.",
             where=folder / ADAPTER_CONFIG,
             fix="Fetch that model, and set base_model_name_or_path to its folder.",
         )
@@ -96,7 +98,12 @@ def base_model_path(folder: Path) -> Path:
 
 
 def _named_base(folder: Path) -> Path:
-    return Path(str(_read_config(folder).get("base_model_name_or_path")))
+    config = _read_config(folder)
+    name = str(config.get("base_model_name_or_path"))
+    revision = config.get("revision")
+    if revision is None or Path(name).exists() or parse_name(name) is None:
+        return Path(name)
+    return Path(f"{name}@{revision}")
 
 
 def read_adapters(folder: Path, base: StoredModel) -> StoredModel:
@@ -371,8 +378,8 @@ class _AdapterReader:
         """
         modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
         if mapping.expert is not None:
-            assert isinstance(self.spec.feed_forward, Experts)
-            shape = (self.spec.feed_forward.num_experts, *tensor.shape)
+            assert self.spec.experts is not None
+            shape = (self.spec.experts.num_experts, *tensor.shape)
             self.parameters.setdefault(f"{modules[0]}.{leaf}", tensor.new_zeros(shape))[mapping.expert] = tensor
             return
         sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
@@ -456,8 +463,7 @@ def _read_prompt(
     is_prefix = config["peft_type"] == "PREFIX_TUNING"
     # In an encoder-decoder, every second pair of keys and values is for cross-attention, and is not used.
     pairs_per_layer = 2 if has_encoder else 1
-    pairs = spec.num_layers * pairs_per_layer
-    columns = 2 * pairs * spec.attention.num_kv_heads * spec.attention.head_dim if is_prefix else spec.hidden_size
+    columns = pairs_per_layer * sum(map(cached_numbers, spec.layers)) if is_prefix else spec.hidden_size
     if prompt.shape != (tokens, columns):
         raise JinguError(
             f"the prompt has shape {list(prompt.shape)}, and for this model it would be {[tokens, columns]}.",
@@ -467,7 +473,7 @@ def _read_prompt(
     if not is_prefix:
         name = "encoder.prompt.embedding.weight" if has_encoder else "prompt.embedding.weight"
         return SoftPrompt(num_virtual_tokens=tokens), {name: prompt}
-    pieces = prompt.chunk(2 * pairs, 1)
+    pieces = prompt.chunk(2 * pairs_per_layer * spec.num_layers, 1)
     parameters: dict[str, Tensor] = {}
     for layer in range(spec.num_layers):
         first = 2 * pairs_per_layer * layer

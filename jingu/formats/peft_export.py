@@ -21,6 +21,7 @@ from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.files import create_folder_atomically
+from jingu.runtime.hub import hub_name_of
 from jingu.text.tokenizer_files import copy_tokenizer
 
 # Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
@@ -52,7 +53,7 @@ def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to
         encoder_decoder_task = "SEQ_2_SEQ_LM"
     config |= {
         "task_type": "CAUSAL_LM" if base.spec.num_encoder_layers is None else encoder_decoder_task,
-        "base_model_name_or_path": str(base_path),
+        **_describe_base(base_path),
         "inference_mode": True,
     }
     with create_folder_atomically(to) as folder:
@@ -63,6 +64,14 @@ def write_adapters(adapters: StoredModel, base: StoredModel, base_path: Path, to
             copy_tokenizer(adapters.tokenizer_folder, folder, adapters.chat_templates)
         if adapters.generation_config is not None:
             write_json(folder / "generation_config.json", adapters.generation_config)
+
+
+def _describe_base(path: Path) -> dict[str, Any]:
+    """Return the keys of peft's config that name the base model: of one on a hub, its name and commit."""
+    name = hub_name_of(path)
+    if name is None:
+        return {"base_model_name_or_path": str(path)}
+    return {"base_model_name_or_path": name.repository, "revision": name.revision}
 
 
 def _convert_weights(
@@ -243,12 +252,16 @@ def _convert_prompt(
     }
     if isinstance(adapter, DeepPrompt):
         prefix = _convert_prefix(adapters, adapter)
-        heads = spec.attention.num_kv_heads
+        sizes = {(part.num_kv_heads, part.head_dim) for part in (layer.attention for layer in spec.layers)}
+        if len(sizes) > 1:
+            what = "peft has no prefixes for layers with different key-value heads."
+            raise JinguError(what, where=adapters.where, fix=_USE_THE_RUN)
+        heads, head_dim = sizes.pop()
         config |= {
             "peft_type": "PREFIX_TUNING",
-            "num_layers": prefix.shape[1] // (2 * heads * spec.attention.head_dim),
+            "num_layers": prefix.shape[1] // (2 * heads * head_dim),
             "num_attention_heads": heads,
-            "token_dim": heads * spec.attention.head_dim,
+            "token_dim": heads * head_dim,
             "num_transformer_submodules": 1 if spec.num_encoder_layers is None else 2,
         }
         return config, {PROMPT_KEY: prefix}
@@ -278,7 +291,7 @@ def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
         raise JinguError("peft has no prompts in the blocks of an encoder.", where=adapters.where, fix=_USE_THE_RUN)
     parts: list[Tensor] = []
     for number in range(spec.num_layers):
-        layer = DeepPromptLayer(adapter, spec)
+        layer = DeepPromptLayer(adapter, spec, spec.layer(number))
         _load_parameters(layer, f"blocks.{number}.attention.prompt", adapters)
         keys_and_values = [x.flatten(1).detach() for x in layer.keys_and_values()]
         parts += keys_and_values

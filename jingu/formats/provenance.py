@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jingu.runtime.files import read_json, write_text_atomically
+from jingu.runtime.hub import local_path
 
 RECORD_NAME = "provenance.json"
 # `data`: for each data set its path, checksums, and the receipt of its task mixture (None: it was made of text).
@@ -37,10 +38,11 @@ def extend_provenance(run: Path, data: list[Record], initial: Path | None, adapt
     if earlier is None:
         start = None
         if initial is not None:
-            record = read_provenance(initial)
+            record = read_provenance(local_path(initial))
             start = {"model": str(initial), "record": record}
             if adapter is not None:
-                start = {"model": str(adapter), "record": add_ancestor(read_provenance(adapter), initial, record)}
+                adapter_record = read_provenance(local_path(adapter))
+                start = {"model": str(adapter), "record": add_ancestor(adapter_record, initial, record)}
         earlier = {"data": [], "initial": start}
     added = [item for item in data if item not in earlier["data"]]
     content = {**earlier, "data": earlier["data"] + added}

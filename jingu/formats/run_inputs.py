@@ -22,6 +22,7 @@ from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
 from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, parse_records, record_file
 from jingu.runtime.files import read_json, write_text_atomically
+from jingu.runtime.hub import hub_name_of, parse_name
 from jingu.text.identity import INPUTS_NAME
 
 BASE = "initialize.from"
@@ -157,6 +158,12 @@ def find_other_base(folder: Path, base: StoredModel) -> str | None:
     return None
 
 
+def _pin(named: str, expected: RunInput | None) -> Path:
+    """Return the name of a base on a hub at the commit that the run was started with; any other name as it is."""
+    pinned = None if expected is None else hub_name_of(Path(expected.path))
+    return Path(named if pinned is None or parse_name(named) is None else str(pinned))
+
+
 def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
     """Open the model for which a run trained adapters, from wherever the command runs; also return its path.
 
@@ -173,7 +180,7 @@ def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) 
     candidates = [Path(named), run.absolute().parent.parent / named]
     if expected is not None:
         candidates = [Path(expected.path), run / expected.relative, *candidates]
-    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [Path(named)]
+    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected)]
     for path in existing:
         stored = open_model(path)
         if expected is None:

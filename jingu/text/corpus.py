@@ -20,6 +20,7 @@ from jingu.config.sections.data import DataSettings, SourceSettings
 from jingu.errors import JinguError, join_words
 from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, record_file
 from jingu.runtime.files import read_error, read_json
+from jingu.runtime.hub import download_rows, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import (
     CorpusFile,
@@ -63,8 +64,9 @@ def find_files(settings: DataSettings) -> list[CorpusFile]:
 
     A folder is searched recursively for files with one of `data.suffixes`, also compressed ones. In a folder that
     `datasets` saved, the .arrow files are taken. A file that is named directly or matches a pattern (`*`, `?`, `[…]`,
-    `**`) may have any suffix. A URL (such as s3://…) names a file or is a pattern. Folders and patterns leave out what
-    is not data (`_is_data`). A file with several names, through links, counts once.
+    `**`) may have any suffix. A URL (such as s3://…) names a file or is a pattern; a name on a hub is a data set there
+    (`jingu.runtime.hub`). Folders and patterns leave out what is not data (`_is_data`). A file with several names,
+    through links, counts once.
 
     Raises:
         JinguError: there is no input, an input matches no file, or a file cannot be read more than once.
@@ -213,6 +215,8 @@ def _expand_input(name: str, suffixes: list[str]) -> list[str]:
         return _walk_folder(path, suffixes)
     if path.exists():
         return [str(path)]
+    if (hub_name := parse_name(name)) is not None:
+        return [str(download_rows(hub_name))]
     matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (keeps absolute patterns simple)
     data_matches = [match for match in matches if _is_data_match(match, str(path))]
     if not data_matches:

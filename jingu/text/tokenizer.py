@@ -15,6 +15,7 @@ import numpy.typing as npt
 import tokenizers
 
 from jingu.errors import JinguError
+from jingu.runtime.hub import TOKENIZER_FILES, local_path
 from jingu.text.tokenizer_formats import GPT2_SPLIT_PATTERN, LETTER_TO_BYTE, find_tokenizer_file, read_tokenizer
 from jingu.text.word_cache import SUPPORTED_PATTERNS, CachedWordEncoder
 
@@ -65,8 +66,10 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json (or a tokenizer in another format) and its configuration from `folder`.
 
-        `folder` may also be the tokenizer's file. Raises JinguError if the tokenizer is missing or damaged.
+        `folder` may also be the tokenizer's file, or the name of a model on a hub, whose tokenizer is meant. Raises
+        JinguError if the tokenizer is missing or damaged.
         """
+        folder = local_path(folder, TOKENIZER_FILES)
         fix = "Run `jingu tokenizer train` (or `jingu import` a model to start from), or set tokenizer.path to one."
         if not folder.exists():
             raise JinguError("there is no tokenizer folder here.", where=folder, fix=fix)

@@ -39,6 +39,7 @@ from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
 from jingu.plan.workload import Software, Workload, num_parameters
+from jingu.runtime.hub import CONFIG_FILES, is_available, local_path
 from jingu.training.plan_task import add_task
 from jingu.training.schedule import check_schedule
 
@@ -109,12 +110,12 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     initial_model = config.initialize.from_
     tokenizer = Path(config.tokenizer.path)
     vocabulary, length = config.tokenizer.vocab_size, config.batch.sequence_length
-    if tokenizer.exists():
+    if is_available(tokenizer):
         from jingu.text.tokenizer import Tokenizer
 
         if initial_model is None:
             vocabulary, length = Tokenizer.load(tokenizer).vocab_size, config.document_length
-        elif Path(initial_model).exists():
+        elif is_available(initial_model):
             from jingu.training.run_spec import build_run_spec
 
             spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
@@ -122,7 +123,7 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     spec = spec_from_settings(config.model, vocabulary, length)
     if initial_model is None or config.model.preset is not None:
         return _add_tuning(spec, config), None
-    return _add_tuning(spec, config), str(tokenizer) if Path(initial_model).exists() else initial_model
+    return _add_tuning(spec, config), str(tokenizer) if is_available(initial_model) else initial_model
 
 
 def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
@@ -415,9 +416,10 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
         config = load_config(path, overrides)
         spec, missing = resolve_spec(config)
         assumptions = [f"the model is that of the settings: {missing} does not exist yet"] if missing else []
-        if missing is None and not Path(config.tokenizer.path).exists():
+        if missing is None and not is_available(config.tokenizer.path):
             assumptions.append(f"the tokenizer has {config.tokenizer.vocab_size:,} entries (tokenizer.vocab_size)")
         return PlanRequest(config, spec, True, assumptions)
+    path = local_path(path, CONFIG_FILES)
     if path.is_dir() or path.name == "config.json":
         from jingu.formats.huggingface import spec_from_config
 

@@ -17,6 +17,7 @@ from jingu.config.sections.policies import (
 from jingu.config.sections.rewards import ModelReward
 from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.model.spec import ModelSpec
+from jingu.runtime.hub import is_available
 
 if TYPE_CHECKING:
     from jingu.plan.forecast import Forecast
@@ -82,7 +83,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
 
 def _spec_of(path: str | None, default: ModelSpec, result: Forecast) -> ModelSpec:
     """Return the spec of the model at a path, else the default. A missing model adds an assumption to `result`."""
-    if path is not None and Path(path).exists():
+    if path is not None and is_available(path):
         from jingu.formats.models import open_model
 
         return open_model(Path(path)).spec

@@ -30,6 +30,7 @@ from jingu.infer.inference_model import encode_prompt
 from jingu.infer.request import max_new_tokens
 from jingu.model.decoder import parameter_shapes
 from jingu.model.spec import ModelSpec
+from jingu.runtime.hub import local_rows
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.idle_settings import find_idle_settings
 from jingu.training.input_checks import check_data, check_inputs, load_run_template
@@ -100,7 +101,7 @@ class Run:
     def data_checksums(self) -> list[str]:
         """Checksums of the shards of the training data, source by source; for rollouts, the checksum of the prompts."""
         if isinstance(self.config.task, RolloutSettings):
-            return [xxhash.xxh3_64_hexdigest(Path(self.config.task.prompts).read_bytes())]
+            return [xxhash.xxh3_64_hexdigest(local_rows(self.config.task.prompts).read_bytes())]
         splits = [source.dataset.manifest.train for source in self.source.sources]
         return [shard.bin_xxh3 for split in splits for shard in (*split.shards, *split.sidecars)]
 

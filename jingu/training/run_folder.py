@@ -18,6 +18,7 @@ from jingu.formats.provenance import extend_provenance
 from jingu.formats.run_inputs import RunInputs
 from jingu.runtime import files
 from jingu.runtime.files import create_folder_atomically, write_text_atomically
+from jingu.runtime.hub import pinned_name
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_files import copy_tokenizer
 from jingu.training.input_checks import record_inputs
@@ -71,7 +72,7 @@ def write_run_files(run: Run, inputs: RunInputs) -> None:
         write_text_atomically(run.folder / "model.json", run.spec.to_json())
         settings = run.config.tune
         adapter = None if isinstance(settings, tune.FullSettings) else settings.initial_adapter
-        start = [None if path is None else Path(path) for path in (run.config.initialize.from_, adapter)]
+        start = [None if path is None else Path(pinned_name(path)) for path in (run.config.initialize.from_, adapter)]
         extend_provenance(run.folder, run.data_records, *start)
         _write_description(run)
         inputs.save(run.folder)

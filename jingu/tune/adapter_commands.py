@@ -1,4 +1,4 @@
-"""`jingu tune export | merge | unmerge`: write adapters as a peft folder, merge them into a model, and undo this."""
+"""Adapters of `jingu tune`: write them as a peft folder, merge them into a model, and undo this."""
 
 from __future__ import annotations
 
