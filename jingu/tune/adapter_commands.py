@@ -38,7 +38,7 @@ def export(run: Path, to: Path) -> None:
     """
     adapters, base, base_path = open_adapter_run(run)
     write_adapters(adapters, base, base_path, to)
-    write_base_record(to, base, base_path.absolute())
+    write_base_record(to, base, base_path)
     copy_provenance(run, to)
     print(f"Wrote {to}: adapters, which peft loads onto {base_path} as exported.")
 

@@ -201,7 +201,10 @@ def record_reads() -> Iterator[set[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("task", [*QUICK, *(pytest.param(task, marks=pytest.mark.slow) for task in OTHERS)])
-def test_every_setting_is_read_or_refused_or_named(task: str, tiny_run: MakeRun, tmp_path: Path, peak: None) -> None:
+def test_every_setting_is_read_or_refused_or_named(
+    task: str, tiny_run: MakeRun, tmp_path: Path, peak: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = make_config(task, tiny_run, tmp_path)
     with record_reads() as reads:
         build_data(config)
