@@ -22,7 +22,7 @@ from jingu.formats.description import FOLDER, ModelDescription, describe_run, re
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
-from jingu.formats.run_inputs import BASE, RunInputs, open_base, record_model
+from jingu.formats.run_inputs import BASE, RunInputs, find_other_base, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
@@ -60,6 +60,12 @@ def open_model(path: Path) -> StoredModel:
     if (path / ADAPTER_CONFIG).is_file():
         # As in transformers, adapters beside a whole model belong to that model.
         base = open_hf(path) if (path / "config.json").is_file() else open_model(base_model_path(path))
+        if (other := find_other_base(path, base)) is not None:
+            raise JinguError(
+                f"{base.where} is not the model for which these adapters were trained ({other}): its contents differ.",
+                where=path,
+                fix="Restore it; or, if it is meant, put the adapters on it with `jingu tune merge --base`.",
+            )
         return apply_adapters(read_adapters(path, base), base)
     if (path / MANIFEST).is_file() or (path / "model.json").is_file():
         model, run = _open_run(path)
@@ -208,6 +214,17 @@ def _check_has_adapters(adapters: StoredModel, path: Path) -> None:
         raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
 
 
+def read_peft_adapters(path: Path, base: StoredModel) -> StoredModel:
+    """Open the adapters in a peft folder for a model that was chosen for them; warn if they were trained for another.
+
+    Raises:
+        JinguError: as for `read_adapters`.
+    """
+    if (other := find_other_base(path, base)) is not None:
+        log_warning(f"{base.where} is not the model for which the adapters in {path} were trained ({other}).")
+    return read_adapters(path, base)
+
+
 def _warn_of_other_base(run: Path, base: StoredModel) -> None:
     """Warn if adapters of a run are put on another model than the one that they were trained for."""
     inputs = RunInputs.load(run)
@@ -229,7 +246,7 @@ def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> 
             not fit the model, or also change parameters that only a merged model can change.
     """
     if (path / ADAPTER_CONFIG).is_file():
-        adapters = read_adapters(path, base)
+        adapters = read_adapters(path, base) if is_merged else read_peft_adapters(path, base)
         if adapters.updates:
             raise JinguError(
                 f"these adapters also change {', '.join(adapters.updates)}, which only a merged model can have.",

@@ -74,6 +74,9 @@ def _conditions(config: RunConfig) -> list[str]:
     holds = {
         "rows": isinstance(config.data.objective, RowSettings) and not isinstance(task, RolloutSettings),
         "prompts": isinstance(task, RolloutSettings),
+        "single_source": len(config.data.all_sources) == 1 and not isinstance(task, RolloutSettings),
+        # The heads of rewards and critics are new.
+        "initialized": config.initialize.from_ is not None and task.type not in ("reward", "ppo"),
         "unevaluated": not config.evaluation.every,
         "unsampled": not config.evaluation.sample_prompts,
         "untested": not config.evaluation.tasks,
