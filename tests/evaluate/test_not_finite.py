@@ -29,7 +29,13 @@ from jingu.training import evaluate
 from tests.evaluate.conftest import WriteTask, load_task
 
 FP32 = Precision("fp32", torch.float32, torch.float32, torch.float32)
-GENERATES: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": None, "doc_to_target": "text"}
+# Settings of a task of each kind.
+KINDS: dict[str, dict[str, Any]] = {
+    "multiple_choice": {},
+    "generate_until": {"doc_to_choice": None, "doc_to_target": "text", "generation_kwargs": {"max_gen_toks": 4}},
+    "loglikelihood": {"doc_to_choice": None, "doc_to_target": "{{' ' ~ text}}"},
+    "loglikelihood_rolling": {"doc_to_choice": None, "doc_to_target": "text"},
+}
 
 
 @pytest.fixture
@@ -44,14 +50,12 @@ def evaluate_with(model: InferenceModel, file: Path, cache: AnswerCache) -> None
     evaluate_task(prepare_task(load_task(file)), Scorer(Engine(model), cache))
 
 
-@pytest.mark.parametrize("settings", [{}, {**GENERATES, "generation_kwargs": {"max_gen_toks": 4}}])
-def test_evaluations_fail(
-    broken: InferenceModel, write_task: WriteTask, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluations_fail(broken: InferenceModel, write_task: WriteTask, tmp_path: Path, kind: str) -> None:
     """The cache of answers gets none, as the next evaluation would take it."""
     cache = AnswerCache(tmp_path / "answers.jsonl")
     with pytest.raises(JinguError, match=r"logits are not finite\. Try --precision fp32"):
-        evaluate_with(broken, write_task(**settings), cache)
+        evaluate_with(broken, write_task(output_type=kind, **KINDS[kind]), cache)
     assert not cache.answers and not (tmp_path / "answers.jsonl").exists()
 
 
