@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.align.answers import AnswerBatch, AnswerScorer
 from jingu.checkpoint.resume import complete_steps
 from jingu.config.batch_plan import MAX_AUTO_TOKENS
-from jingu.config.sections.tasks import DpoSettings, KtoSettings
+from jingu.config.sections.pairs import DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.data.batch import Batch
 from jingu.data.permutation import Int64Array
 from jingu.data.supervised import PreferenceDataset

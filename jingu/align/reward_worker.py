@@ -45,6 +45,8 @@ def load_function(path: str) -> Callable[..., Any]:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
+            # It may import modules beside it.
+            sys.path.append(str(Path(place).resolve().parent))
             module = importlib.util.module_from_spec(spec)
             # Dataclasses look up their module by its name while they are defined.
             sys.modules.setdefault(module.__name__, module)

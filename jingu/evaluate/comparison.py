@@ -127,11 +127,6 @@ def read_evaluations(folder: Path) -> dict[str, StoredEvaluation]:
     return results
 
 
-def read_records(folder: Path) -> dict[str, list[Record]]:
-    """Return the records of all tasks in a folder, of jingu or of the harness."""
-    return {name: evaluation.records for name, evaluation in read_evaluations(folder).items()}
-
-
 def describe_settings(
     first: StoredEvaluation, second: StoredEvaluation, pairs: Sequence[tuple[Record, Record]]
 ) -> list[str]:

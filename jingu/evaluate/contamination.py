@@ -300,8 +300,8 @@ def _scan_unit(
     matches = [np.zeros(0, np.int64)]
     similar: set[int] = set()
     for chunk, is_last in chunk_words(texts, max(*table.lengths, near_table.longest)):
-        matches.append(table.find_in_chunk(chunk, is_last=is_last))
-        similar |= near_table.find_in_chunk(chunk)
+        matches.append(table.match_chunk(chunk, is_last=is_last))
+        similar |= near_table.match_chunk(chunk)
     num_skipped = len(counts.skipped) + counts.invalid
     return np.unique(np.concatenate(matches)).tolist(), sorted(similar), num_skipped
 

@@ -20,8 +20,9 @@ from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.result_files import RESULT_SUFFIX, SAMPLES_SUFFIX, SPREAD_SUFFIX, Spread
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, describe_value, fingerprint_of, load_data
-from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings
+from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings, find_task_files
 from jingu.evaluate.task_metrics import Answer, MetricResult
+from jingu.runtime.checksums import digest_records, record_file
 from jingu.runtime.files import write_text_atomically
 
 
@@ -199,6 +200,8 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
     """
     task = result.prepared
     settings = task.settings.model_dump(exclude={"file"}, exclude_unset=True)
+    file = task.settings.file
+    code = [part for part in find_task_files(file) if part.suffix == ".py"] if file.is_file() else []
     content = {
         "task": task.settings.task,
         "file": str(task.settings.file),
@@ -212,6 +215,7 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
             "data": fingerprint_of([task.data.rows, task.data.pool]),
             "templates": fingerprint_of(settings),
             "prompts": fingerprint_of([sample.pairs for sample in task.samples]),
+            **({"code": digest_records(map(record_file, code))} if code else {}),
         },
         "settings": settings,
     }

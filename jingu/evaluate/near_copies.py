@@ -81,7 +81,7 @@ class NearCopyTable:
         """Return the rows that have a near copy in some texts."""
         matches: set[int] = set()
         for chunk, _ in chunk_words(texts, self.longest):
-            matches |= self.find_in_chunk(chunk)
+            matches |= self.match_chunk(chunk)
         return matches
 
     @property
@@ -89,7 +89,7 @@ class NearCopyTable:
         """How many words the chunks of a text should have in common: the passage of the longest text."""
         return min(2 * int(self.lengths.max(initial=_NGRAM)), _MAX_OVERLAP)
 
-    def find_in_chunk(self, words: HashedWords) -> set[int]:
+    def match_chunk(self, words: HashedWords) -> set[int]:
         """Return the rows that have a near copy in a chunk of `chunk_words`."""
         if len(words) < _NGRAM or not len(self.hashes):
             return set()
@@ -115,7 +115,7 @@ class NearCopyTable:
         for shift in (0, 1):
             passages = owners * len(words) + (positions + shift * lengths) // (2 * lengths)
             distinct = np.unique(passages * len(self.hashes) + numbers) // len(self.hashes)
-            keys, shared_counts = np.unique(distinct, return_counts=True)
+            keys, shared = np.unique(distinct, return_counts=True)
             texts = keys // len(words)
-            similar = np.union1d(similar, texts[shared_counts >= enough[texts]])
+            similar = np.union1d(similar, texts[shared >= enough[texts]])
         return set(self.rows[similar].tolist())

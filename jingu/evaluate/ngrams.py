@@ -207,17 +207,11 @@ class NgramTable:
         is_match = self.hashes[numbers] == hashes[candidates] if len(self.hashes) else np.zeros(0, np.bool_)
         return candidates[is_match], numbers[is_match]
 
-    def find_in_texts(self, texts: Iterable[str]) -> Int64Array:
-        """Return the table indices of all n-grams that occur in the texts, in bounded memory.
+    def match_chunk(self, chunk: HashedWords, *, is_last: bool) -> Int64Array:
+        """Return the table indices of all n-grams that occur in a chunk of `chunk_words`.
 
-        An n-gram over more than a chunk of characters is not found.
+        Of consecutive chunks of texts, all n-grams are matched that are not longer than a chunk.
         """
-        chunks = chunk_words(texts, max(self.lengths))
-        matches = [self.find_in_chunk(chunk, is_last=is_last) for chunk, is_last in chunks]
-        return np.unique(np.concatenate(matches))
-
-    def find_in_chunk(self, chunk: HashedWords, *, is_last: bool) -> Int64Array:
-        """Return the table indices of all n-grams that occur in a chunk of `chunk_words`."""
         matches = []
         for length in self.lengths:
             hashes = chunk.ngrams(length)

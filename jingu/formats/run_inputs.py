@@ -21,12 +21,14 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
 from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, parse_records, record_file
-from jingu.runtime.files import read_json
+from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.hub import hub_name_of, parse_name
 from jingu.text.identity import INPUTS_NAME
 
 BASE = "initialize.from"
 """The name of the model for which a run trains adapters."""
+BASE_RECORD = "base.json"
+"""The record of the model for which the adapters in a peft folder were trained; only jingu writes it."""
 # The files of a model's folder that determine its parameters.
 _MODEL_FILES = ("*.safetensors", "*.index.json", "*.gguf", "config.json", "adapter_config.json", MANIFEST)
 _FIX = "Restore the file, or delete it: then the contents of what the run reads are recorded anew."
@@ -40,11 +42,13 @@ class RunInput:
         path: absolute path.
         relative: path relative to the run's folder; empty if there is none.
         content: hash of the contents of all its files.
+        files: absolute paths of these files, if they have records.
     """
 
     path: str
     relative: str
     content: str
+    files: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class RunInputs:
         self.files.update({record.path: record for record in records})
         absolute = str(path.absolute()) if isinstance(path, Path) else str(path)
         relative = os.path.relpath(absolute, run.absolute()) if isinstance(path, Path) else ""
-        return RunInput(absolute, relative, digest_records(records))
+        return RunInput(absolute, relative, digest_records(records), [record.path for record in records])
 
 
 def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[ContentRecord]:
@@ -108,6 +112,50 @@ def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[Conte
             files = sorted({file for pattern in _MODEL_FILES for file in part.glob(pattern) if file.is_file()})
             records += [record_file(file, known) for file in files]
     return records
+
+
+def write_base_record(folder: Path, base: StoredModel, path: Path) -> None:
+    """Write into a peft folder which model its adapters were trained for, with the checksums of that model's files.
+
+    Args:
+        path: the model's path, for error messages.
+
+    Raises:
+        JinguError: a file of the model cannot be read.
+    """
+    _save_base_record(folder, str(path), record_model(base))
+
+
+def _save_base_record(folder: Path, model: str, records: Sequence[ContentRecord]) -> None:
+    files = [record.to_json() for record in records]
+    content = {"model": model, "content": digest_records(records), "files": files}
+    write_text_atomically(folder / BASE_RECORD, json.dumps(content, indent=2) + "\n")
+
+
+def find_other_base(folder: Path, base: StoredModel) -> str | None:
+    """Return the path of the model for which the adapters in a peft folder were trained, if it is not this one.
+
+    Returns:
+        None if it is this model, or not known, as in the folders of other tools.
+
+    Raises:
+        JinguError: the record is damaged, or a file of the model cannot be read.
+    """
+    path = folder / BASE_RECORD
+    if not path.is_file():
+        return None
+    fix = "Restore the file; or delete it, and the base of the adapters is not compared."
+    content = read_json(path, fix)
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), str) for key in ("model", "content")):
+        raise JinguError("the file is damaged.", where=path, fix=fix)
+    known = parse_records(content.get("files"))
+    records = record_model(base, known)
+    if digest_records(records) != content["content"]:
+        return str(content["model"])
+    if any(known.get(record.path) != record for record in records):
+        with suppress(OSError):  # the records only save time
+            _save_base_record(folder, content["model"], records)
+    return None
 
 
 def _pin(named: str, expected: RunInput | None) -> Path:

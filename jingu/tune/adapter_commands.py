@@ -10,15 +10,16 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
-from jingu.formats.models import load_adapters, open_adapter_run, open_model
-from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
+from jingu.formats.models import load_adapters, open_adapter_run, open_model, read_peft_adapters
+from jingu.formats.peft import ADAPTER_CONFIG
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.provenance import copy_provenance
+from jingu.formats.run_inputs import write_base_record
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_trained
 from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.model.trainable import ADAPTER_PARAMETERS, is_trained
 from jingu.runtime.device import DTYPES
 
 # Parameters of adapters that replace values of the base model, and these values.
@@ -37,6 +38,7 @@ def export(run: Path, to: Path) -> None:
     """
     adapters, base, base_path = open_adapter_run(run)
     write_adapters(adapters, base, base_path, to)
+    write_base_record(to, base, base_path)
     copy_provenance(run, to)
     print(f"Wrote {to}: adapters, which peft loads onto {base_path} as exported.")
 
@@ -56,7 +58,7 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     if base is not None:
         base_model = open_model(base)
         is_peft = (model / ADAPTER_CONFIG).is_file()
-        adapters = read_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
+        adapters = read_peft_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
         merged_model = apply_adapters(adapters, base_model)
     elif (model / ADAPTER_CONFIG).is_file():
         merged_model = open_model(model)
