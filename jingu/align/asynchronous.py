@@ -308,9 +308,9 @@ def _choose_devices(device: torch.device, count: int) -> list[str]:
     """Return the devices of processes: GPUs that no rank of this machine uses, else the GPU of the first rank."""
     if device.type == "cpu":
         return ["cpu"] * count
-    own = device.index or 0
+    own_index = device.index or 0
     free = range(count_ranks(None)[1], torch.accelerator.device_count())
-    return [f"{device.type}:{free[index % len(free)] if free else own}" for index in range(count)]
+    return [f"{device.type}:{free[index % len(free)] if free else own_index}" for index in range(count)]
 
 
 class GenerationServer:

@@ -343,8 +343,8 @@ class KtoLearning(PreferenceLearning):
                 fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
                 batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                attached = self.attach(batch, datasets, rows, mismatched=not is_bco)
-                answers = self.scorer.score(model, to_answer_device(attached, device))
+                attached_batch = self.attach(batch, datasets, rows, mismatched=not is_bco)
+                answers = self.scorer.score(model, to_answer_device(attached_batch, device))
                 exists_BK = answers.exists
                 values_BK = answers.log_ratio.where(exists_BK, 0.0)
                 sums_S2 += torch.stack(

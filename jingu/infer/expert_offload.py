@@ -493,9 +493,9 @@ class ReuseDistancePredictor:
         guesses_KE = np.stack([self._count(guess_N) for guess_N in guess_NK.T])
         accuracy_K = np.clip(self._accuracy_LK[layer], 0.0, 0.99)
         # A token may also choose an expert that is not among its guesses.
-        others = min(0.99, (self._active - accuracy_K.sum()) / max(1, self._experts - self._active))
+        inactive_accuracy = min(0.99, (self._active - accuracy_K.sum()) / max(1, self._experts - self._active))
         log_unused_E = np.log1p(-accuracy_K) @ guesses_KE
-        log_unused_E = log_unused_E + np.log1p(-others) * (len(guess_NK) - guesses_KE.sum(0))
+        log_unused_E = log_unused_E + np.log1p(-inactive_accuracy) * (len(guess_NK) - guesses_KE.sum(0))
         probability_E: FloatArray = -np.expm1(log_unused_E)
         cycle = self._visits_until(layer)[1]
         self.distance_LE[layer] = 1 + (1 - probability_E) * cycle / self._visit_probability()[layer]

@@ -287,7 +287,7 @@ class SearchSpace:
                 fix = "Add --random N or --optuna N."
                 raise JinguError("a range has no finite number of combinations.", where="--grid", fix=fix)
             draws = [generator.choice(combinations) for _ in range(count)]
-            rows = [draw | {key: own.draw(generator) for key, own in self.ranges.items()} for draw in draws]
+            rows = [draw | {key: key_range.draw(generator) for key, key_range in self.ranges.items()} for draw in draws]
             return list({tuple(row.items()): row for row in rows}.values())
         if count is not None and count < len(combinations):
             return generator.sample(combinations, count)
@@ -295,17 +295,25 @@ class SearchSpace:
 
     def corners(self) -> list[dict[str, str]]:
         """Return settings that together contain every value and every bound, to validate these."""
-        columns = {**self.values, **{key: [own.show(own.low), own.show(own.high)] for key, own in self.ranges.items()}}
+        columns = {
+            **self.values,
+            **{
+                key: [key_range.show(key_range.low), key_range.show(key_range.high)]
+                for key, key_range in self.ranges.items()
+            },
+        }
         first = {key: column[0] for key, column in columns.items()}
         return [first | {key: value} for key, column in columns.items() for value in column]
 
     def suggest(self, trial: Any) -> dict[str, str]:
         """Return settings that a trial of Optuna suggests."""
         settings = {key: trial.suggest_categorical(key, column) for key, column in self.values.items()}
-        for key, own in self.ranges.items():
-            suggest = trial.suggest_int if own.is_integer else trial.suggest_float
-            bounds = (int(own.low), int(own.high)) if own.is_integer else (own.low, own.high)
-            settings[key] = own.show(suggest(key, *bounds, log=own.is_log))
+        for key, key_range in self.ranges.items():
+            suggest = trial.suggest_int if key_range.is_integer else trial.suggest_float
+            bounds = (
+                (int(key_range.low), int(key_range.high)) if key_range.is_integer else (key_range.low, key_range.high)
+            )
+            settings[key] = key_range.show(suggest(key, *bounds, log=key_range.is_log))
         return settings
 
 

@@ -357,10 +357,10 @@ def compile_filter() -> tuple[bytes, dict[str, int]]:
         add(_NOTIFY, "clone", (0, *_THREAD))
         reader, writer = os.pipe()
         with os.fdopen(reader, "rb") as source:
-            failed = library.seccomp_export_bpf(context, writer)
+            error_code = library.seccomp_export_bpf(context, writer)
             os.close(writer)
             program = source.read()
-        if failed or not program:
+        if error_code or not program:
             raise OSError("libseccomp exports no filter")
     finally:
         library.seccomp_release(context)

@@ -80,15 +80,15 @@ class CachedWordEncoder:
             end = min(start + size, len(text))
             words = self._split(text[start:end])
             # Defer the last words of a slice to the next one: they may be cut. Spaces also depend on what follows them.
-            deferred = 0
-            while end < len(text) and words and (deferred < LOOKAHEAD_CHARS or words[-1][-1].isspace()):
-                deferred += len(words.pop())
+            deferred_bytes = 0
+            while end < len(text) and words and (deferred_bytes < LOOKAHEAD_CHARS or words[-1][-1].isspace()):
+                deferred_bytes += len(words.pop())
             if not words:
                 # One word fills the whole slice: try again with a larger one.
                 size *= 2
                 continue
-            part = text[start : end - deferred]
-            start = end - deferred
+            part = text[start : end - deferred_bytes]
+            start = end - deferred_bytes
             size = SLICE_CHARS
             new_words = set(words) - self._ids_by_word.keys()
             # Let the library encode text where caching is useless. In Chinese, for example, which has no spaces between
