@@ -182,6 +182,9 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     # head divides by the norm of its rows, which grows by √k, and the scaled head by √(k · hidden size).
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
     offset = float(isinstance(spec.norm, RmsNorm) and spec.norm.offset)
+    # An embedding whose factor grows by √k is divided by it, and so is a head that is tied to it.
+    growth = times**0.5 if spec.embedding_scale == "sqrt_hidden_size" else 1.0
+    final /= growth if spec.tie_word_embeddings else 1.0
     if isinstance(spec.norm, RmsNorm) and not spec.norm.has_weight:
         sizes["logit_scale"] = spec.logit_scale / final
 
@@ -197,8 +200,10 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
             return (old + offset).repeat(times) / final - offset
         if old.ndim == 1:
             return old.repeat(times)
+        if name == "embedding.weight":
+            return old.repeat(1, times) / growth
         # In tables and the head, only the dim of the hidden states (or of the heads) is repeated.
-        if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
+        if name.endswith(("positions.weight", "relative_bias.weight")) or name == "head.weight":
             return old.repeat(1, times)
         # Other matrices read repeated inputs; except for scores per expert, their outputs are repeated, too.
         only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))

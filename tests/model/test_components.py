@@ -31,7 +31,8 @@ CHUNK = {"attention.chunk_size": 4}
 AROUND: dict[str, Any] = {
     "norm": {"type": "rms", "offset": True},
     "norm_placement": "around",
-    "embedding_scale": 4.9,
+    "embedding_scale": "sqrt_hidden_size",
+    "tie_word_embeddings": True,
     "logit_softcap": 2.0,
     "layer_kinds": {"window": {"attention.sliding_window": 5}, "chunk": {**CHUNK, "attention.softcap": 1.5}},
     "layer_pattern": ("window", "chunk", "window"),
