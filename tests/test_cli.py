@@ -31,7 +31,6 @@ LEAST = {
     "plan": ["run.yaml"],
     "plan calibrate": ["run", "--on", "h100", "--to", "machine.yaml"],
     "launch ssh": ["--hostfile", "hosts", "run.yaml"],
-    "launch pdsh": ["--hostfile", "hosts", "run.yaml"],
     "launch slurm": ["run.yaml"],
     "doctor": [],
     "watch": ["run"],

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from jingu.align.kto import KTO_LEARNING
 from jingu.align.policy_learning import POLICY_LEARNING
-from jingu.align.preference_learning import PREFERENCE_LEARNING, REWARD_LEARNING
+from jingu.align.preference_learning import KTO_LEARNING, PREFERENCE_LEARNING, REWARD_LEARNING
 from jingu.align.preference_rows import PREFERENCES
 from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig

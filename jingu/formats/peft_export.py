@@ -17,9 +17,9 @@ from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
-from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.trainable import is_trained
 from jingu.runtime.files import create_folder_atomically
 from jingu.runtime.hub import hub_name_of
 from jingu.text.tokenizer_files import copy_tokenizer

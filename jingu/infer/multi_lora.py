@@ -24,8 +24,8 @@ from jingu.formats.stored_model import StoredModel, read_lora_pair
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import Model
 
 # By module name, the A and B matrices of an adapter; B includes the scale.

@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +46,6 @@ _MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP", "MA
 _PORTS = range(15_000, 32_000)
 # The environment variable that names a file. A node of a Slurm job creates it when its ranks have saved after a signal.
 SAVED_VARIABLE = "JINGU_SAVED"
-# With pdsh: the suffix of the file with signals, next to the file with the start, and how often it is read.
-SIGNALS_SUFFIX = ".signals"
-_POLL_SECONDS = 1.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -208,42 +204,13 @@ def _obey_launcher() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _obey_file(path: Path) -> None:
-    """Send this process the signals that the launcher writes into a file."""
-    done = 0
-    while True:
-        time.sleep(_POLL_SECONDS)
-        with suppress(OSError):
-            for number in path.read_text(encoding="utf-8").split()[done:]:
-                done += 1
-                os.kill(os.getpid(), int(number))
-
-
-def _read_start(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        what = f"{path} is not here ({error.strerror}): the node has another folder of this name."
-        fix = "Share the folder with all nodes (NFS, for example), and start from there."
-        raise JinguError(what, where=f"{socket.gethostname()}:{Path.cwd()}", fix=fix) from error
-
-
-def main(words: list[str]) -> int:
-    """Run this node. Its `Start` comes from a variable (Slurm, a container), a file (pdsh), or standard input (ssh).
-
-    Args:
-        words: the file of the start and the rank of the node with pdsh; otherwise empty.
-    """
-    text = _read_start(Path(words[0])) if words else os.environ.pop(START_VARIABLE, None)
+def main() -> int:
+    """Run this node. Its `Start` comes from a variable (Slurm, a container) or from standard input (ssh)."""
+    text = os.environ.pop(START_VARIABLE, None)
     if text is not None:
         start = Start.from_json(text)
         if start.versions:
             check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
-        if words:
-            signals = Path(words[0]).with_suffix(SIGNALS_SUFFIX)
-            threading.Thread(target=_obey_file, args=(signals,), daemon=True).start()
-            threading.Thread(target=_obey_launcher, daemon=True).start()
-            return run_node(start, int(words[1]))
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
         saved = os.environ.pop(SAVED_VARIABLE, None)
         code = run_node(replace(start, master=_find_master(start)), int(rank))
@@ -263,7 +230,7 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1:])
+        code = main()
     except JinguError as error:
         print(f"jingu: {error}", file=sys.stderr)
         code = 2

@@ -135,7 +135,7 @@ def launch_ssh(
         JinguError: there is no ssh, its options are invalid, or a node cannot be reached or differs from the others.
     """
     if shutil.which("ssh") is None:
-        fix = "Install an OpenSSH client, or use `jingu launch pdsh` or `jingu launch slurm`."
+        fix = "Install an OpenSSH client, or use `jingu launch slurm`."
         raise JinguError("there is no ssh on this machine.", fix=fix)
     try:
         options = shlex.split(ssh_options)
@@ -151,7 +151,7 @@ def launch_ssh(
         max_restarts=max_restarts,
     )
     name_failing_nodes(start, [])
-    command = node_command()
+    command = _node_command()
     pending_signals: list[int] = []
     connections: list[NodeConnection] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
@@ -194,10 +194,10 @@ def name_failing_nodes(start: Start, hosts: Sequence[str]) -> None:
         write_failing_nodes(hosts)
 
 
-def node_command(*arguments: str) -> str:
+def _node_command() -> str:
     """Return the shell command of a node process, in the same folder as here and with the same Python."""
     variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node", *arguments])
+    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node"])
     return f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jingu.config.legacy import migrate_tokenizer_record
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
 from jingu.errors import JinguError
@@ -78,7 +77,6 @@ def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]]
     known = parse_records((old or {}).pop(_INPUTS_KEY, None))
     identity = identify_tokenizer(settings, special_tokens(config), base, config.data, files, known)
     if old is not None:
-        old = migrate_tokenizer_record(old)
         fix = "Delete the folder to train it again (then data sets must be built again too), or set tokenizer.path"
         what = "the tokenizer here was trained"
         identity.refuse_changes(old, what, path, f"{fix} to another folder.")

@@ -30,7 +30,7 @@ from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
 from jingu.config.schema import RunConfig
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.collective_stop import StopDecision
@@ -44,8 +44,6 @@ from jingu.version import __version__
 
 # Returns the tensors of a checkpoint, by logical name.
 GetTensors = Callable[[], dict[str, TensorBlock]]
-# Keys of `progress` in checkpoints of earlier versions, and their current names.
-_OLD_KEYS = {"receipt": "sample_hash", "fresh_since": "optimizer_reset_step"}
 
 
 @dataclass
@@ -408,8 +406,8 @@ def resume(
 
 
 def read_progress(state: dict[str, Any]) -> Progress:
-    """Return the progress that is stored in a checkpoint's `state`, also by an earlier version of jingu."""
-    values = {_OLD_KEYS.get(key, key): value for key, value in state["progress"].items()}
+    """Return the progress that is stored in a checkpoint's `state`."""
+    values = dict(state["progress"])
     values["loss_scale"] = LossScale(**values["loss_scale"])
     values["sample_hash"] = SampleHash(**values["sample_hash"])
     return Progress(**values)

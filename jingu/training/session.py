@@ -28,7 +28,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_rounded
 from jingu.model.decoder import parameter_shapes
 from jingu.model.matmul_kernels import matmul_dtype
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, data_rank, resolve_axis_sizes

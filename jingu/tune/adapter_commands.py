@@ -17,8 +17,8 @@ from jingu.formats.provenance import copy_provenance
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_trained
 from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.model.trainable import ADAPTER_PARAMETERS, is_trained
 from jingu.runtime.device import DTYPES
 
 # Parameters of adapters that replace values of the base model, and these values.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from jingu.align import policy_learning
+from jingu.align.asynchronous import GenerationServer
 from jingu.align.commands import train
-from jingu.align.generation_sources import GenerationServer
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
