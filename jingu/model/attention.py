@@ -63,6 +63,8 @@ class Attention(nn.Module):
         self.sharding = styles(rows)
         self.head_dim = spec.head_dim
         self.scale = spec.scale if spec.scale is not None or spec.scale_scores else 1.0
+        if self.scale == spec.head_dim**-0.5:
+            self.scale = None  # the default, which all kernels support
         self.softcap = spec.softcap
         self.norm_width, self.norm_last = spec.qk_norm_width, spec.qk_norm_after_rotary
         # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.

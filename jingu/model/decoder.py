@@ -245,7 +245,7 @@ class TransformerStack(nn.Module):
         """Return the hidden states before the first block."""
         assert embedding is not None
         x_BTD: Tensor = embedding(inputs.tokens)
-        scale = self.spec.embedding_scale
+        scale = self.spec.embedding_factor
         if scale != 1.0:
             x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
         if self.prompt is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.spec import AlibiPositions, Experts, LayerSpec, ModelSpec, replace_fields
+from jingu.model.spec import AlibiPositions, Experts, LayerSpec, ModelSpec, RmsNorm, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 
 DepthRule = Literal["interleaved", "stacked"]
@@ -181,17 +181,29 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
     # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
     # head divides by the norm of its rows, which grows by √k, and the scaled head by √(k · hidden size).
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
+    offset = float(isinstance(spec.norm, RmsNorm) and spec.norm.offset)
+    # An embedding whose factor grows by √k is divided by it, and so is a head that is tied to it.
+    growth = times**0.5 if spec.embedding_scale == "sqrt_hidden_size" else 1.0
+    final /= growth if spec.tie_word_embeddings else 1.0
+    if isinstance(spec.norm, RmsNorm) and not spec.norm.has_weight:
+        sizes["logit_scale"] = spec.logit_scale / final
 
     def read(name: str) -> Tensor:
         old = model.read(name)
-        # The norms of a head are the same for all heads.
-        if name.endswith(("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias")):
+        # The norms of a head are the same for all heads, and the numbers of an activation for all dims.
+        if name.endswith((".alpha_p.weight", ".alpha_n.weight")):
             return old
+        if ".q_norm." in name or ".k_norm." in name:
+            return old if spec.layer_of(name).attention.qk_norm_width == "head" else old.repeat(times)
         # Biases and norms are repeated. The final norm also divides for the head.
+        if name.startswith("norm."):
+            return (old + offset).repeat(times) / final - offset
         if old.ndim == 1:
-            return old.repeat(times) / (final if name.startswith("norm.") else 1)
+            return old.repeat(times)
+        if name == "embedding.weight":
+            return old.repeat(1, times) / growth
         # In tables and the head, only the dim of the hidden states (or of the heads) is repeated.
-        if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
+        if name.endswith(("positions.weight", "relative_bias.weight")) or name == "head.weight":
             return old.repeat(1, times)
         # Other matrices read repeated inputs; except for scores per expert, their outputs are repeated, too.
         only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))

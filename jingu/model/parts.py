@@ -227,9 +227,11 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     norms = sum(sum(norm_places(layer, branch)) for branch in branches)
     inputs = stacks + 1 - (layer.block_order == "parallel_one_norm")
     saved = norms * _saved_by_norm(layer.norm, spec.hidden_size, 1, size) + inputs * spec.hidden_size * size
-    # Queries, keys and values in fp32 and repeated for all heads, as without a fused kernel; and the input of the
-    # output projection.
-    saved += stacks * inner * (3 * max(size, 4.0) + size)
+    if layer.block_order == "parallel" and isinstance(layer.norm, LayerNorm):
+        saved -= spec.hidden_size * size  # both norms save the same input
+    # Queries, keys and values repeated for all heads, in fp32 as without a fused kernel; and the input of the output
+    # projection.
+    saved += stacks * inner * (3 * (size if part.softcap else max(size, 4.0)) + size)
     if part.qk_norm:
         heads = part.num_heads + part.num_kv_heads
         groups = heads if part.qk_norm_width == "head" else 2
@@ -256,7 +258,17 @@ def routed_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
 def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: float) -> float:
     # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
     tensors = 2 * isinstance(part, GatedFeedForward) + 1 + (part.activation != "relu")
-    return tensors * part.intermediate_size * size
+    # xIELU saves three more tensors and a mask.
+    extra = 3 * size + 1 if part.activation == "xielu" else 0.0
+    return part.intermediate_size * (tensors * size + extra)
+
+
+def score_bytes(layer: LayerSpec, size: float) -> float:
+    """Return the bytes that a layer saves for each attention score of a head: none with the kernels of PyTorch."""
+    if layer.attention.softcap is None:
+        return 0.0
+    # The results of tanh and of softmax, and the probabilities in the compute dtype.
+    return 2 * max(size, 4.0) + (size if size < 4 else 0.0)
 
 
 def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:

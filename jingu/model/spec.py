@@ -522,7 +522,7 @@ class ModelSpec(Component):
     norm_placement: NormPlacement = optional("before")
     block_order: BlockOrder = optional("sequential")
     residual_scale: PositiveFloat = optional(1.0)
-    embedding_scale: PositiveFloat = optional(1.0)
+    embedding_scale: PositiveFloat | Literal["sqrt_hidden_size"] = optional(1.0)
     round_embedding_scale: bool = optional(False)
     logit_scale: PositiveFloat = optional(1.0)
     logit_softcap: PositiveFloat | None = optional(None)
@@ -622,6 +622,11 @@ class ModelSpec(Component):
                 problem = f"longrope has {factors[0]} short and {factors[1]} long factors, for {pairs} rotated pairs"
         if problem is not None:
             raise JinguError(f"{problem}.", where="model", fix="Change the fields of the layer.")
+
+    @property
+    def embedding_factor(self) -> float:
+        """The number that `embedding_scale` stands for."""
+        return self.hidden_size**0.5 if self.embedding_scale == "sqrt_hidden_size" else self.embedding_scale
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` of the decoder is. All layers of an encoder are `default_layer`."""

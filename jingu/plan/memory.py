@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jingu.config.sections.optimizers import Slots
+from jingu.model.parts import score_bytes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.workload import BlockSizes, Software, Stage, Workload
 
@@ -122,9 +123,10 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
         # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
         saved += (work.tokens - divided) * 10 * spec.hidden_size
     saved += inputs
+    saved_scores = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
     scores = 0.0
-    if not soft.fused_attention:
-        scores = soft.saved_scores * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
+    if saved_scores:
+        scores = saved_scores * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
     if block.experts is not None and work.sizes.expert > 1:
         # The all-to-all stores the rows of tokens in two more orders.
         saved += 2 * divided * block.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from jingu.model.decoder import Decoder, build_model
 from jingu.model.parameter_table import parameter_table
+from jingu.model.parts import saved_bytes
 from jingu.model.spec import ModelSpec
+from jingu.plan.workload import _count_saved
 from jingu.training.loss import linear_cross_entropy
 from tests.parity.fp64 import randomize
 
@@ -96,7 +98,7 @@ def gemma2() -> tuple[Any, ModelSpec, dict[str, str]]:
             feed_forward={"activation": "gelu_tanh"},
             norm={"offset": True},
             norm_placement="around",
-            embedding_scale=48**0.5,
+            embedding_scale="sqrt_hidden_size",
             round_embedding_scale=True,
             logit_softcap=5.0,
             **MIXED,
@@ -130,7 +132,7 @@ def gemma3() -> tuple[Any, ModelSpec, dict[str, str]]:
             norm={"offset": True},
             position={"theta": 700.0, "scaling": {"type": "linear", "factor": 3.0}},
             norm_placement="around",
-            embedding_scale=48**0.5,
+            embedding_scale="sqrt_hidden_size",
             round_embedding_scale=True,
             layer_kinds=kinds,
             layer_pattern=KINDS,
@@ -416,3 +418,13 @@ def test_the_table_has_the_parameters_of_the_modules(name: str) -> None:
     assert [(key, tuple(own.shape)) for key, own in build_model(our_spec).named_parameters()] == [
         (key, entry.shape) for key, entry in parameter_table(our_spec).items()
     ]
+
+
+@EACH
+@pytest.mark.parametrize("size", [2, 4])
+def test_saved_bytes_are_those_that_autograd_counts(name: str, size: int) -> None:
+    our_spec = CASES[name]()[1]
+    for layer in our_spec.kinds:
+        # The factor 1 + w of a norm, and constants of the soft cap, are saved once for all tokens.
+        counted = _count_saved(our_spec.uniform(layer), size)
+        assert saved_bytes(our_spec, layer, size) == pytest.approx(counted, rel=0.02)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from jingu.errors import JinguError
 from jingu.model.families.name_map import TABLES, NameRule
-from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
+from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, repeat_pattern, replace_fields
 from jingu.tables import read_table
 
 HFConfig = Mapping[str, Any]
@@ -156,6 +156,7 @@ class Family:
         """Return the template with these values, and with defaults that are derived from them."""
         derived = {
             "num_encoder_layers": self.template.num_encoder_layers and values["num_layers"],
+            "layer_pattern": repeat_pattern(self.template.layer_pattern, values["num_layers"]),
             "attention.num_kv_heads": values["attention.num_heads"],
             "attention.head_dim": values["hidden_size"] // values["attention.num_heads"],
             "feed_forward.intermediate_size": self.feed_forward_size(values["hidden_size"]),

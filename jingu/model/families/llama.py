@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log
-from typing import Any, get_args
+from typing import Any
 
 from jingu.errors import JinguError
 from jingu.model.families.family import (
@@ -30,92 +29,15 @@ from jingu.model.families.family import (
     unsupported_option,
 )
 from jingu.model.families.name_map import name_rules
+from jingu.model.families.rope import ROPE
 from jingu.model.spec import (
     AlibiPositions,
-    Component,
-    DynamicScaling,
     Experts,
     ModelSpec,
     RmsNorm,
-    RopeScaling,
     RotaryPositions,
     replace_fields,
 )
-
-# Rotary positions in a Hugging Face config.
-#
-# The keys are `rope_theta` and `rope_scaling`, or since release 5 of transformers `rope_parameters`.
-
-# Components of scaling by the value of `rope_type`.
-_KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])
-SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS}
-
-
-def _read(config: HFConfig) -> SpecValues:
-    """Read positions and context length, from the keys of any release. Raises JinguError for unknown scaling."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    base, context = rope.get("rope_theta") or config.get("rope_theta"), config.get("max_position_embeddings") or 2048
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if share != 1.0:
-        raise unsupported_option("partial_rotary_factor", share, "expected 1.0")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *SCALINGS):
-        raise unsupported_option("rope_scaling", kind, f"known are {', '.join(SCALINGS)}")
-    scaling = None if kind == "default" else _scaling(kind, rope, config, context)
-    position = RotaryPositions.model_validate({"theta": float(base or 10000.0), "scaling": scaling})
-    # With dynamic scaling, the config has the original context length, and the model can handle a longer one.
-    if isinstance(position.scaling, DynamicScaling):
-        context = int(position.scaling.factor * context)
-    return {"position": position, "max_position_embeddings": context}
-
-
-def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[str, Any]:
-    """Return the fields of the scaling component `kind`, with the defaults of transformers."""
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    values = {
-        **rope,
-        # With dynamic scaling, transformers ignores original_max_position_embeddings.
-        "original_max_position_embeddings": (original if kind != "dynamic" else None) or context,
-    }
-    if kind == "yarn":
-        values["factor"] = factor = rope.get("factor") or context / values["original_max_position_embeddings"]
-        values["attention_factor"] = rope.get("attention_factor") or _attention_factor(factor, rope)
-    fields = {name: values[name] for name in SCALINGS[kind].model_fields if values.get(name) is not None}
-    return {**fields, "type": kind}
-
-
-def _attention_factor(factor: float, rope: HFConfig) -> float:
-    """Return 0.1·ln(factor) + 1 (YaRN, Peng et al., 2023), or the quotient of two such values if `mscale` is set."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
-
-    top, bottom = rope.get("mscale"), rope.get("mscale_all_dim")
-    return scale(top) / scale(bottom) if top and bottom else scale(1.0)
-
-
-def _write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys of all releases of transformers."""
-    position, context = spec.position, spec.max_position_embeddings
-    if not isinstance(position, RotaryPositions):
-        return {}
-    scaling = {} if position.scaling is None else position.scaling.model_dump()
-    scaling = {"rope_type": scaling.pop("type", "default"), **scaling}
-    original = scaling.pop("original_max_position_embeddings", None)
-    if isinstance(position.scaling, DynamicScaling):
-        context = position.scaling.original_max_position_embeddings
-    elif original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return {
-        "max_position_embeddings": context,
-        "rope_theta": position.theta,
-        "rope_scaling": scaling if position.scaling else None,
-        "rope_parameters": {**scaling, "rope_theta": position.theta},
-    }
-
-
-# Positions and context length. They are one conversion, because the context length depends on the scaling.
-ROPE = ConfigKeys(_read, _write)
 
 
 def _feed_forward_size(width: int) -> int:
