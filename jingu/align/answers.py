@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.align.preference_losses import AnswerLogProbs
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.compat.torch_distributed import all_gather
+from jingu.config.sections.pairs import AnswerLogProbs
 from jingu.data.batch import Batch
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
@@ -84,7 +84,7 @@ class AnswerScorer:
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh, *, compile: bool, tail_weight: float = 1.0) -> None:
         self._tail_weight = tail_weight
-        self._log_probs = TokenLogProbs(spec.vocab_size, mesh, compile=compile)
+        self._log_probs = TokenLogProbs(spec.vocab_size, mesh, compile=compile, softcap=spec.logit_softcap)
         self.share = self._log_probs.share
 
     def compute(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> AnswerLogProbs:

@@ -79,10 +79,10 @@ def _send(connection: Connection, item: int, seconds: float) -> None:
 def _start(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Connection, BaseProcess]:
     """Start a process that computes the items whose numbers it receives."""
     context = get_context("fork")
-    connection, other = context.Pipe()
-    process = context.Process(target=_serve, args=(other, connection, function, items), daemon=True)
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=_serve, args=(child_connection, connection, function, items), daemon=True)
     process.start()
-    other.close()
+    child_connection.close()
     return connection, process
 
 

@@ -1,8 +1,8 @@
 """Chat templates: render a conversation as text, and locate the assistant's answers in it.
 
-Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox. They come from the tokenizer, from
-this package or from a file. The positions of answers decide which tokens are trained, so they are computed, never
-guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
+Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox
+(`jingu.chat.template_environment`). The positions of answers decide which tokens are trained, so they are computed,
+never guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
 `jingu.chat.answer_spans` finds in the piece of an answer what a model generates there. What cannot be located is
 refused, and so is a conversation of which the template leaves out a part.
 
@@ -13,22 +13,14 @@ after rendering, it is restored, and its position is recorded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache, cached_property
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
-from jinja2.environment import Template
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Output, Scope, TemplateData
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jingu.chat.answer_spans import (
     EMPTY_WORDS,
@@ -43,18 +35,13 @@ from jingu.chat.answer_spans import (
     skip_empty_reasoning,
 )
 from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
+from jingu.chat.template_environment import compile_template, to_json
 from jingu.chat.tracing import (
-    ANSWER_END,
-    ANSWER_START,
     TRACE,
     Span,
     TracedMessage,
-    TracedMessages,
     TracedText,
     WriterTrace,
-    add_filters,
-    has_constant_prompt,
-    instrument,
 )
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
@@ -69,28 +56,6 @@ _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
 _FIRST_MENTION = 0xF0000
 # A template that contains one of these has a place for reasoning.
 _REASONING_WORDS = ("reasoning", "thinking", "</think>")
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-_TEMPLATES = files("jingu.chat").joinpath("jinja")
-NAMED_TEMPLATES = {
-    file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
-    for file in sorted(_TEMPLATES.iterdir(), key=lambda file: file.name)
-    if file.name.endswith(".jinja")
-}
-# BLOOMZ was trained on the bare texts.
-NAMED_TEMPLATES["bloomz-plain"] = NAMED_TEMPLATES["plain"]
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`, which writes marks around an answer."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (Output([TemplateData(mark)]) for mark in (ANSWER_START, ANSWER_END))
-        return Scope([start, *body, end]).set_lineno(line)
 
 
 @dataclass(frozen=True)
@@ -116,6 +81,7 @@ class _Conversation(NamedTuple):
         messages: the messages as variables of the template, with mentions escaped.
         tools: the tools as a variable.
         options: further variables.
+        prefills: by the indices of messages of which the start belongs to the prompt, that start.
     """
 
     messages: list[TracedMessage]
@@ -123,6 +89,7 @@ class _Conversation(NamedTuple):
     options: dict[str, Any]
     traced: TracedText
     prompts: dict[int, _Prompt]
+    prefills: dict[int, str]
 
 
 class _Prompt(NamedTuple):
@@ -146,12 +113,14 @@ class _Answer(NamedTuple):
         span: start and end of what a model generates.
         header_length: length of the header before it.
         continues_prompt: whether the text before the answer is that of its prompt.
+        prefill_length: number of characters at the start of the span that belong to the prompt.
     """
 
     text: str
     span: Span
     header_length: int
     continues_prompt: bool
+    prefill_length: int = 0
 
 
 class ChatTemplate:
@@ -194,7 +163,7 @@ class ChatTemplate:
                 train_empty_reasoning=train_empty_reasoning,
             )
         try:
-            self._template, self._has_constant_prompt = _compile(source)
+            self._template, self._has_constant_prompt = compile_template(source)
         except TemplateError as error:
             raise JinguError(f"the chat template is not valid Jinja ({error}).", where=where) from error
         self._has_prompt = "add_generation_prompt" in source
@@ -263,29 +232,31 @@ class ChatTemplate:
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
-        whole = self._start(messages, tools, variables)
-        if turns != "each" and all(index < whole.traced.num_settled for index in answers):
-            self._check_written(whole, answers)
-            return [self._finish(whole, answers)]
+        conversation = self._start(messages, tools, variables)
+        if turns != "each" and all(index < conversation.traced.num_settled for index in answers):
+            self._check_written(conversation, answers)
+            return [self._finish(conversation, answers)]
         last = len(messages) - 1
         # Each answer with the conversation up to it.
         ends: dict[int, _Conversation] = {}
 
         def end_at(index: int) -> _Conversation:
             if index not in ends:
-                ends[index] = whole if index == last else self._cut(whole, index + 1)
+                ends[index] = conversation if index == last else self._cut(conversation, index + 1)
             return ends[index]
 
-        unsettled = [index for index in answers if index >= whole.traced.num_settled]
-        is_whole = turns == "whole" or all(self._renders_alike(whole, end_at(index), index) for index in unsettled)
+        unsettled_answers = [index for index in answers if index >= conversation.traced.num_settled]
+        is_whole = turns == "whole" or all(
+            self._renders_alike(conversation, end_at(index), index) for index in unsettled_answers
+        )
         if is_whole and turns != "each":
-            self._check_written(whole, answers)
-            return [self._finish(whole, answers)]
-        rendered = []
+            self._check_written(conversation, answers)
+            return [self._finish(conversation, answers)]
+        rendered_chats = []
         for index in answers:
             self._check_written(end_at(index), [index])
-            rendered.append(self._finish_one(end_at(index), index))
-        return rendered
+            rendered_chats.append(self._finish_one(end_at(index), index))
+        return rendered_chats
 
     def render_prompt(
         self,
@@ -331,10 +302,10 @@ class ChatTemplate:
         ends = []
         for messages, tools in probes:
             try:
-                (rendered,) = self.render_answers(messages, [1], tools, turns="each")
+                (rendered_chat,) = self.render_answers(messages, [1], tools, turns="each")
             except ConversationError:
                 continue
-            text = rendered.text[slice(*rendered.answers[0])]
+            text = rendered_chat.text[slice(*rendered_chat.answers[0])]
             end = self._special.last(text)
             # What follows a call is known only if it is a token; it may be the call's own syntax.
             if not end and messages[1] is answer:
@@ -355,45 +326,47 @@ class ChatTemplate:
         tool_entries = self._escape_mentions(list(tools)) if tools else None
         entries = [self._message_variables(message) for message in messages]
         calls = [call["function"] for entry in entries for call in dict.get(entry, "tool_calls", ())]
-        traced: TracedText | None = None
+        traced_text: TracedText | None = None
         error: ConversationError | None = None
         try:
-            traced = self._trace(entries, tool_entries, options)
+            traced_text = self._trace(entries, tool_entries, options)
         except ConversationError as failure:
             error = failure
         # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
         if calls and (
-            traced is None or any(call["arguments"] and str(call["arguments"]) in traced.text for call in calls)
+            traced_text is None
+            or any(call["arguments"] and str(call["arguments"]) in traced_text.text for call in calls)
         ):
             for call in calls:
-                call["arguments"] = _to_json(call["arguments"])
-            traced = self._trace(entries, tool_entries, options)
-        if traced is None:
+                call["arguments"] = to_json(call["arguments"])
+            traced_text = self._trace(entries, tool_entries, options)
+        if traced_text is None:
             assert error is not None
             raise error
-        conversation = _Conversation(entries, tool_entries, options, traced, {})
+        prefills = {index: self._escape_prefill(item) for index, item in enumerate(messages) if item.prefill_length}
+        conversation = _Conversation(entries, tool_entries, options, traced_text, {}, prefills)
         if tool_entries and not self._writes_tools(conversation):
             raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
         return conversation
 
     def _writes_tools(self, conversation: _Conversation) -> bool:
         """Return whether the text has all tools."""
-        traced = conversation.traced
+        traced_text = conversation.traced
         names = [tool.get("function", tool).get("name") for tool in conversation.tools or [] if isinstance(tool, dict)]
         names = [name for name in names if isinstance(name, str) and name]
-        if not all(name in traced.text for name in names):
+        if not all(name in traced_text.text for name in names):
             return False
         # What precedes the first message that a loop wrote has only words of the template, tools, and other messages.
-        start = min((pieces[0][0] for pieces in traced.pieces if pieces), default=0)
-        others = "".join(
+        start = min((pieces[0][0] for pieces in traced_text.pieces if pieces), default=0)
+        other_text = "".join(
             _plain_content(message)
-            for message, pieces in zip(conversation.messages, traced.pieces, strict=True)
+            for message, pieces in zip(conversation.messages, traced_text.pieces, strict=True)
             if not pieces
         )
-        before = traced.text[:start]
-        if any(name in before and name not in self.source and name not in others for name in names):
+        before = traced_text.text[:start]
+        if any(name in before and name not in self.source and name not in other_text for name in names):
             return True
-        return traced.text != self._try_render(conversation.messages, None, conversation.options)
+        return traced_text.text != self._try_render(conversation.messages, None, conversation.options)
 
     def _message_variables(self, message: Message) -> TracedMessage:
         """Return a message as the dictionary that templates expect, which is that of transformers."""
@@ -419,31 +392,31 @@ class ChatTemplate:
         """Whether the template expects contents as lists of parts, as those of models that also read images do."""
         word = "jxqzw"
         parts = [{"role": "user", "content": _content_parts(word)}]
-        for content, expected in ((word, False), (parts[0]["content"], True)):
+        for content, expected_text in ((word, False), (parts[0]["content"], True)):
             text = self._try_render([{"role": "user", "content": content}], None, {}) or ""
             if word in text and "'type'" not in text and '"type"' not in text:
-                return expected
+                return expected_text
         return False
 
     def _cut(self, conversation: _Conversation, count: int) -> _Conversation:
         """Return the first messages of a conversation."""
         messages = conversation.messages[:count]
-        traced = self._trace(messages, conversation.tools, conversation.options)
-        return _Conversation(messages, conversation.tools, conversation.options, traced, conversation.prompts)
+        traced_text = self._trace(messages, conversation.tools, conversation.options)
+        return conversation._replace(messages=messages, traced=traced_text)
 
     def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
         """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
         if end is whole:
             return self._locate(whole, index).continues_prompt
-        expected = self._locate(end, index)
+        expected_place = self._locate(end, index)
         try:
             answer = self._locate(whole, index)
         except ConversationError:
             return False
         return (
             answer.continues_prompt
-            and answer.span == expected.span
-            and answer.text[: answer.span[1]] == expected.text[: answer.span[1]]
+            and answer.span == expected_place.span
+            and answer.text[: answer.span[1]] == expected_place.text[: answer.span[1]]
         )
 
     def _finish(self, conversation: _Conversation, answers: Sequence[int]) -> RenderedChat:
@@ -453,10 +426,7 @@ class ChatTemplate:
         for index in answers:
             answer = self._locate(conversation, index)
             text = answer.text
-            start, end = answer.span
-            if self._skips_empty_reasoning:
-                start = skip_empty_reasoning(text, start, end, conversation.messages[index])
-            spans.append((start, end))
+            spans.append((self._trained_start(conversation, index, answer), answer.span[1]))
         return self._restore_mentions(text, spans, answers)
 
     def _finish_one(self, conversation: _Conversation, index: int) -> RenderedChat:
@@ -470,9 +440,15 @@ class ChatTemplate:
         before = prompt.text[: len(prompt.text) - len(prompt.tail) + answer.header_length]
         text = before + answer.text[start:]
         shift = len(before) - start
-        if self._skips_empty_reasoning:
-            start = skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
+        start = self._trained_start(conversation, index, answer)
         return self._restore_mentions(text, [(start + shift, end + shift)], [index])
+
+    def _trained_start(self, conversation: _Conversation, index: int, answer: _Answer) -> int:
+        """Return where an answer begins, after a prefill or an empty block of reasoning."""
+        start, end = answer.span
+        if answer.prefill_length or not self._skips_empty_reasoning:
+            return start + answer.prefill_length
+        return skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
 
     def _locate(self, conversation: _Conversation, index: int) -> _Answer:
         """Return what a model generates as an answer.
@@ -480,10 +456,10 @@ class ChatTemplate:
         Raises:
             ConversationError: it cannot be located, or the template marks something else as the answer.
         """
-        traced = conversation.traced
+        traced_text = conversation.traced
         message = conversation.messages[index]
-        text = traced.text
-        turn = find_turn(traced, index, message, self.where)
+        text = traced_text.text
+        turn = find_turn(traced_text, index, message, self.where)
         if turn is None:
             return _Answer(text, (0, 0), 0, True)
         # 1. The header.
@@ -500,7 +476,7 @@ class ChatTemplate:
         if header_length is None:
             raise ConversationError(
                 f"in the chat template {self.where} an answer does not continue the generation prompt, or its header "
-                f"is not known (line {traced.lines[index]})"
+                f"is not known (line {traced_text.lines[index]})"
             )
         start = turn[0] + header_length
         # 2. The end token.
@@ -511,9 +487,63 @@ class ChatTemplate:
             text = text[: turn[1]] + token if token else text
             end = len(text) if token else None
         span = (start, turn[1] if end is None else end)
-        if traced.marks:
-            check_mark(traced, turn, span, message, self.where)
-        return _Answer(text, span, header_length, continues_prompt)
+        if traced_text.marks:
+            check_mark(traced_text, turn, span, message, self.where)
+        prefill_length = 0
+        if index in conversation.prefills:
+            prefill_length = self._find_prefill_end(conversation, index, turn) - start
+        return _Answer(text, span, header_length, continues_prompt, prefill_length)
+
+    def _find_prefill_end(self, conversation: _Conversation, index: int, turn: Span) -> int:
+        """Return where the prefill of an answer ends in the text.
+
+        Args:
+            turn: start and end of what the answer's message wrote.
+
+        Raises:
+            ConversationError: the template changes the text where the prefill ends, or writes it otherwise in a prompt
+                that a model continues.
+        """
+        changed_error = ConversationError(
+            f"the chat template {self.where} changes the text of message {index + 1}, so it cannot be located where "
+            "the answer continues the prompt"
+        )
+        prefill = conversation.prefills[index]
+        messages = conversation.messages[: index + 1]
+        message = messages[index]
+        remainder = _plain_content(message)[len(prefill) :]
+        # 1. Mark the end of the prefill. Nothing else may change.
+        marked_message = {**message, "content": self._probe_content(prefill + _MESSAGE_END + remainder)}
+        following = conversation.messages[index + 1 :]
+        marked_text = self._trace(
+            [*messages[:-1], marked_message, *following], conversation.tools, conversation.options
+        ).text
+        end = marked_text.find(_MESSAGE_END)
+        is_unique = marked_text.count(_MESSAGE_END) == 1 and turn[0] < end <= turn[1]
+        if not is_unique or marked_text.replace(_MESSAGE_END, "") != conversation.traced.text:
+            raise changed_error
+        # 2. A model that continues the prompt sees the same, but for white space that a template trims at the end.
+        start = TracedMessage({**message, "content": self._probe_content(prefill)})
+        start.pop("tool_calls", None)
+        traced_text = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
+        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced_text))
+        if not prompt.rstrip().endswith(marked_text[turn[0] : end].rstrip()):
+            raise changed_error
+        return end
+
+    def _escape_prefill(self, message: Message) -> str:
+        """Return the part of a message's content that belongs to the prompt, as the template takes it.
+
+        Raises:
+            ConversationError: it ends inside a special token.
+        """
+        prefill, remainder = (
+            self._escape_mentions(part)
+            for part in (message.content[: message.prefill_length], message.content[message.prefill_length :])
+        )
+        if prefill + remainder != self._escape_mentions(message.content):
+            raise ConversationError("the text that an answer continues ends inside a special token")
+        return str(prefill)
 
     def _header_length(self, tail: str, written: str) -> int | None:
         """Return the length of the header in what an answer's message wrote; None if it does not continue the prompt.
@@ -532,7 +562,7 @@ class ChatTemplate:
         """Return the prompt of an answer."""
         # The text before a settled message is the begin of its prompt.
         if self._has_constant_prompt and 0 < index <= conversation.traced.num_settled:
-            key = _to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
+            key = to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
             key += "tools" if conversation.tools else ""
             if key not in self._constant_prompts:
                 prompt = self._trace_prompt(conversation, 1)
@@ -546,11 +576,11 @@ class ChatTemplate:
         """Return the prompt after the first messages. If the template refuses them, the usual header stands for it."""
         try:
             options = conversation.options | {"add_generation_prompt": True}
-            traced = self._trace(conversation.messages[:count], conversation.tools, options)
+            traced_text = self._trace(conversation.messages[:count], conversation.tools, options)
         except ConversationError:
             return _Prompt(None, self._headers[0] if self._headers else "")
-        tail = traced.text[traced.body_end :] if self._has_prompt else ""
-        return _Prompt(traced.text[: traced.body_end + len(tail)], tail)
+        tail = traced_text.text[traced_text.body_end :] if self._has_prompt else ""
+        return _Prompt(traced_text.text[: traced_text.body_end + len(tail)], tail)
 
     @cached_property
     def _headers(self) -> tuple[str, str] | None:
@@ -562,11 +592,11 @@ class ChatTemplate:
         headers = []
         for messages in ([question, answer], [question, answer, question, answer]):
             try:
-                traced = self._trace(messages, None, {})
-                turns = [find_turn(traced, index, answer, self.where) for index in range(1, len(messages), 2)]
+                traced_text = self._trace(messages, None, {})
+                turns = [find_turn(traced_text, index, answer, self.where) for index in range(1, len(messages), 2)]
             except ConversationError:
                 continue
-            headers += [traced.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
+            headers += [traced_text.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
         if not headers:
             return None
         common = headers[0]
@@ -585,14 +615,16 @@ class ChatTemplate:
         if role not in self._next_tokens:
             self._next_tokens[role] = ""
             try:
-                traced = self._trace(messages, None, {})
-                turn = find_turn(traced, 1, answer, self.where)
+                traced_text = self._trace(messages, None, {})
+                turn = find_turn(traced_text, 1, answer, self.where)
             except ConversationError:
                 turn = None
             if turn is not None:
-                start = turn[0] + common_length(self._headers[0] if self._headers else "", traced.text[slice(*turn)])
-                end = find_end(traced.text, (start, turn[1]), answer, self._special)
-                self._next_tokens[role] = traced.text[turn[1] : end] if end is not None and end > turn[1] else ""
+                start = turn[0] + common_length(
+                    self._headers[0] if self._headers else "", traced_text.text[slice(*turn)]
+                )
+                end = find_end(traced_text.text, (start, turn[1]), answer, self._special)
+                self._next_tokens[role] = traced_text.text[turn[1] : end] if end is not None and end > turn[1] else ""
         return self._next_tokens[role]
 
     @cached_property
@@ -609,19 +641,24 @@ class ChatTemplate:
             answers: indices of the answers whose reasoning must be written, too. A template may drop that of others,
                 if it has a place for reasoning at all.
         """
-        traced = conversation.traced
+        traced_text = conversation.traced
         for index, message in enumerate(conversation.messages):
             # Most messages have nothing but a content, which the template writes as it is.
-            pieces = traced.pieces[index]
+            pieces = traced_text.pieces[index]
             content = message["content"]
-            if len(message) == 2 and pieces and type(content) is str and content in traced.text[slice(*pieces[-1])]:
+            if (
+                len(message) == 2
+                and pieces
+                and type(content) is str
+                and content in traced_text.text[slice(*pieces[-1])]
+            ):
                 continue
             is_complete = index in answers or not self._has_reasoning
-            own = "\n".join(traced.text[slice(*piece)] for piece in traced.pieces[index])
-            missing = find_missing(message, own, is_complete)
-            if missing and not own.strip():
+            message_text = "\n".join(traced_text.text[slice(*piece)] for piece in traced_text.pieces[index])
+            missing = find_missing(message, message_text, is_complete)
+            if missing and not message_text.strip():
                 # Another message, or a line outside of loops, may have written it.
-                missing = find_missing(message, traced.text, is_complete)
+                missing = find_missing(message, traced_text.text, is_complete)
                 if not missing and not self._is_surely_written(conversation, index):
                     missing = "content"
             if missing:
@@ -646,14 +683,14 @@ class ChatTemplate:
         if not content.strip():
             return True
         text = conversation.traced.text
-        others = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
+        other_parts = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
         part = content.strip()
-        if part not in self.source and part not in _to_json(others) and len(part) > 12:
+        if part not in self.source and part not in to_json(other_parts) and len(part) > 12:
             return True
         # Change the content; the text must change with it.
-        changed = {**conversation.messages[index]}
-        changed["content"] = _content_parts(part + _MESSAGE_END) if self._takes_parts else part + _MESSAGE_END
-        messages = [*conversation.messages[:index], changed, *conversation.messages[index + 1 :]]
+        changed_message = {**conversation.messages[index]}
+        changed_message["content"] = _content_parts(part + _MESSAGE_END) if self._takes_parts else part + _MESSAGE_END
+        messages = [*conversation.messages[:index], changed_message, *conversation.messages[index + 1 :]]
         other_text = self._try_render(messages, conversation.tools, conversation.options)
         return other_text is not None and other_text != text
 
@@ -665,8 +702,8 @@ class ChatTemplate:
         text = conversation.traced.text
         *earlier, last = conversation.messages
         content = _plain_content(last)
-        marked = content + _MESSAGE_END
-        marked_message = {**last, "content": _content_parts(marked) if self._takes_parts else marked}
+        marked_content = content + _MESSAGE_END
+        marked_message = {**last, "content": _content_parts(marked_content) if self._takes_parts else marked_content}
         marked_text = self._trace([*earlier, marked_message], conversation.tools, conversation.options).text
         if _MESSAGE_END not in marked_text:
             raise ConversationError(f"the chat template {self.where} does not write the message to continue")
@@ -688,16 +725,16 @@ class ChatTemplate:
     def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
         """Render messages, and trace which of them wrote each piece of the text."""
         trace = WriterTrace(messages)
-        traced = trace.divide(self._run(trace, tools, options))
+        traced_text = trace.divide(self._run(trace, tools, options))
         if trace.is_captured:
             # The template may have processed a text with marks in it.
             silent = WriterTrace(messages, is_silent=True)
-            if silent.divide(self._run(silent, tools, options)).text != traced.text:
+            if silent.divide(self._run(silent, tools, options)).text != traced_text.text:
                 raise ConversationError(
                     f"the chat template {self.where} processes the text of a loop over messages (line "
-                    f"{max(traced.lines, default=0)}), so its answers cannot be located"
+                    f"{max(traced_text.lines, default=0)}), so its answers cannot be located"
                 )
-        return traced
+        return traced_text
 
     def _run(self, trace: WriterTrace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         """Return what the template writes, with the marks of a trace."""
@@ -743,95 +780,6 @@ class ChatTemplate:
         )
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow.
-
-    Messages note what is read.
-    """
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if isinstance(obj, dict) and attribute not in _DICT_ATTRIBUTES:
-            if attribute not in obj:
-                return self.undefined(obj=obj, name=attribute)
-            return obj.read(attribute) if type(obj) is TracedMessage else obj[attribute]
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(obj) is TracedMessage and isinstance(argument, str) and argument in obj:
-            return obj.read(argument)
-        return super().getitem(obj, argument)
-
-
-@cache
-def _compile(source: str) -> tuple[Template, bool]:
-    """Return an instrumented template, and whether its generation prompt does not depend on the conversation."""
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    add_filters(environment)
-    tree = environment.parse(source)
-    is_constant = has_constant_prompt(tree)
-    instrument(tree, environment)
-    code = environment.compile(tree)
-    return Template.from_code(environment, code, environment.make_globals(None)), is_constant
-
-
-def load_template(
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    parse_special_tokens: bool = False,
-    train_empty_reasoning: bool = False,
-    where: str = "data.objective.template",
-) -> ChatTemplate:
-    """Load a chat template.
-
-    Args:
-        name: `auto` for the tokenizer's default template; the name of another template of the tokenizer; a name in
-            `NAMED_TEMPLATES`; or a file.
-        parse_special_tokens: as for `ChatTemplate`.
-        train_empty_reasoning: as for `ChatTemplate`.
-        where: the setting that contains the name, for error messages.
-
-    Raises:
-        JinguError: there is no such template, or it is not valid Jinja.
-    """
-    label = name
-    tools_source = None
-    if name == "auto":
-        if tokenizer.chat_template is None:
-            raise JinguError(
-                "the tokenizer has no chat template.",
-                where=where,
-                fix=f"Name one: {', '.join(NAMED_TEMPLATES)}, or a file.",
-            )
-        source = tokenizer.chat_template
-        tools_source = tokenizer.chat_templates.get("tool_use")
-        label = "of the tokenizer"
-    elif name in tokenizer.chat_templates:
-        source = tokenizer.chat_templates[name]
-    elif name in NAMED_TEMPLATES:
-        source = NAMED_TEMPLATES[name]
-    else:
-        try:
-            source = Path(name).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise JinguError(
-                f"there is no chat template {name}.",
-                where=where,
-                fix=f"Use auto (the tokenizer's own), {', '.join(NAMED_TEMPLATES)}, or a file.",
-            ) from error
-    return ChatTemplate(
-        source,
-        tokenizer,
-        label,
-        tools_source=tools_source,
-        parse_special_tokens=parse_special_tokens,
-        train_empty_reasoning=train_empty_reasoning,
-    )
-
-
 def _content_parts(text: str) -> list[JsonObject]:
     return [{"type": "text", "text": text}]
 
@@ -839,17 +787,3 @@ def _content_parts(text: str) -> list[JsonObject]:
 def _plain_content(message: JsonObject) -> str:
     content = message["content"]
     return content if isinstance(content, str) else str(content[0]["text"])
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Templates may write their messages, which are no list while they are traced.
-    options.setdefault("default", lambda item: list(item) if isinstance(item, TracedMessages) else _raise_type(item))
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_type(item: Any) -> NoReturn:
-    raise TypeError(f"{type(item).__name__} cannot be written as JSON")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)

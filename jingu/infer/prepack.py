@@ -72,11 +72,11 @@ def prepack_weights(
         # The kernels of GPUs read plain matrices in PyTorch's own layout.
         _prepack_quantized(model, dtype, pack)
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and module.weight is not None:
             if module.weight.dtype in (torch.bfloat16, torch.float16):
-                module.wide_weight = module.weight.detach().float()
+                module.wide_weight = module.weight.detach().float() + module.offset
             elif module.weight.dtype == dtype:
-                module.wide_weight = module.weight.detach()
+                module.wide_weight = module.weight.detach() + 1 if module.offset else module.weight.detach()
         # Bypass the search for hooks in every module call: it takes a twentieth of a step with one token.
         layer: Any = module
         call_directly(module, layer.forward)
@@ -102,13 +102,13 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: P
     if any(type(part) is not Linear for part in parts):
         return None
     weights: list[Any] = [part.weight for part in parts]
-    joined: AnyPrepacked
+    joined_weight: AnyPrepacked
     if all(_has_kernel(weight) and weight.kind == weights[0].kind for weight in weights):
         values = torch.cat([weight.values for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
-        joined = pack(weights[0].kind, values, scales)
+        joined_weight = pack(weights[0].kind, values, scales)
     elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
-        joined = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
+        joined_weight = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
     else:
         return None
     layer = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
@@ -116,7 +116,7 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: P
         layer.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
         _free_weight(part)
-    _set_weight(layer, joined)
+    _set_weight(layer, joined_weight)
     return layer
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jingu import __version__
 from jingu.errors import JinguError, join_words
 from jingu.launch.hosts import read_environment
+from jingu.version import __version__
 
 # Commands that run on ranks.
 COMMANDS = ("train", "align", "evaluate", "serve", "generate", "doctor")
@@ -124,9 +124,11 @@ def compare_versions(versions: dict[str, dict[str, str]]) -> dict[str, JinguErro
     """Return an error for each node with other versions than the first one."""
     first_host, first = next(iter(versions.items()))
     errors = {}
-    for host, own in versions.items():
+    for host, host_versions in versions.items():
         differences = [
-            f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
+            f"{name} {host_versions[name]} ({first[name]} on {first_host})"
+            for name in host_versions
+            if host_versions[name] != first[name]
         ]
         if differences:
             fix = "Install the same versions on all nodes."

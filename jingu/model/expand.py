@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replace_fields
+from jingu.model.spec import AlibiPositions, Experts, LayerSpec, ModelSpec, RmsNorm, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 
 DepthRule = Literal["interleaved", "stacked"]
@@ -56,7 +56,11 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
         JinguError: the model has experts already, its family has no counterpart with experts, or `active` is too many.
     """
     spec = model.spec
-    if isinstance(spec.feed_forward, Experts) or spec.family not in _MIXTURES:
+    if (
+        spec.experts is not None
+        or len({layer.feed_forward for layer in spec.layers}) > 1
+        or spec.family not in _MIXTURES
+    ):
         raise JinguError(
             f"experts are copies of the feed-forward of a dense model, and this one is a {spec.family}.",
             where="--experts",
@@ -137,7 +141,7 @@ def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved",
         is_copy = source in sources[: int(number)]
         return torch.zeros_like(value) if zeroed and is_copy and f".{part}".startswith(_INTO_STREAM) else value
 
-    return LazyModel(replace_fields(model.spec, num_layers=layers), read)
+    return LazyModel(model.spec.select_layers(sources), read)
 
 
 def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
@@ -166,34 +170,40 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
             where="--hidden-size",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )
-    if isinstance(spec.position, AlibiPositions):
+    if any(isinstance(layer.position, AlibiPositions) for layer in spec.kinds):
         raise JinguError(
             "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
             where="--hidden-size",
             fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
         )
-    sizes = {
-        "hidden_size": width,
-        "attention.num_heads": times * spec.attention.num_heads,
-        "attention.num_kv_heads": times * spec.attention.num_kv_heads,
-        "feed_forward.intermediate_size": times * spec.feed_forward.intermediate_size,
-    }
-    if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared_intermediate_size:
-        sizes["feed_forward.shared_intermediate_size"] = times * spec.feed_forward.shared_intermediate_size
+    kinds = {name: {**changes, **_wider(spec.kind(name), times)} for name, changes in spec.layer_kinds.items()}
+    sizes = {"hidden_size": width, **_wider(spec.default_layer, times), "layer_kinds": kinds}
     # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
     # head divides by the norm of its rows, which grows by √k, and the scaled head by √(k · hidden size).
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
+    offset = float(isinstance(spec.norm, RmsNorm) and spec.norm.offset)
+    # An embedding whose factor grows by √k is divided by it, and so is a head that is tied to it.
+    growth = times**0.5 if spec.embedding_scale == "sqrt_hidden_size" else 1.0
+    final /= growth if spec.tie_word_embeddings else 1.0
+    if isinstance(spec.norm, RmsNorm) and not spec.norm.has_weight:
+        sizes["logit_scale"] = spec.logit_scale / final
 
     def read(name: str) -> Tensor:
         old = model.read(name)
-        # The norms of a head are the same for all heads.
-        if name.endswith(("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias")):
+        # The norms of a head are the same for all heads, and the numbers of an activation for all dims.
+        if name.endswith((".alpha_p.weight", ".alpha_n.weight")):
             return old
+        if ".q_norm." in name or ".k_norm." in name:
+            return old if spec.layer_of(name).attention.qk_norm_width == "head" else old.repeat(times)
         # Biases and norms are repeated. The final norm also divides for the head.
+        if name.startswith("norm."):
+            return (old + offset).repeat(times) / final - offset
         if old.ndim == 1:
-            return old.repeat(times) / (final if name.startswith("norm.") else 1)
+            return old.repeat(times)
+        if name == "embedding.weight":
+            return old.repeat(1, times) / growth
         # In tables and the head, only the dim of the hidden states (or of the heads) is repeated.
-        if name.endswith(("embedding.weight", "positions.weight", "relative_bias.weight")) or name == "head.weight":
+        if name.endswith(("positions.weight", "relative_bias.weight")) or name == "head.weight":
             return old.repeat(1, times)
         # Other matrices read repeated inputs; except for scores per expert, their outputs are repeated, too.
         only_inputs = name.endswith((".router.weight", ".shared_gate.weight"))
@@ -201,6 +211,18 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
         return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
 
     return LazyModel(replace_fields(spec, **sizes), read)
+
+
+def _wider(layer: LayerSpec, times: int) -> dict[str, int]:
+    """Return the sizes of a layer that is `times` as wide, by their paths."""
+    sizes = {
+        "attention.num_heads": layer.attention.num_heads,
+        "attention.num_kv_heads": layer.attention.num_kv_heads,
+        "feed_forward.intermediate_size": layer.feed_forward.intermediate_size,
+    }
+    if isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_intermediate_size:
+        sizes["feed_forward.shared_intermediate_size"] = layer.feed_forward.shared_intermediate_size
+    return {path: times * size for path, size in sizes.items()}
 
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:

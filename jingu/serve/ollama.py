@@ -13,7 +13,6 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 from pydantic_core import from_json
 
-from jingu import __version__
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.infer.request import FinishReason, Request
 from jingu.infer.sampling import SamplingParams
@@ -25,6 +24,7 @@ from jingu.serve.openai import FINISH_REASONS, build_engine_request
 from jingu.serve.openai_chat import format_logprobs
 from jingu.serve.responses import EventStream, JsonResponse, dump_json, respond_once
 from jingu.serve.service import Service, ServiceDependency
+from jingu.version import __version__
 
 router = APIRouter(prefix="/api", tags=["ollama"], route_class=protocol.StrictRoute)
 _LINES = "application/x-ndjson"
@@ -209,7 +209,7 @@ async def show(body: OllamaModelRequest, service: ServiceDependency) -> Response
 
 
 def _describe(name: str, service: Service) -> dict[str, Any]:
-    modified = datetime.fromtimestamp(service.created, UTC).isoformat()
+    modified_at = datetime.fromtimestamp(service.created, UTC).isoformat()
     family = service.model.spec.family
     details = {
         "parent_model": "",
@@ -219,7 +219,7 @@ def _describe(name: str, service: Service) -> dict[str, Any]:
         "parameter_size": "",
         "quantization_level": "",
     }
-    return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
+    return {"name": name, "model": name, "modified_at": modified_at, "size": 0, "digest": "", "details": details}
 
 
 @router.post("/embed")

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu import __version__
 from jingu.infer.request import FinishReason, Request, Token
 from jingu.serve.async_engine import Completion, RequestHandle, best_first
 from jingu.serve.http_errors import ApiError, bad_request
@@ -23,6 +22,7 @@ from jingu.serve.responses import (
     respond_once,
 )
 from jingu.serve.service import Service, ServiceDependency, run_off_loop
+from jingu.version import __version__
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
 _FINISH_REASONS: dict[FinishReason, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}
@@ -134,14 +134,14 @@ async def _generate(
 
     async def collect() -> Any:
         (completions,) = await handle.collect()
-        best, *others = best_first(completions)
+        best, *other_completions = best_first(completions)
         answer: dict[str, Any] = {"generated_text": prefix + best.text}
         if parameters.details or parameters.decoder_input_details:
             answer["details"] = _format_details(best, request, service)
-            if others:
+            if other_completions:
                 answer["details"]["best_of_sequences"] = [
-                    {"generated_text": prefix + other.text, **_format_details(other, request, service)}
-                    for other in others
+                    {"generated_text": prefix + completion.text, **_format_details(completion, request, service)}
+                    for completion in other_completions
                 ]
         return [answer] if as_list else answer
 

@@ -27,7 +27,7 @@ DIGIT_SPLIT_PATTERN = SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_SPLIT_CASES = (
+SPLIT_CASES_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,7 +39,7 @@ _RANKS: dict[str, tuple[str, dict[str, int]]] = {
     "r50k_base": ("", {_END: 50256}),
     "p50k_base": ("", {_END: 50256}),
     "cl100k_base": (SPLIT_PATTERN, {_END: 100257}),
-    "o200k_base": (_SPLIT_CASES, {_END: 199999}),
+    "o200k_base": (SPLIT_CASES_PATTERN, {_END: 199999}),
     "qwen": (DIGIT_SPLIT_PATTERN, {_END: 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}),
     "128000": (SPLIT_PATTERN, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}),
 }
@@ -77,7 +77,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
     """
     if file.suffix == ".json":
         return file.read_text(encoding="utf-8"), {}
-    named: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     special: dict[str, int] = {}
     if file.name == "merges.txt":
         content = _from_merges(file, config)
@@ -85,7 +85,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
         data = file.read_bytes()
         ranks = _parse_ranks(data)
         if ranks is None:
-            content, named = read_sentencepiece(data, add_bos_token=config.get("add_bos_token") is not False)
+            content, special_tokens = read_sentencepiece(data, add_bos_token=config.get("add_bos_token") is not False)
         else:
             content, special = _from_ranks(file, ranks)
     spec = json.loads(content)
@@ -95,7 +95,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
     special |= {f"<extra_id_{n}>": len(spec["model"]["vocab"]) + number - 1 - n for n in range(number)}
     names = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)]
     _add_tokens(spec, special | _added_tokens(file.parent, config), [*names, *special, *eos_names])
-    return json.dumps(spec, ensure_ascii=False), named
+    return json.dumps(spec, ensure_ascii=False), special_tokens
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
@@ -121,8 +121,8 @@ def _add_tokens(spec: dict[str, Any], tokens: Mapping[str, int], special: list[s
     existing = {token["content"] for token in spec["added_tokens"]}
     # Unigram stores a list of pieces with scores; other models store a table of ids.
     ids = pieces if isinstance(pieces, dict) else {piece: id_ for id_, (piece, _) in enumerate(pieces)}
-    added = {**{name: ids[name] for name in special if name in ids}, **tokens}
-    for content, id_ in sorted(added.items(), key=lambda item: item[1]):
+    added_tokens = {**{name: ids[name] for name in special if name in ids}, **tokens}
+    for content, id_ in sorted(added_tokens.items(), key=lambda item: item[1]):
         if ids.setdefault(content, id_) != id_ or (pieces is not ids and id_ > len(pieces)):
             raise ValueError(f"the added token {content} cannot have the id {id_}")
         if pieces is not ids and id_ == len(pieces):

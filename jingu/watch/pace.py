@@ -25,7 +25,7 @@ from jingu.watch.links import Link, LinkMeter, describe_slow_link
 from jingu.watch.slot import READS, READS_OFFSET, STAGE, STAGE_OFFSET, UNTIMED_PHASES
 
 if TYPE_CHECKING:
-    from jingu.watch.watchdog import LocalRank
+    from jingu.watch.local_rank import LocalRank
 
 # A straggler takes this much longer than its peers, in this many windows in a row, and loses this share of a step.
 SLOW_RATIO = 1.2
@@ -232,8 +232,11 @@ class PaceMeter:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self._file(), json.dumps(asdict(own)))
-        others = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
-        return [own, *(window for window in others if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps)]
+        other_windows = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
+        return [
+            own,
+            *(window for window in other_windows if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps),
+        ]
 
     def _file(self) -> Path:
         return self._folder / f"pace-{self._ranks[0].process['rank']:05d}.json"

@@ -4,11 +4,13 @@ from jingu.errors import JinguError
 from jingu.model.families import bloom, chatglm3, cpm2, gpt2, llama, t5
 from jingu.model.families.family import Family
 from jingu.model.families.name_map import TensorMapping, expand_rules
+from jingu.model.families.tabled import tabled_families
 from jingu.model.spec import ModelSpec, replace_fields
 
 _FAMILIES = (
     *(llama.BAICHUAN2, bloom.BLOOM, chatglm3.CHATGLM3, cpm2.CPM2, chatglm3.GLM, gpt2.GPT2, llama.LLAMA),
     *(llama.MISTRAL, llama.MIXTRAL, t5.MT5, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE, t5.T5),
+    *tabled_families(),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 

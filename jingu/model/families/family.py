@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from jingu.errors import JinguError
 from jingu.model.families.name_map import TABLES, NameRule
-from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, replace_fields
+from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, repeat_pattern, replace_fields
 from jingu.tables import read_table
 
 HFConfig = Mapping[str, Any]
@@ -107,8 +107,8 @@ class Family:
     @property
     def experts(self) -> Experts | None:
         """The family's default mixture of experts, from its template or a preset; None if the family has no experts."""
-        parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
-        return next((part for part in parts if isinstance(part, Experts)), None)
+        parts = (spec.experts for spec in (self.template, *self.presets.values()))
+        return next((part for part in parts if part is not None), None)
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
         """Return the spec of a `config.json`.
@@ -156,6 +156,7 @@ class Family:
         """Return the template with these values, and with defaults that are derived from them."""
         derived = {
             "num_encoder_layers": self.template.num_encoder_layers and values["num_layers"],
+            "layer_pattern": repeat_pattern(self.template.layer_pattern, values["num_layers"]),
             "attention.num_kv_heads": values["attention.num_heads"],
             "attention.head_dim": values["hidden_size"] // values["attention.num_heads"],
             "feed_forward.intermediate_size": self.feed_forward_size(values["hidden_size"]),

@@ -115,8 +115,17 @@ def name_rules(
         transform: the transform of all these rules.
         when: whether these rules apply to a spec.
     """
-    rules: list[NameRule] = []
     names = {hf_name: name for family in families for hf_name, name in TABLES[family][table].items()}
+    return rules_of_names(names, transform, when)
+
+
+def rules_of_names(
+    names: Mapping[str, str],
+    transform: Transform = IDENTITY,
+    when: Callable[[ModelSpec], bool] = lambda spec: True,
+) -> tuple[NameRule, ...]:
+    """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face."""
+    rules: list[NameRule] = []
     for hf_name, jingu_name in names.items():
         one, several = _expand_braces(hf_name), _expand_braces(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]

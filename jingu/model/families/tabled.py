@@ -1,0 +1,88 @@
+"""Families that are tables: the entries of families.toml that name `architectures`.
+
+An entry has
+
+- `architectures` and `model_type`: names of Hugging Face. The first architecture is written.
+- `template`: fields that differ from the template of Llama, by their paths.
+- `keys`: keys of `config.json` beside those of Llama; false removes one. An entry {key, default, as} converts a number:
+  `as` is inverse or inverse_sqrt.
+- `layers`: arguments of `layer_keys`, which reads windows and positions.
+- `options`: keys whose other values would change the result, with the values that are read; the first is written.
+- `names`: modules beside those of Llama; false removes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jingu.model.families.family import (
+    ConfigKeys,
+    Family,
+    activation_key,
+    config_key,
+    field_value,
+    supported_options,
+)
+from jingu.model.families.layer_keys import layer_keys
+from jingu.model.families.llama import LLAMA
+from jingu.model.families.name_map import TABLES, rules_of_names
+from jingu.model.spec import replace_fields
+
+# How a number of the config becomes the field of the spec, and back.
+_CONVERSIONS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "inverse": (lambda x: 1 / x, lambda x: 1 / x),
+    "inverse_sqrt": (lambda x: x**-0.5, lambda x: x**-2),
+}
+
+
+def tabled_families() -> tuple[Family, ...]:
+    """Return the families that are tables."""
+    return tuple(_family(name, table) for name, table in TABLES.items() if "architectures" in table)
+
+
+def _family(name: str, table: dict[str, Any]) -> Family:
+    places = {**TABLES["llama"]["keys"], **table.get("keys", {})}
+    # The conversion of layers reads the context length.
+    places.pop("max_position_embeddings", None)
+    names = {**TABLES["llama"]["names"], **table.get("names", {})}
+    return Family(
+        architectures=tuple(table["architectures"]),
+        template=replace_fields(LLAMA.template, family=name, **table.get("template", {})),
+        feed_forward_size=LLAMA.feed_forward_size,
+        model_type=table.get("model_type"),
+        keys=(
+            *(_keys(place, entry) for place, entry in places.items() if entry is not False),
+            activation_key(table.get("activation_key", "hidden_act"), table.get("activation", "silu")),
+            layer_keys(**table.get("layers", {})),
+            supported_options(**table.get("options", {})),
+            # The default id of padding in transformers may be beyond a small vocabulary.
+            ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
+        ),
+        rules=rules_of_names({key: value for key, value in names.items() if value is not False}),
+        base="model.",
+        ignored=(".rotary_emb.inv_freq",),
+    )
+
+
+def _keys(place: str, entry: Any) -> ConfigKeys:
+    """Return the conversion of an entry of `keys`."""
+    if isinstance(entry, str):
+        return config_key(place, entry)
+    if isinstance(entry, list):
+        return config_key(place, *entry)
+    conversion = entry.get("as")
+    plain = config_key(place, entry["key"], default=entry["default"])
+    if conversion is None:
+        return plain
+    to_spec, to_config = _CONVERSIONS[conversion]
+
+    def write(spec: Any) -> dict[str, Any]:
+        value = field_value(spec, place)
+        number = 0.0 if value is None else round(to_config(value), 9)
+        return {entry["key"]: int(number) if number.is_integer() else number}
+
+    def read(config: Any) -> dict[str, Any]:
+        return {key: None if value is None else to_spec(value) for key, value in plain.read(config).items()}
+
+    return ConfigKeys(read, write)
