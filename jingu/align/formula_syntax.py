@@ -132,11 +132,11 @@ LIMIT = Size(terms=130.0, divisor=40.0, bits=4_000.0, functions=10.0, items=32.0
 
 
 @dataclass(frozen=True)
-class Node:
+class FormulaNode:
     """A part of a formula: a number, a symbol, a sum, a product, a power, and so on (`kind`)."""
 
     kind: str
-    parts: tuple[Node, ...] = ()
+    parts: tuple[FormulaNode, ...] = ()
     text: str = ""
 
 
@@ -149,12 +149,12 @@ class FormulaSyntaxError(ValueError):
 
 
 @lru_cache(maxsize=4_096)
-def read_formula(text: str) -> Node:
+def read_formula(text: str) -> FormulaNode:
     """Return the structure of a formula. Raises FormulaSyntaxError if it is too long, too deep, or a group is open."""
     tokens = _TOKEN.findall(_LAYOUT.sub(" ", text))
     if len(tokens) > _MAX_TOKENS:
         raise FormulaSyntaxError("it is too long")
-    reader = _Reader([*reversed(tokens)])
+    reader = _FormulaReader([*reversed(tokens)])
     node = reader.read_list(0)
     if reader.tokens:
         raise FormulaSyntaxError("a group is closed twice")
@@ -166,12 +166,12 @@ def unevaluated(text: str) -> set[str]:
     return {re.sub(r"\s", "", match) for match in _UNEVALUATED.findall(text)}
 
 
-def measure(node: Node) -> Size:
+def measure(node: FormulaNode) -> Size:
     """Return a bound on the size of an expanded formula."""
     return _measure(node)[0]
 
 
-def differ(left: Node, right: Node) -> bool:
+def differ(left: FormulaNode, right: FormulaNode) -> bool:
     """Return whether two formulas have different values; False if they are equal, or if it cannot be decided.
 
     Variables get positive values. A difference that rounding may explain decides nothing.
@@ -190,7 +190,7 @@ def differ(left: Node, right: Node) -> bool:
 
 
 @dataclass
-class _Reader:
+class _FormulaReader:
     """Reads tokens by recursive descent; the next token is the last of the list."""
 
     tokens: list[str]
@@ -198,7 +198,7 @@ class _Reader:
     def peek(self) -> str:
         return self.tokens[-1] if self.tokens else ""
 
-    def read_list(self, depth: int) -> Node:
+    def read_list(self, depth: int) -> FormulaNode:
         """Read up to the end of a group: formulas with separators between them."""
         if depth > _MAX_DEPTH:
             raise FormulaSyntaxError("it is nested too deeply")
@@ -206,31 +206,31 @@ class _Reader:
         while self.peek() in _SEPARATORS:
             separators.append(self.tokens.pop())
             items.append(self._read_sum(depth))
-        return items[0] if not separators else Node("list", tuple(items), " ".join(separators))
+        return items[0] if not separators else FormulaNode("list", tuple(items), " ".join(separators))
 
-    def _read_sum(self, depth: int) -> Node:
-        terms: list[Node] = []
+    def _read_sum(self, depth: int) -> FormulaNode:
+        terms: list[FormulaNode] = []
         while True:
             sign = ""
             while self.peek() in _SIGNS:
                 sign = self.tokens.pop()
                 if sign not in ("+", "-"):
-                    terms.append(Node("unknown"))
+                    terms.append(FormulaNode("unknown"))
             factors = self._read_product(depth)
             if factors:
-                term = factors[0] if len(factors) == 1 else Node("product", tuple(factors))
-                terms.append(Node("negative", (term,)) if sign == "-" else term)
+                term = factors[0] if len(factors) == 1 else FormulaNode("product", tuple(factors))
+                terms.append(FormulaNode("negative", (term,)) if sign == "-" else term)
             elif sign:
-                terms.append(Node("unknown"))
+                terms.append(FormulaNode("unknown"))
             if self.peek() not in _SIGNS:
                 break
         if not terms:
-            return Node("unknown")
-        return terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+            return FormulaNode("unknown")
+        return terms[0] if len(terms) == 1 else FormulaNode("sum", tuple(terms))
 
-    def _read_product(self, depth: int) -> list[Node]:
+    def _read_product(self, depth: int) -> list[FormulaNode]:
         """Read factors; a divisor is a factor of the kind `inverse`."""
-        factors: list[Node] = []
+        factors: list[FormulaNode] = []
         is_inverse = False
         while (token := self.peek()) and token not in _SEPARATORS | _SIGNS | _CLOSING:
             if token in _TIMES | _DIVIDED:
@@ -239,41 +239,47 @@ class _Reader:
                 continue
             factor = self._read_power(depth)
             if is_inverse:
-                factor = Node("inverse", (factor,))
+                factor = FormulaNode("inverse", (factor,))
             elif factors and self._is_ambiguous(factors[-1], factor):
-                factors.append(Node("unknown"))
+                factors.append(FormulaNode("unknown"))
             is_inverse = False
             factors.append(factor)
         return factors
 
     @staticmethod
-    def _is_ambiguous(before: Node, factor: Node) -> bool:
+    def _is_ambiguous(before: FormulaNode, factor: FormulaNode) -> bool:
         """Return whether what follows a factor may be something else than another factor: a part of a mixed number, an
         argument of a function, a factor of a divisor."""
         is_mixed = before.kind == "number" and factor.kind in ("number", "fraction")
         is_argument = before.kind == "symbol" and factor.kind == "group"
         return is_mixed or is_argument or factor.kind == "number" or before.kind in ("inverse", "call")
 
-    def _read_power(self, depth: int) -> Node:
+    def _read_power(self, depth: int) -> FormulaNode:
         node = self._read_atom(depth)
         while (token := self.peek()) in ("^", "_", "!", "'"):
             self.tokens.pop()
             if token == "^":
                 exponent = self._read_argument(depth)
                 is_power = node.kind not in ("call", "power")
-                node = Node("power", (node, exponent))
-                node = node if is_power else Node("list", (node, Node("unknown")))
+                node = FormulaNode("power", (node, exponent))
+                node = node if is_power else FormulaNode("list", (node, FormulaNode("unknown")))
             elif token == "!":
-                node = Node("factorial", (node,))
+                node = FormulaNode("factorial", (node,))
             elif token == "_" and node.kind == "symbol":
                 index = self._read_argument(depth)
                 is_name = index.kind in ("symbol", "number")
-                node = Node("symbol", text=f"{node.text}_{index.text}") if is_name else Node("list", (node, index))
+                node = (
+                    FormulaNode("symbol", text=f"{node.text}_{index.text}")
+                    if is_name
+                    else FormulaNode("list", (node, index))
+                )
             else:
-                node = Node("list", (node, self._read_argument(depth) if token == "_" else Node("unknown")))
+                node = FormulaNode(
+                    "list", (node, self._read_argument(depth) if token == "_" else FormulaNode("unknown"))
+                )
         return node
 
-    def _read_atom(self, depth: int) -> Node:
+    def _read_atom(self, depth: int) -> FormulaNode:
         token = self.tokens.pop() if self.tokens else ""
         if token in _OPENING:
             node = self.read_list(depth + 1)
@@ -281,42 +287,42 @@ class _Reader:
                 raise FormulaSyntaxError("a group is not closed")
             closing = self.tokens.pop()
             if (token, closing) in (("(", ")"), ("[", "]"), ("{", "}")) and node.kind != "list":
-                return Node("group" if token != "{" else "braces", (node,))
-            return Node("list", (node,))
+                return FormulaNode("group" if token != "{" else "braces", (node,))
+            return FormulaNode("list", (node,))
         if token in _FRACTIONS | _BINOMIALS:
             first, second = self._read_argument(depth), self._read_argument(depth)
-            return Node("fraction" if token in _FRACTIONS else "binomial", (first, second))
+            return FormulaNode("fraction" if token in _FRACTIONS else "binomial", (first, second))
         if token == r"\sqrt":
-            index: tuple[Node, ...] = ()
+            index: tuple[FormulaNode, ...] = ()
             if self.peek() == "[":
                 index = (self._read_atom(depth),)
-            return Node("root", (self._read_argument(depth), *index))
+            return FormulaNode("root", (self._read_argument(depth), *index))
         if token in _CALLS:
             return self._read_call(token, depth)
         if token[:1].isdigit() or token[:1] == ".":
-            return Node("number", text=token)
+            return FormulaNode("number", text=token)
         if (len(token) == 1 and token.isalpha()) or token == r"\pi" or _GREEK.fullmatch(token):
-            return Node("symbol", text=token)
-        return Node("unknown", text=token)
+            return FormulaNode("symbol", text=token)
+        return FormulaNode("unknown", text=token)
 
-    def _read_call(self, name: str, depth: int) -> Node:
+    def _read_call(self, name: str, depth: int) -> FormulaNode:
         """Read the argument of a function, which without brackets is one atom."""
-        modifiers: list[Node] = []
+        modifiers: list[FormulaNode] = []
         while self.peek() in ("^", "_"):
             self.tokens.pop()
             modifiers.append(self._read_argument(depth))
         has_group = self.peek() in ("(", "{") or self.peek() in _FRACTIONS
-        node = Node("call", (self._read_atom(depth),), name) if self.tokens else Node("unknown")
+        node = FormulaNode("call", (self._read_atom(depth),), name) if self.tokens else FormulaNode("unknown")
         # Whether \sin x y is sin(x) y is open, and so is \sin^{-1}.
         is_plain = not modifiers and (has_group or self.peek() in _SEPARATORS | _SIGNS | _CLOSING | {""})
-        return node if is_plain else Node("list", (node, *modifiers, Node("unknown")))
+        return node if is_plain else FormulaNode("list", (node, *modifiers, FormulaNode("unknown")))
 
-    def _read_argument(self, depth: int) -> Node:
+    def _read_argument(self, depth: int) -> FormulaNode:
         """Read the argument of a command: a group, or else one digit, letter or command."""
         token = self.peek()
         if len(token) > 1 and token.isdigit():
             self.tokens[-1] = token[1:]
-            return Node("number", text=token[0])
+            return FormulaNode("number", text=token[0])
         if not token or token in _CLOSING:
             raise FormulaSyntaxError("an argument is missing")
         return self._read_atom(depth + 1)
@@ -333,14 +339,14 @@ class _Evaluation:
     offset: float
     largest: float = field(default=0.0)
 
-    def value(self, node: Node) -> complex:
+    def value(self, node: FormulaNode) -> complex:
         value = self._compute(node)
         self.largest = max(self.largest, abs(value))
         if not cmath.isfinite(value):
             raise _UndecidedError
         return value
 
-    def _compute(self, node: Node) -> complex:
+    def _compute(self, node: FormulaNode) -> complex:
         if node.kind == "number":
             return complex(node.text)
         if node.kind == "symbol":
@@ -399,7 +405,7 @@ _COMPUTE: dict[str, Callable[[Sequence[complex]], complex]] = {
 }
 
 
-def _has_decimal(node: Node) -> bool:
+def _has_decimal(node: FormulaNode) -> bool:
     return "." in node.text or any(map(_has_decimal, node.parts))
 
 
@@ -407,7 +413,7 @@ def _has_decimal(node: Node) -> bool:
 _Measured = tuple[Size, float | None]
 
 
-def _measure(node: Node) -> _Measured:
+def _measure(node: FormulaNode) -> _Measured:
     """Return the size of a formula, and its value if it is a rational number."""
     parts = [_measure(part) for part in node.parts]
     if node.kind == "number":
@@ -452,7 +458,7 @@ def _measure(node: Node) -> _Measured:
     return Size(), None
 
 
-def _largest_exponent(node: Node) -> float:
+def _largest_exponent(node: FormulaNode) -> float:
     """Return the largest number that is an exponent in a formula."""
     exponent = (_measure(node.parts[1])[1] or 0.0) if node.kind == "power" else 0.0
     return max([abs(exponent), *map(_largest_exponent, node.parts)])
