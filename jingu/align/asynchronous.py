@@ -216,7 +216,7 @@ class _JobQueue:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function, and return a future of its result."""
         future: Future[T] = Future()
-        self._futures = [*(other for other in self._futures if not other.done()), future]
+        self._futures = [*(pending_future for pending_future in self._futures if not pending_future.done()), future]
         self._jobs.put(partial(fulfill, future, function))
         return future
 
@@ -308,9 +308,9 @@ def _choose_devices(device: torch.device, count: int) -> list[str]:
     """Return the devices of processes: GPUs that no rank of this machine uses, else the GPU of the first rank."""
     if device.type == "cpu":
         return ["cpu"] * count
-    own = device.index or 0
+    own_index = device.index or 0
     free = range(count_ranks(None)[1], torch.accelerator.device_count())
-    return [f"{device.type}:{free[index % len(free)] if free else own}" for index in range(count)]
+    return [f"{device.type}:{free[index % len(free)] if free else own_index}" for index in range(count)]
 
 
 class GenerationServer:

@@ -201,8 +201,8 @@ def extract_code(completion: str, names: Sequence[str] = ()) -> str:
 def _defined(code: str) -> set[str]:
     """Return the names that code defines at its top level."""
     names: set[str] = set()
-    for function, kind, variable, imported in _DEFINITION.findall(code):
-        names |= {function, kind, variable, *re.findall(r"\w+", imported)}
+    for function, kind, variable, imported_names in _DEFINITION.findall(code):
+        names |= {function, kind, variable, *re.findall(r"\w+", imported_names)}
     return names - {""}
 
 
@@ -241,13 +241,13 @@ def _read_block(lines: Sequence[str], position: int, block: _Block, container: s
         line = line[: len(line) - len(text)].expandtabs(4) + text
         position += 1
         width = len(line) - len(text)
-        other = _FENCE.match(line, width)
-        is_fence = other is not None and other[1][0] == fence[0] and len(other[1]) >= len(fence)
+        closing_fence = _FENCE.match(line, width)
+        is_fence = closing_fence is not None and closing_fence[1][0] == fence[0] and len(closing_fence[1]) >= len(fence)
         # Deeper fences belong to the code: to a docstring, say.
-        if other is not None and is_fence and width < indent + 4:
-            if block.language in _MARKDOWN and other[2]:
+        if closing_fence is not None and is_fence and width < indent + 4:
+            if block.language in _MARKDOWN and closing_fence[2]:
                 inner += 1
-            elif not other[2]:
+            elif not closing_fence[2]:
                 if not inner:
                     break
                 inner -= 1

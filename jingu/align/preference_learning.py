@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.answers import AnswerBatch, AnswerScorer, RewardHead
-from jingu.align.preference_losses import AnswerLogProbs, kto_losses, pair_losses, reward_losses
+from jingu.align.preference_losses import kto_losses, reward_losses
 from jingu.align.reference import References, load_references, to_answer_device
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.data import PreferenceSettings
-from jingu.config.sections.tasks import DpoSettings, KtoSettings, SimpoSettings
+from jingu.config.sections.pairs import AnswerLogProbs, DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.config.sections.tune import LoraSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
@@ -154,14 +155,10 @@ class PreferenceLearning(StatelessTask):
             AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
             for side in (0, 1)
         )
-        losses_BP = pair_losses(self.settings, chosen, rejected)
+        losses_BP = self.settings.pair_losses(chosen, rejected)
         with torch.no_grad():
-            # Implicit rewards of the policy (Rafailov et al., 2023, equation 5).
-            chosen_BP = self.settings.beta * chosen.log_ratio
-            rejected_BP = self.settings.beta * rejected.log_ratio
-            if isinstance(self.settings, SimpoSettings):
-                chosen_BP = self.settings.beta * chosen.policy_mean
-                rejected_BP = self.settings.beta * rejected.policy_mean
+            chosen_BP = self.settings.rewards(chosen)
+            rejected_BP = self.settings.rewards(rejected)
         return _sum_pairs(losses_BP, chosen_BP, rejected_BP, chosen.exists & rejected.exists)
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
@@ -186,18 +183,18 @@ class PreferenceLearning(StatelessTask):
         assert isinstance(dataset, PreferenceDataset)
         # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
         # runs on padding.
-        located = []
+        located_rows = []
         for start in range(0, num_rows, micro_batch_size * num_data_ranks(self.mesh)):
             first = start + data_rank(self.mesh) * micro_batch_size
             numbers = np.arange(first, first + micro_batch_size)
-            stored = np.minimum(numbers, len(dataset.row_ends) - 1)
-            located.append(LocatedRows([dataset] * micro_batch_size, stored, numbers < num_rows))
-        self.begin_evaluation(model, located)
+            row_numbers = np.minimum(numbers, len(dataset.row_ends) - 1)
+            located_rows.append(LocatedRows([dataset] * micro_batch_size, row_numbers, numbers < num_rows))
+        self.begin_evaluation(model, located_rows)
         with eval_mode(model), force_eager():
-            for datasets, stored, is_real in located:
-                batch = dataset.read(stored).to_batch()
+            for datasets, row_numbers, is_real in located_rows:
+                batch = dataset.read(row_numbers).to_batch()
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                answers = self.attach(self.run.source.trim(batch), datasets, stored)
+                answers = self.attach(self.run.source.trim(batch), datasets, row_numbers)
                 total_n += self.loss(model, to_answer_device(answers, device))
                 units += self.denominator(answers)
         means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))
@@ -346,8 +343,8 @@ class KtoLearning(PreferenceLearning):
                 fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
                 batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                attached = self.attach(batch, datasets, rows, mismatched=not is_bco)
-                answers = self.scorer.score(model, to_answer_device(attached, device))
+                attached_batch = self.attach(batch, datasets, rows, mismatched=not is_bco)
+                answers = self.scorer.score(model, to_answer_device(attached_batch, device))
                 exists_BK = answers.exists
                 values_BK = answers.log_ratio.where(exists_BK, 0.0)
                 sums_S2 += torch.stack(

@@ -93,10 +93,10 @@ def open_from_config(
     """
     family, spec = _read_spec(config, config_file)
     # A tied head may be stored too.
-    untied = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
-    weights = open_weights(family, {mapping.hf_name: mapping.shape for mapping in untied})
+    untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
+    weights = open_weights(family, {mapping.hf_name: mapping.shape for mapping in untied_map})
     if spec.tie_word_embeddings and not spec.score_head:
-        spec, weights = _resolve_tied_head(spec, weights, untied, where)
+        spec, weights = _resolve_tied_head(spec, weights, untied_map, where)
     mappings = map_tensors(spec)
     # Compare all shapes before any weight is read.
     compare_shapes({mapping.hf_name: mapping.shape for mapping in mappings}, weights.shapes, where)
@@ -349,10 +349,10 @@ def _weight_files(folder: Path, chosen: str | None = None) -> list[Path]:
             raise JinguError(what, where=folder, fix="Fetch this file.")
         return _indexed_files(folder, chosen) if chosen.endswith(".index.json") else [folder / chosen]
     if (folder / WEIGHTS).is_file():
-        others: list[Path] | None = None
+        other_files: list[Path] | None = None
         with suppress(JinguError):  # the index may be damaged
-            others = _indexed_files(folder, INDEX, check=False)
-        if (folder / INDEX).is_file() and others != [folder / WEIGHTS]:
+            other_files = _indexed_files(folder, INDEX, check=False)
+        if (folder / INDEX).is_file() and other_files != [folder / WEIGHTS]:
             log_warning(
                 f"{folder} has both {WEIGHTS} and an index of other files. As in transformers, {WEIGHTS} is read. "
                 "Delete what is not needed."
@@ -368,10 +368,10 @@ def _weight_files(folder: Path, chosen: str | None = None) -> list[Path]:
             where=folder,
             fix=f"Fetch the missing files, or, if one of these is the whole model, rename it to {WEIGHTS}.",
         )
-    pickled = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLE_SUFFIXES)
-    if pickled:
+    pickle_files = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLE_SUFFIXES)
+    if pickle_files:
         raise JinguError(
-            f"the weights are pickled ({', '.join(pickled)}). jingu does not read pickles, which can run code.",
+            f"the weights are pickled ({', '.join(pickle_files)}). jingu does not read pickles, which can run code.",
             where=folder,
             fix="Use the model's safetensors files; or, if you trust the source, load the model with transformers and "
             "save it with save_pretrained, which writes safetensors.",

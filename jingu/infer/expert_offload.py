@@ -190,9 +190,9 @@ class ExpertOffloader:
         )
         for expert in range(num_experts):
             weight = self._stored_model.read(name, expert).to(self._device)
-            quantized = PrepackedQuantizedWeight.quantize(weight, template.kind, self._dtype)
-            values[expert] = quantized.values
-            scales[expert] = quantized.scales
+            quantized_weight = PrepackedQuantizedWeight.quantize(weight, template.kind, self._dtype)
+            values[expert] = quantized_weight.values
+            scales[expert] = quantized_weight.scales
         self._quantized[name] = values, scales
 
     def stats(self) -> ExpertOffloadStats:
@@ -215,26 +215,26 @@ class ExpertOffloader:
         """Implement `MoELayer.compute` expert by expert: resident experts first, then the others as they arrive."""
         counts = count_E.tolist()
         ends = list(accumulate(counts))
-        needed = {expert for expert, count in enumerate(counts) if count}
+        active_experts = {expert for expert, count in enumerate(counts) if count}
         if self.trace is not None:
-            self.trace.append((layer, tuple(needed)))
+            self.trace.append((layer, tuple(active_experts)))
         # 1. Update the predictor with the router's choices, and count misses.
         self._predictor.visit(layer, self._chosen_NK)
         self._collect(layer, set())
-        missing = [expert for expert in needed if (layer, expert) not in self._slot_of]
-        self._stats.hits += len(needed) - len(missing)
+        missing = [expert for expert in active_experts if (layer, expert) not in self._slot_of]
+        self._stats.hits += len(active_experts) - len(missing)
         self._stats.misses += len(missing)
         # 2. Compute resident experts while missing ones are read, and while the next layer's are prefetched.
         likely = self._predict(layer + 1)
         y_MD = torch.empty_like(x_MD)
-        self._start_reads(layer, missing, likely, needed)
-        while needed:
-            expert = self._next_ready(layer, needed)
+        self._start_reads(layer, missing, likely, active_experts)
+        while active_experts:
+            expert = self._next_ready(layer, active_experts)
             if expert is not None:
                 rows = slice(ends[expert] - counts[expert], ends[expert])
                 y_MD[rows] = self._compute_expert(layer, self._slot_of[layer, expert], x_MD[rows])
-                needed.remove(expert)
-            self._start_reads(layer, missing, likely, needed)
+                active_experts.remove(expert)
+            self._start_reads(layer, missing, likely, active_experts)
         return y_MD
 
     def _compute_expert(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
@@ -331,10 +331,10 @@ class ExpertOffloader:
                     weight.values.copy_(values[expert])
                     weight.scales.copy_(scales[expert])
                     continue
-                stored = self._stored_model.read(name, expert)
-                weight.copy_(stored)
-                region = file_region(stored)
-                if part in slot.buffers and stored.dtype == weight.dtype and region is not None:
+                stored_value = self._stored_model.read(name, expert)
+                weight.copy_(stored_value)
+                region = file_region(stored_value)
+                if part in slot.buffers and stored_value.dtype == weight.dtype and region is not None:
                     regions[part] = region
             if self._stream is not None:
                 self._stream.synchronize()
@@ -493,9 +493,9 @@ class ReuseDistancePredictor:
         guesses_KE = np.stack([self._count(guess_N) for guess_N in guess_NK.T])
         accuracy_K = np.clip(self._accuracy_LK[layer], 0.0, 0.99)
         # A token may also choose an expert that is not among its guesses.
-        others = min(0.99, (self._active - accuracy_K.sum()) / max(1, self._experts - self._active))
+        inactive_accuracy = min(0.99, (self._active - accuracy_K.sum()) / max(1, self._experts - self._active))
         log_unused_E = np.log1p(-accuracy_K) @ guesses_KE
-        log_unused_E = log_unused_E + np.log1p(-others) * (len(guess_NK) - guesses_KE.sum(0))
+        log_unused_E = log_unused_E + np.log1p(-inactive_accuracy) * (len(guess_NK) - guesses_KE.sum(0))
         probability_E: FloatArray = -np.expm1(log_unused_E)
         cycle = self._visits_until(layer)[1]
         self.distance_LE[layer] = 1 + (1 - probability_E) * cycle / self._visit_probability()[layer]

@@ -104,7 +104,7 @@ def find_interface(address: str) -> str:
         try:
             # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
             probe.connect((address, 9))
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
@@ -113,7 +113,7 @@ def find_interface(address: str) -> str:
                 reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if socket.inet_ntoa(reply[20:24]) == own and name != "lo":
+            if socket.inet_ntoa(reply[20:24]) == own_address and name != "lo":
                 return name
     return ""
 
@@ -193,8 +193,8 @@ def combine_codes(codes: list[int]) -> int:
     for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
         if code in codes:
             return code
-    failed = [abs(code) for code in codes if code]
-    return failed[0] if failed else 0
+    failures = [abs(code) for code in codes if code]
+    return failures[0] if failures else 0
 
 
 def _obey_launcher() -> None:
@@ -212,11 +212,11 @@ def main() -> int:
         if start.versions:
             check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
-        saved = os.environ.pop(SAVED_VARIABLE, None)
+        saved_value = os.environ.pop(SAVED_VARIABLE, None)
         code = run_node(replace(start, master=_find_master(start)), int(rank))
-        if code == EXIT_PREEMPTED and saved is not None:
+        if code == EXIT_PREEMPTED and saved_value is not None:
             # With another code, srun would end the other nodes while they are still saving.
-            Path(saved).touch()
+            Path(saved_value).touch()
             return 0
         return code
     print(HELLO + json.dumps(describe_node()), flush=True)

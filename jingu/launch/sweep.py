@@ -42,8 +42,8 @@ class SweepRun:
     @property
     def has_begun(self) -> bool:
         """Whether the folder holds a run with exactly this configuration."""
-        stored = self.folder / "config.yaml"
-        return stored.is_file() and stored.read_text(encoding="utf-8") == dump_yaml(self.config)
+        config_file = self.folder / "config.yaml"
+        return config_file.is_file() and config_file.read_text(encoding="utf-8") == dump_yaml(self.config)
 
     @property
     def is_complete(self) -> bool:
@@ -83,17 +83,17 @@ def sweep(
     folder = Path(base.runs_dir) / f"{base.name}-sweep"
     if optuna is None:
         runs = plan_sweep(file, overrides, space, random, seed)
-        own: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
+        own_runs: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
         count = len(runs[part[0] - 1 :: part[1]])
     else:
         if random is not None or part != (1, 1):
             raise JinguError(
                 "Optuna chooses runs one after another.", where="--optuna", fix="Omit --random and --part."
             )
-        runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
+        runs, own_runs, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
     results: list[dict[str, Any]] = []
-    for number, run in enumerate(own, start=1):
+    for number, run in enumerate(own_runs, start=1):
         # 1. Print which run is next, and train it unless it is complete.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         is_complete = run.is_complete
@@ -287,7 +287,7 @@ class SearchSpace:
                 fix = "Add --random N or --optuna N."
                 raise JinguError("a range has no finite number of combinations.", where="--grid", fix=fix)
             draws = [generator.choice(combinations) for _ in range(count)]
-            rows = [draw | {key: own.draw(generator) for key, own in self.ranges.items()} for draw in draws]
+            rows = [draw | {key: key_range.draw(generator) for key, key_range in self.ranges.items()} for draw in draws]
             return list({tuple(row.items()): row for row in rows}.values())
         if count is not None and count < len(combinations):
             return generator.sample(combinations, count)
@@ -295,17 +295,25 @@ class SearchSpace:
 
     def corners(self) -> list[dict[str, str]]:
         """Return settings that together contain every value and every bound, to validate these."""
-        columns = {**self.values, **{key: [own.show(own.low), own.show(own.high)] for key, own in self.ranges.items()}}
+        columns = {
+            **self.values,
+            **{
+                key: [key_range.show(key_range.low), key_range.show(key_range.high)]
+                for key, key_range in self.ranges.items()
+            },
+        }
         first = {key: column[0] for key, column in columns.items()}
         return [first | {key: value} for key, column in columns.items() for value in column]
 
     def suggest(self, trial: Any) -> dict[str, str]:
         """Return settings that a trial of Optuna suggests."""
         settings = {key: trial.suggest_categorical(key, column) for key, column in self.values.items()}
-        for key, own in self.ranges.items():
-            suggest = trial.suggest_int if own.is_integer else trial.suggest_float
-            bounds = (int(own.low), int(own.high)) if own.is_integer else (own.low, own.high)
-            settings[key] = own.show(suggest(key, *bounds, log=own.is_log))
+        for key, key_range in self.ranges.items():
+            suggest = trial.suggest_int if key_range.is_integer else trial.suggest_float
+            bounds = (
+                (int(key_range.low), int(key_range.high)) if key_range.is_integer else (key_range.low, key_range.high)
+            )
+            settings[key] = key_range.show(suggest(key, *bounds, log=key_range.is_log))
         return settings
 
 

@@ -137,9 +137,11 @@ def _pair_charts(names: list[str], first: list[Chart], second: list[Chart]) -> l
                 curve = replace(series, label=names[number], colour=number)
                 curves.setdefault((chart.title, series.label), []).append(curve)
     by_title = {chart.title: chart for chart in first + second}
-    divided = {chart.title for chart in first + second if len(chart.series) > 1}
+    divided_titles = {chart.title for chart in first + second if len(chart.series) > 1}
     return [
-        replace(by_title[title], title=f"{title}, {label}" if title in divided else title, series=pair, levels=[])
+        replace(
+            by_title[title], title=f"{title}, {label}" if title in divided_titles else title, series=pair, levels=[]
+        )
         for (title, label), pair in curves.items()
     ]
 

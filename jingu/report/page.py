@@ -99,10 +99,12 @@ def compare_with_plan(plan: Row) -> list[tuple[str, float, float, float]]:
     seconds = get_number(plan, "actual_seconds")
     if not seconds > 0:
         return []
-    planned, actual = (value if isinstance(value := plan.get(key), dict) else {} for key in ("planned", "actual"))
+    planned_values, actual = (
+        value if isinstance(value := plan.get(key), dict) else {} for key in ("planned", "actual")
+    )
     rows = []
-    for term in {**planned, **actual}:
-        before = get_number({term: 0.0, **planned}, term)
+    for term in {**planned_values, **actual}:
+        before = get_number({term: 0.0, **planned_values}, term)
         after = get_number({term: 0.0, **actual} if actual else {}, term)
         if before > 0 or after > 0:
             rows.append((term, before, after))
@@ -263,8 +265,8 @@ def _table_steps(record: RunRecord) -> list[int]:
     """Return the steps for the table of figures: evaluations, and steps spread over the run from first to last."""
     steps = sorted(record.train.keys() | record.evaluations.keys())
     evaluations = spread(sorted(record.evaluations), MAX_TABLE_ROWS)
-    others = spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
-    return sorted({*evaluations, *others})
+    other_steps = spread(steps, max(2, MAX_TABLE_ROWS - len(evaluations)))
+    return sorted({*evaluations, *other_steps})
 
 
 def _coders(record: RunRecord) -> list[tuple[float, str, bool]]:

@@ -67,17 +67,17 @@ class Sandbox:
             code, calls = compile_filter()
         except OSError as error:
             raise SandboxError(f"{error}; install libseccomp, 2.5 or newer") from error
-        self._requests, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with other:
+        with child_socket:
             process = subprocess.Popen(
-                [sys.executable, "-s", "-P", str(_SERVER), str(other.fileno())],
+                [sys.executable, "-s", "-P", str(_SERVER), str(child_socket.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # With a fixed seed, sets have the same order in every run.
                 env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                pass_fds=(other.fileno(),),
+                pass_fds=(child_socket.fileno(),),
                 start_new_session=True,
             )
         self.close = weakref.finalize(self, _end_server, process, self._requests)
@@ -161,11 +161,11 @@ def passes_output(sandbox: Sandbox, code: str, stdin: str, stdout: str, limits: 
         # The program may print before it has read its whole input.
         writer = threading.Thread(target=run.send, args=(source, stdin.encode(errors="replace")))
         writer.start()
-        printed = run.read(output, _MAX_OUTPUT)
-        is_complete = printed is not None and run.read(end, 1) == b"1"
+        text = run.read(output, _MAX_OUTPUT)
+        is_complete = text is not None and run.read(end, 1) == b"1"
         run.deadline = 0.0
         writer.join()
-        return is_complete and _lines((printed or b"").decode(errors="replace")) == _lines(stdout)
+        return is_complete and _lines((text or b"").decode(errors="replace")) == _lines(stdout)
 
 
 def _lines(text: str) -> list[str]:
@@ -357,10 +357,10 @@ def compile_filter() -> tuple[bytes, dict[str, int]]:
         add(_NOTIFY, "clone", (0, *_THREAD))
         reader, writer = os.pipe()
         with os.fdopen(reader, "rb") as source:
-            failed = library.seccomp_export_bpf(context, writer)
+            error_code = library.seccomp_export_bpf(context, writer)
             os.close(writer)
             program = source.read()
-        if failed or not program:
+        if error_code or not program:
             raise OSError("libseccomp exports no filter")
     finally:
         library.seccomp_release(context)

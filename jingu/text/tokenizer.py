@@ -80,15 +80,15 @@ class CachedWordEncoder:
             end = min(start + size, len(text))
             words = self._split(text[start:end])
             # Defer the last words of a slice to the next one: they may be cut. Spaces also depend on what follows them.
-            deferred = 0
-            while end < len(text) and words and (deferred < LOOKAHEAD_CHARS or words[-1][-1].isspace()):
-                deferred += len(words.pop())
+            deferred_bytes = 0
+            while end < len(text) and words and (deferred_bytes < LOOKAHEAD_CHARS or words[-1][-1].isspace()):
+                deferred_bytes += len(words.pop())
             if not words:
                 # One word fills the whole slice: try again with a larger one.
                 size *= 2
                 continue
-            part = text[start : end - deferred]
-            start = end - deferred
+            part = text[start : end - deferred_bytes]
+            start = end - deferred_bytes
             size = SLICE_CHARS
             new_words = set(words) - self._ids_by_word.keys()
             # Let the library encode text where caching is useless. In Chinese, for example, which has no spaces between
@@ -367,8 +367,8 @@ class Tokenizer:
 
     def replace_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
         """Return the tokenizer with other chat templates, given by name."""
-        named = [{"name": name, "template": template} for name, template in templates.items()]
-        return Tokenizer(self.content, {**self._config, "chat_template": named})
+        named_templates = [{"name": name, "template": template} for name, template in templates.items()]
+        return Tokenizer(self.content, {**self._config, "chat_template": named_templates})
 
     @property
     def decoder_start_token_id(self) -> int:
@@ -426,10 +426,10 @@ class Tokenizer:
     def prompt_prefix_ids(self) -> list[int]:
         """Ids that the tokenizer adds before a prompt, such as Llama's `<s>`. Empty for most tokenizers."""
         plain = self._inner.encode("a", add_special_tokens=False).ids
-        framed = self._inner.encode("a", add_special_tokens=True).ids
-        for start in range(len(framed)):
-            if framed[start : start + len(plain)] == plain:
-                return list(framed[:start])
+        framed_ids = self._inner.encode("a", add_special_tokens=True).ids
+        for start in range(len(framed_ids)):
+            if framed_ids[start : start + len(plain)] == plain:
+                return list(framed_ids[:start])
         return []
 
     def vocab(self) -> dict[str, int]:
@@ -556,11 +556,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(named_texts, list) or not all(map(_is_named_template, named_texts)):
         raise ValueError("chat_template in tokenizer_config.json is neither text nor a list of {name, template}")
     # Add further templates by name, such as tool_use.
-    named = sorted(folder.glob("additional_chat_templates/*.jinja"))
-    if named:
+    template_files = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    if template_files:
         if isinstance(templates, str):
             templates = [{"name": "default", "template": templates}]
-        further = [{"name": file.stem, "template": file.read_text(encoding="utf-8")} for file in named]
+        further = [{"name": file.stem, "template": file.read_text(encoding="utf-8")} for file in template_files]
         config["chat_template"] = [*templates, *further]
     return config
 

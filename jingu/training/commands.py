@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -54,7 +54,7 @@ from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, open_run
 from jingu.training.run_folder import lock_run, record_run_inputs, write_run_files
 from jingu.training.session import train_run
-from jingu.training.task import TaskFactory
+from jingu.training.task import TaskFactory, find_task_factory
 from jingu.training.trace import Trace
 from jingu.watch.activity import watch_rank
 
@@ -68,10 +68,6 @@ NODE_KEYS = frozenset(
 )
 
 
-TASK_FACTORIES = {"pretraining": PRETRAINING}
-"""Factories of the tasks that this package provides, by `task.type`."""
-
-
 def train(
     config: RunConfig,
     processes: int | None = None,
@@ -80,7 +76,6 @@ def train(
     resume_options: ResumeOptions = RESUME_UNCHANGED,
     weights_only_from: str | None = None,
     auto_layout: bool = False,
-    task_factories: Mapping[str, TaskFactory] = TASK_FACTORIES,
 ) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
@@ -92,7 +87,6 @@ def train(
         weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
         auto_layout: whether to replace the layout by the fastest one that fits; a run that resumes keeps its stored
             layout.
-        task_factories: factories of tasks, by `task.type`.
 
     Returns:
         The exit code: 0 if the run is complete; 130 if a person stopped it, and 75 if a scheduler did, both with the
@@ -111,7 +105,7 @@ def train(
     if weights_only_from is not None:
         initialize = config.initialize.model_copy(update={"from_": weights_only_from})
         config = config.model_copy(update={"initialize": initialize})
-    task_factory = task_factories[config.task.type]
+    task_factory = find_task_factory(config.task)
     gpus = None
     if devices is not None:
         gpus = _select_gpus(config, devices, processes)
