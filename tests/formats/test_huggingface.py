@@ -94,6 +94,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "dynamic, yarn, llama3). Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
+        {"rope_parameters": {"full_attention": {"rope_theta": 50.0}}},
+        "DIR/config.json: the model sets rope_parameters to {'full_attention': {'rope_theta': 50.0}}, which is not "
+        "supported (expected the same for all layers).",
+    ),
+    (
         {"hidden_act": "mish"},
         "DIR/config.json: the model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
         "gelu_new, gelu_pytorch_tanh, relu). Without this option its numbers would be wrong, so it is not loaded.",
