@@ -256,9 +256,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 # The inverse. Of several names for a function, it has the one that all releases of transformers support.
-HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+HF_ACTIVATIONS: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:

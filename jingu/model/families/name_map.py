@@ -124,9 +124,15 @@ def rules_of_names(
     transform: Transform = IDENTITY,
     when: Callable[[ModelSpec], bool] = lambda spec: True,
 ) -> tuple[NameRule, ...]:
-    """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face."""
+    """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face.
+
+    A name of jingu that ends with `.weight` is that of a parameter instead of a module.
+    """
     rules: list[NameRule] = []
     for hf_name, jingu_name in names.items():
+        if jingu_name.endswith(".weight"):
+            rules.append(NameRule(hf_name, (jingu_name,), transform, when))
+            continue
         one, several = _expand_braces(hf_name), _expand_braces(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
         for kind in ("weight", "bias"):

@@ -7,7 +7,9 @@ An entry has
 - `keys`: keys of `config.json` beside those of Llama; false removes one. An entry {key, default, as} converts a number:
   `as` is inverse or inverse_sqrt.
 - `layers`: arguments of `layer_keys`, which reads windows and positions.
+- `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
+- `ignored`: suffixes of the names of tensors that are not parameters.
 - `names`: modules beside those of Llama; false removes one.
 """
 
@@ -27,6 +29,7 @@ from jingu.model.families.family import (
 from jingu.model.families.layer_keys import layer_keys
 from jingu.model.families.llama import LLAMA
 from jingu.model.families.name_map import TABLES, rules_of_names
+from jingu.model.families.rope import RopeDefaults
 from jingu.model.spec import replace_fields
 
 # How a number of the config becomes the field of the spec, and back.
@@ -54,15 +57,21 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         keys=(
             *(_keys(place, entry) for place, entry in places.items() if entry is not False),
             activation_key(table.get("activation_key", "hidden_act"), table.get("activation", "silu")),
-            layer_keys(**table.get("layers", {})),
+            _layer_keys(table),
             supported_options(**table.get("options", {})),
             # The default id of padding in transformers may be beyond a small vocabulary.
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
         rules=rules_of_names({key: value for key, value in names.items() if value is not False}),
         base="model.",
-        ignored=(".rotary_emb.inv_freq",),
+        ignored=(".rotary_emb.inv_freq", *table.get("ignored", ())),
     )
+
+
+def _layer_keys(table: dict[str, Any]) -> ConfigKeys:
+    """Return the conversion of an entry's `layers` and `rope`."""
+    rope = RopeDefaults(**table.get("rope", {}))
+    return layer_keys(**table.get("layers", {}), position=rope)
 
 
 def _keys(place: str, entry: Any) -> ConfigKeys:
@@ -72,7 +81,8 @@ def _keys(place: str, entry: Any) -> ConfigKeys:
     if isinstance(entry, list):
         return config_key(place, *entry)
     conversion = entry.get("as")
-    plain = config_key(place, entry["key"], default=entry["default"])
+    default = None if entry["default"] == "none" else entry["default"]
+    plain = config_key(place, entry["key"], default=default)
     if conversion is None:
         return plain
     to_spec, to_config = _CONVERSIONS[conversion]
