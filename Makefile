@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all check format bench clean
+.PHONY: quickstart test test-all test-changed check format bench clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,11 @@ test: .venv/develop check
 
 test-all: .venv/develop check
 	$(BIN)/pytest
+
+# What the changes since BASE reach, by imports.
+BASE ?= main
+test-changed: .venv/develop check
+	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist worksteal $$($(BIN)/python -m tests.changed $(BASE))
 
 check: .venv/develop
 	$(BIN)/ruff format --check .

@@ -32,6 +32,7 @@ TITLES = {
     "precision": "Losses in bf16 and fp16 compared with fp32: 200 steps of a real run"
     " (4 × 192, 8 × 256 tokens per step)",
     "data": "Data: opening at any size, batches from a warm page cache, building compared with `datasets.map`",
+    "run_start": "The start of a run whose corpus of 100 GB is unchanged (target: at most 2 s)",
     "unigram": "Training a Unigram tokenizer on the manual of Perl, CPU time",
     "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",

@@ -210,11 +210,11 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
 
     from jingu.align import rollouts
     from jingu.align.commands import prepare as prepare_rows
-    from jingu.align.commands import train
     from jingu.align.policy_learning import PolicyLearning
     from jingu.config.load import load_config
     from jingu.runtime.device import peak_memory
     from jingu.training import loop
+    from jingu.training.commands import train
 
     settings = _settings(task, precision, folder, steps)
     file = folder / f"{task}-{precision}.yaml"

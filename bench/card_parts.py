@@ -301,7 +301,7 @@ def _jingu_step(
 
     from jingu.config.batch_plan import BatchPlan
     from jingu.config.schema import RunConfig
-    from jingu.config.sections.train import AdamWSettings
+    from jingu.config.sections.optimizers import AdamWSettings
     from jingu.data.batch import Batch
     from jingu.model.spec import Lora
     from jingu.parallel.layout import Layout

@@ -40,7 +40,7 @@ def build_state(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dic
     import torch
 
     from jingu.config.sections.model import ModelSettings
-    from jingu.config.sections.train import AdamWSettings
+    from jingu.config.sections.optimizers import AdamWSettings
     from jingu.model.decoder import Decoder
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights
@@ -56,7 +56,7 @@ def build_state(layers: int = LAYERS, width: int = WIDTH) -> tuple[Any, Any, dic
     init_weights(model, spec, 0)
     optimizer = build_optimizer(AdamWSettings(), model)
     tensors = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in named_optimizer_state(optimizer, model)}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor, _ in named_optimizer_state(optimizer, model)}
     return model, optimizer, tensors
 
 

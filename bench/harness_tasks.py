@@ -6,7 +6,10 @@ log-probabilities (up to 0.001), texts and the values of all metrics are, docume
 the task. Functions of a task that draw random numbers start from the same seed whenever either side calls them.
 
 `python -m bench harness_tasks=N` takes every N-th task file, and those whose path contains a word with
-`harness_tasks=WORD`.
+`harness_tasks=WORD`. `harness_tasks=templates` takes one file of each template (`template_of`), those of most files
+first: files of a template have the same code, settings and expressions, and differ in their words and in where their
+data are. `harness_tasks=templates:I/N` takes every N-th template, beginning with the I-th, so that N processes can
+divide them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import logging
 import math
 import random
+import re
 import sys
 import tempfile
 import time
@@ -56,6 +60,8 @@ class Outcome:
 def run(argument: str = "1") -> str:
     """Return the table of counts as Markdown."""
     comparison = Comparison()
+    if argument.startswith("templates"):
+        return _compare_templates(comparison, argument.partition(":")[2] or "0/1")
     files = task_files()
     sample = "all" if argument == "1" else f"one of {argument} files"
     files = files[:: int(argument)] if argument.isdigit() else [file for file in files if argument in str(file)]
@@ -66,6 +72,59 @@ def run(argument: str = "1") -> str:
         if number % 500 == 0:
             print(f"{number:,} of {len(files):,} files, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return format_outcomes(outcomes, sample)
+
+
+def _compare_templates(comparison: Comparison, share: str) -> str:
+    """Return the table of counts of one file of each template, each counted as often as files have the template.
+
+    Args:
+        share: "I/N": every N-th template, beginning with the I-th.
+    """
+    first, step = map(int, share.split("/"))
+    templates = sorted(group_files(), key=lambda files: (-len(files), files[0]))
+    outcomes: list[Outcome] = []
+    selected = templates[first::step]
+    for files in selected:
+        for outcome in comparison.compare(files[0]):
+            outcomes += [outcome] * len(files)
+            fields = [outcome.task, outcome.state, outcome.reason, outcome.shape, len(files)]
+            print(json.dumps(fields), file=sys.stderr, flush=True)
+    return format_outcomes(outcomes, f"of {len(selected):,} of {len(templates):,} templates")
+
+
+def group_files() -> list[list[Path]]:
+    """Return the files of tasks by their template."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    groups: dict[str, list[Path]] = {}
+    for file in task_files():
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            try:
+                config = dict(load_yaml(file, resolve_func=True))
+            except (Exception, SystemExit) as error:  # of the packaged code
+                groups.setdefault(_describe(error), []).append(file)
+                continue
+        if "group" not in config and isinstance(config.get("task"), str):
+            groups.setdefault(template_of(config), []).append(file)
+    return list(groups.values())
+
+
+def template_of(config: Row) -> str:
+    """Return a text that tasks share whose shapes differ only in words: the text around expressions, the strings in
+    them, fixed choices, and the words of fixed shots."""
+    settings = dict(config)
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice"):
+        value = settings.get(key)
+        if isinstance(value, list):
+            settings[key] = len(value)
+        elif isinstance(value, str) and not value.isidentifier():
+            expressions = re.findall(r"\{\{.*?\}\}|\{%.*?%\}", value, re.DOTALL)
+            settings[key] = [re.sub(r"\"[^\"]*\"|'[^']*'", "''", each) for each in expressions]
+    shots = settings.get("fewshot_config")
+    if isinstance(shots, dict) and isinstance(shots.get("samples"), list):
+        columns = sorted({key for sample in shots["samples"] for key in sample})
+        settings["fewshot_config"] = {**shots, "samples": [len(shots["samples"]), columns]}
+    return shape_of(settings)
 
 
 def format_outcomes(outcomes: Sequence[Outcome], sample: str = "all") -> str:

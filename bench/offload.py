@@ -31,7 +31,7 @@ def train_child(folder: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
     from jingu.config.sections.model import ModelSettings
-    from jingu.config.sections.train import AdamWSettings
+    from jingu.config.sections.optimizers import AdamWSettings
     from jingu.model.decoder import Decoder
     from jingu.model.resolve import spec_from_settings
     from jingu.model.weight_init import init_weights

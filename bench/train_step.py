@@ -61,8 +61,9 @@ def make_step(precision: str, compiled: bool):
 
     from jingu.config.schema import RunConfig
     from jingu.config.sections.model import ModelSettings
+    from jingu.config.sections.optimizers import AdamWSettings
     from jingu.config.sections.parallel import ParallelSettings
-    from jingu.config.sections.train import AdamWSettings, PrecisionSettings
+    from jingu.config.sections.train import PrecisionSettings
     from jingu.model.resolve import spec_from_settings
     from jingu.parallel.layout import Layout
     from jingu.parallel.materialize import materialize

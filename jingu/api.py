@@ -133,7 +133,7 @@ class Model:
             ids = self.inference_model.encode(text)
             limit = max_tokens or max(1, min(128, self.engine.max_new_tokens(len(ids))))
             requests.append(Request(ids, params, limit, tuple(stop), adapter=adapter))
-        answers = self._run(requests)
+        answers = self.engine.generate(requests)
         return answers[0] if isinstance(prompts, str) else answers
 
     def chat(
@@ -180,7 +180,7 @@ class Model:
             raise JinguError(f"{error}.", where="messages") from error
         limit = max(1, min(max_tokens, self.engine.max_new_tokens(len(ids))))
         params = self.inference_model.sampling_params(sampling)
-        return self._run([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
+        return self.engine.generate([Request(ids, params, limit, self.chat_format.stop, adapter=adapter)])[0]
 
     def score(
         self, context: str, continuations: Sequence[str | Sequence[int]], *, adapter: str | None = None
@@ -235,17 +235,6 @@ class Model:
         rows = self.engine.embed([self.inference_model.encode(text) for text in texts], pooling)
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.inference_model.spec.hidden_size)
 
-    def _run(self, requests: Sequence[Request]) -> list[str]:
-        """Return the answers to all requests; raise JinguError if one fails."""
-        texts = {self.engine.submit(request): "" for request in requests}
-        while self.engine.busy:
-            for event in self.engine.step():
-                if event.error is not None:
-                    raise JinguError(f"{event.error}.", where=self.inference_model.name)
-                if event.token is not None:
-                    texts[event.request_id] += event.token.text
-        return list(texts.values())
-
 
 def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> Path:
     """Train a run, or resume it, like `jingu train`.
@@ -262,7 +251,7 @@ def train(config: AnyConfig, *overrides: str, processes: int | None = None) -> P
         JinguError: the configuration is wrong, its tokenizer or data set is missing, or training failed.
         KeyboardInterrupt: Ctrl-C stopped the run. The run was saved, and the same call resumes it.
     """
-    from jingu.align.commands import train as train_command
+    from jingu.training.commands import train as train_command
 
     run_config = _resolve_config(config, overrides)
     code = train_command(run_config, processes)

@@ -14,7 +14,7 @@ import json
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ import pytest
 
 from jingu.config.schema import RunConfig
 from tests.rank_pool import RankPool
+from tests.skips import is_allowed_skip
 
 if TYPE_CHECKING:
     from jingu.infer.request import Token
@@ -80,6 +81,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = {name for name in names if name.partition("::")[0] in files} - {item.nodeid for item in items}
     if unknown:
         raise pytest.UsageError(f"tests/slow_tests.txt names no test: {', '.join(sorted(unknown))}")
+
+
+def fail_unknown_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip that `tests/skips.py` does not allow into a failure."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
+    reason = reason.removeprefix("Skipped: ")
+    if not is_allowed_skip(report.nodeid, reason):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} was skipped: {reason}. tests/skips.py says which tests may be skipped."
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_unknown_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_unknown_skip(report)
+    return report
 
 
 def pytest_collection_finish() -> None:

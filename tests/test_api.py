@@ -144,7 +144,7 @@ def test_dataset_is_a_sequence_of_documents(library: Library) -> None:
 
 def test_a_run_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(JinguError, match=r"model\.width was renamed\. Write model\.hidden_size"):
+    with pytest.raises(JinguError, match=r"model\.width is not a setting\. Did you mean model\.hidden_size"):
         jingu.train({"model": {"width": 3}})
     with pytest.raises(JinguError, match="there is no such file"):
         jingu.train("missing.yaml")

@@ -31,7 +31,6 @@ LEAST = {
     "plan": ["run.yaml"],
     "plan calibrate": ["run", "--on", "h100", "--to", "machine.yaml"],
     "launch ssh": ["--hostfile", "hosts", "run.yaml"],
-    "launch pdsh": ["--hostfile", "hosts", "run.yaml"],
     "launch slurm": ["run.yaml"],
     "doctor": [],
     "watch": ["run"],
@@ -196,7 +195,7 @@ def test_the_function_behind_a_command_takes_what_it_is_given(name: str) -> None
     signature.bind(*([RunConfig()] if entry.run_file else []), **grouped)
     given = {"config"} if entry.run_file else set()
     parameters = dict(signature.parameters)
-    for injected in {"task_factories", "kind", "render"} - options.keys():  # not given by a user
+    for injected in {"kind", "render"} - options.keys():  # not given by a user
         parameters.pop(injected, None)
     for group in grouped.keys() - options.keys():
         del parameters[group]

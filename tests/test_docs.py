@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from jingu.command_table import COMMANDS
-from jingu.config import legacy
 from jingu.config.introspect import all_keys
 from jingu.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-OLD_KEYS = "## Keys of older configuration files"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -82,7 +80,7 @@ def test_map_has_every_room_in_the_order_that_is_enforced() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_settings_named_in_documents_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8").partition(OLD_KEYS)[0]
+    text = document.read_text(encoding="utf-8")
     for span in spans(text):
         key = span.split("=")[0]
         if re.fullmatch(rf"({'|'.join(RunConfig.model_fields)})\.[a-z_]+", key):
@@ -98,25 +96,6 @@ def test_options_named_in_documents_exist() -> None:
         code = [*spans(text), *re.findall(r"^(?:jingu|torchrun|\$ jingu) .*", text, re.MULTILINE)]
         for option in re.findall(r"(?<=[\s`])--[a-z][a-z-]*", " ".join(f"`{span}" for span in code)):
             assert option in options | other_programs, f"{document.name}: {option}"
-
-
-def test_glossary_lists_every_renamed_key() -> None:
-    """The table of old and new keys agrees with the one by which stored files are migrated."""
-    table = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition(OLD_KEYS)[2].replace("[]", "")
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", table, re.MULTILINE)[1:]
-    listed = set()
-    for old_cell, new_cell in rows:
-        old, new = spans(old_cell), spans(new_cell)
-        section = old[0].rpartition(".")[0]
-        # Further names in a cell stand without their section: `data.objective.shortest`, `longest`.
-        names = [old[0].partition(":")[0], *(f"{section}.{name}" for name in old[1:] if ":" not in old[0])]
-        listed |= set(names)
-        assert new[0].partition(":")[0] in all_keys(), new_cell
-    for section, pairs in legacy._CONFIG.items():
-        for old in pairs:
-            path = f"{section.partition('[')[0]}.{old}".lstrip(".")
-            assert path in listed, path
-            assert legacy.renamed_key(tuple(path.split("."))) in (*all_keys(), None), path
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

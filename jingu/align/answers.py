@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.align.preference_losses import AnswerLogProbs
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.compat.torch_distributed import all_gather
+from jingu.config.sections.pairs import AnswerLogProbs
 from jingu.data.batch import Batch
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel

@@ -11,35 +11,46 @@ between these and the log-probabilities of the sampler.
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
+from shutil import rmtree
 from typing import IO, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
-from jingu.align.generation_sources import GenerationProcesses, GenerationServer
-from jingu.align.rollouts import Generator, Sample, describe_error, raise_error, read_sample, whole_reader
+from jingu.align.json_client import JsonClient, parse_reply
+from jingu.align.prompt_set import Prompt
+from jingu.align.rollouts import Generator, Sample, describe_error, merge_parts, raise_error, read_sample, whole_reader
+from jingu.align.worker import Worker
 from jingu.config.sections.policies import (
     GenerationProcessesSettings,
     GenerationServerSettings,
     GrpoSettings,
     PolicySettings,
 )
+from jingu.data.permutation import random_uint64
 from jingu.errors import JinguError
+from jingu.formats.models import open_model
+from jingu.formats.peft_export import write_adapters
+from jingu.formats.stored_model import StoredModel
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.futures import fulfill
-from jingu.runtime.ranks import gather_from_all, wait_until_all_done
+from jingu.runtime.ranks import count_ranks, gather_from_all, wait_until_all_done
 from jingu.training.run import Run
 
 T = TypeVar("T")
@@ -205,7 +216,7 @@ class _JobQueue:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Queue a function, and return a future of its result."""
         future: Future[T] = Future()
-        self._futures = [*(other for other in self._futures if not other.done()), future]
+        self._futures = [*(pending_future for pending_future in self._futures if not pending_future.done()), future]
         self._jobs.put(partial(fulfill, future, function))
         return future
 
@@ -241,3 +252,210 @@ def _open_memory_file() -> IO[bytes]:
 def _path_of(file: IO[bytes]) -> str:
     """Return a path through which other processes on this machine can open a file."""
     return file.name if isinstance(file.name, str) else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+# Sources of asynchronous rollouts: processes on this machine, or a server with OpenAI's protocol.
+
+_WHERE = "task.asynchronous"
+# Log-probabilities are at most 0, apart from rounding.
+_MAX_LOGPROB = 1e-4
+
+
+class GenerationProcesses:
+    """Processes on this machine, each with a whole copy of the model; see `jingu.align.generation_worker`."""
+
+    def __init__(self, run: Run, settings: GenerationProcessesSettings, device: torch.device) -> None:
+        self._settings = settings
+        config, spec = run.config.model_dump(mode="json"), run.spec.model_dump(mode="json")
+        threads = settings.threads or torch.get_num_threads()
+        self._setups = [
+            {"config": config, "spec": spec, "device": name, "threads": threads}
+            for name in _choose_devices(device, settings.processes)
+        ]
+        self._workers = [Worker("jingu.align.generation_worker") for _ in self._setups]
+        self._executor = ThreadPoolExecutor(len(self._workers))
+
+    def update(self, weights: str, step: int) -> None:
+        self._ask_all([{"setup": setup, "weights": weights} for setup in self._setups])
+
+    def generate(self, step: int, *, greedy: bool = False) -> list[Sample]:
+        count = len(self._workers)
+        requests = [{"step": step, "share": (index, count), "greedy": greedy} for index in range(count)]
+        return merge_parts(reply["answers"] for reply in self._ask_all(requests))
+
+    def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the reply of each process to its request."""
+        return list(self._executor.map(self._ask, self._workers, requests))
+
+    def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        timeout = self._settings.timeout
+        try:
+            reply = worker.exchange(request, timeout)
+        except TimeoutError:
+            what = f"a process did not generate the answers of a step within {timeout:g} seconds."
+            raise JinguError(what, where=_WHERE, fix="Start more processes, or raise timeout.") from None
+        if "error" in reply:
+            what = f"a generation process failed: {reply['error']}."
+            raise JinguError(what, where=_WHERE, fix="The run resumes from its checkpoint.")
+        return reply
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+def _choose_devices(device: torch.device, count: int) -> list[str]:
+    """Return the devices of processes: GPUs that no rank of this machine uses, else the GPU of the first rank."""
+    if device.type == "cpu":
+        return ["cpu"] * count
+    own_index = device.index or 0
+    free = range(count_ranks(None)[1], torch.accelerator.device_count())
+    return [f"{device.type}:{free[index % len(free)] if free else own_index}" for index in range(count)]
+
+
+class GenerationServer:
+    """A server that loads the run's adapter, under a new name after each step, and generates with it.
+
+    Prompts and answers travel as token ids, so no text is tokenized a second time.
+    """
+
+    def __init__(self, run: Run, settings: GenerationServerSettings, generator: Generator) -> None:
+        self._settings = settings
+        self._generator = generator
+        self._run = run
+        self._client = JsonClient(_WHERE, settings.timeout, settings.retries, settings.api_key_file)
+        # A random part in the name: the server may still hold adapters of an earlier start of the run.
+        self._prefix = f"{run.config.name}-{secrets.token_hex(3)}-step"
+        self._adapter: tuple[str, Path] | None = None
+        self._executor = ThreadPoolExecutor(settings.concurrency)
+        self._url = settings.url.rstrip("/")
+
+    def update(self, weights: str, step: int) -> None:
+        name = f"{self._prefix}-{step}"
+        folder = (self._run.folder / "generation" / name).absolute()
+        _write_adapter(self._run, weights, folder)
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            self._client.post(f"{self._url}/load_lora_adapter", body, bytes, "place to the adapter")
+        except JinguError as error:
+            what = (
+                f"the server does not have the weights of step {step}, and its answers would be too old: {error.what}"
+            )
+            fix = (
+                "Start it so that it loads adapters: `jingu serve MODEL --runtime-adapters`, or vLLM with "
+                "--enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+            )
+            raise JinguError(what, where=_WHERE, fix=fix) from error
+        self._unload()
+        self._adapter = name, folder
+
+    def _unload(self) -> None:
+        """Unload the last adapter from the server. A failure is harmless: the server keeps the adapter for longer."""
+        if self._adapter is not None:
+            name, folder = self._adapter
+            with suppress(JinguError):
+                client = JsonClient(_WHERE, self._settings.timeout, 0, self._settings.api_key_file)
+                client.post(f"{self._url}/unload_lora_adapter", {"lora_name": name}, bytes, "reply")
+            rmtree(folder, ignore_errors=True)
+
+    def generate(self, step: int, *, greedy: bool = False) -> list[Sample]:
+        prompts = self._generator.select(step)
+        count = 1 if greedy else self._generator.settings.answers_per_prompt
+        places = [(place, choice) for place in range(len(prompts)) for choice in range(count)]
+
+        def ask(place: int, choice: int) -> Sample:
+            key = random_uint64("server", 1, self._generator.seed, step, prompts[place].row, place, choice)
+            return self._ask(prompts[place], choice, int(key[0]) >> 33, greedy)
+
+        return list(self._executor.map(ask, *zip(*places, strict=True)))
+
+    def _ask(self, prompt: Prompt, choice: int, seed: int, greedy: bool) -> Sample:
+        """Return an answer."""
+        assert self._adapter is not None
+        adapter = self._adapter[0]
+        prompts = self._generator.prompts
+        body = {
+            "model": adapter,
+            "prompt": prompt.ids,
+            "max_tokens": self._generator.settings.max_new_tokens,
+            "seed": seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop": prompts.stop,
+            "stop_token_ids": prompts.eos_token_ids,
+            # Override the sampling parameters that the model's generation_config recommends.
+            "temperature": 0.0 if greedy else 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
+
+        def read(content: bytes) -> Sample:
+            reply = parse_reply(content)
+            if reply["model"] != adapter:
+                raise ValueError(f"the answer has the weights of {reply['model']}, not of {adapter}")
+            answer = reply["choices"][0]
+            ids, logprobs, finish_reason = check_answer(
+                answer,
+                self._run.spec.vocab_size,
+                self._generator.settings.max_new_tokens,
+                prompts.eos_token_ids,
+                has_stop=bool(prompts.stop),
+            )
+            return Sample(prompt.text, prompt.row, choice, prompt.ids, ids, logprobs, answer["text"], finish_reason)
+
+        return self._client.post(f"{self._url}/completions", body, read, "answer with token ids and log-probabilities")
+
+    def close(self) -> None:
+        self._unload()
+
+
+def check_answer(
+    answer: dict[str, Any], vocab_size: int, max_tokens: int, eos_token_ids: Sequence[int], *, has_stop: bool
+) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    """Return the ids, log-probabilities and reason of the end of a server's answer.
+
+    Args:
+        eos_token_ids: ids that end an answer.
+        has_stop: whether a text may end an answer.
+
+    Raises:
+        ValueError: they cannot be an answer to the request.
+    """
+    ids, logprobs = answer["token_ids"], answer["logprobs"]["token_logprobs"]
+    reason = answer["finish_reason"]
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs) or not ids:
+        raise ValueError(f"token ids {str(ids)[:40]} and log-probabilities {str(logprobs)[:40]}, not one for each")
+    if not isinstance(answer["text"], str):
+        raise ValueError(f"the text is {answer['text']!r}")
+    if len(ids) > max_tokens:
+        raise ValueError(f"{len(ids)} tokens, more than max_tokens {max_tokens}")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValueError(f"the token id {token_id!r} is not in the vocabulary of {vocab_size}")
+    for value in logprobs:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value <= _MAX_LOGPROB:
+            raise ValueError(f"{value!r} is not the log-probability of a token")
+    if any(token_id in eos_token_ids for token_id in ids[:-1]):
+        raise ValueError("it goes on after its end token")
+    ends = ids[-1] in eos_token_ids
+    if reason not in ("stop", "length"):
+        raise ValueError(f"the finish reason is {reason!r}, neither stop nor length")
+    if reason == "length" and len(ids) < max_tokens:
+        raise ValueError(f"it was cut off after {len(ids)} of {max_tokens} tokens; is the server's context too short?")
+    if reason == "stop" and not ends and not has_stop:
+        raise ValueError("it stopped without an end token")
+    return tuple(ids), tuple(map(float, logprobs)), "end" if ends else reason
+
+
+def _write_adapter(run: Run, weights: str, folder: Path) -> None:
+    """Write the adapter in a safetensors file as a folder in peft's format."""
+    path = run.config.initialize.from_
+    assert path is not None
+    tensors = load_file(weights)
+    rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(exist_ok=True)
+    base = open_model(Path(path))
+    adapters = StoredModel(run.spec, lambda name, expert=None: tensors[name], None, run.folder)
+    write_adapters(adapters, base, Path(path), folder)

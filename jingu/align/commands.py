@@ -5,9 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from jingu.align.kto import KTO_LEARNING
-from jingu.align.policy_learning import POLICY_LEARNING
-from jingu.align.preference_learning import PREFERENCE_LEARNING, REWARD_LEARNING
 from jingu.align.preference_rows import PREFERENCES
 from jingu.config.load import load_stages
 from jingu.config.schema import RunConfig
@@ -18,22 +15,13 @@ from jingu.evaluate.task_mixture import build
 from jingu.runtime.hub import is_available
 from jingu.runtime.ranks import run_first
 from jingu.text.tokenizer_commands import train as train_tokenizer
-from jingu.training import commands
-from jingu.training.commands import TASK_FACTORIES
+from jingu.training.commands import train
 from jingu.tune.prepare import prepare as prepare_rows
 from jingu.tune.preview import preview as preview_rows
 
-# The packages below do not import jingu.align: its tasks and row kinds are passed to them here.
-TASKS = {
-    **TASK_FACTORIES,
-    **dict.fromkeys(("dpo", "simpo", "orpo", "cpo"), PREFERENCE_LEARNING),
-    "reward": REWARD_LEARNING,
-    "kto": KTO_LEARNING,
-    **dict.fromkeys(("grpo", "ppo", "distill"), POLICY_LEARNING),
-}
+# The packages below do not import jingu.align: its row kinds are passed to them here.
 prepare = partial(prepare_rows, kind=PREFERENCES)
 preview = partial(preview_rows, kind=PREFERENCES)
-train = partial(commands.train, task_factories=TASKS)
 
 
 def align(file: Path, first: str | None = None, processes: int | None = None) -> int:

@@ -56,18 +56,18 @@ class SeparateCritic(StatelessTask):
         self._lr = settings.critic.lr_multiplier * config.optimizer.lr
         self.batch = batch
         path = settings.critic.model or config.initialize.from_
-        stored = None if path is None else open_model(Path(path))
+        stored_model = None if path is None else open_model(Path(path))
         spec = run.spec
-        if stored is not None:
-            check_vocabulary(stored, run, "task.critic.model")
-            spec = stored.spec
+        if stored_model is not None:
+            check_vocabulary(stored_model, run, "task.critic.model")
+            spec = stored_model.spec
         spec = spec.model_copy(update={"adapter": None, "frozen_parameters": (), "score_head": True})
         precision = choose_precision(config.precision, torch.device(mesh.device_type))
         self.model = materialize(spec, mesh, training_layout(config, compile=False), precision, config.seed)
-        if stored is not None:
+        if stored_model is not None:
             # Only a reward model comes with a score head; otherwise it keeps its random initialization.
-            has_head = stored.spec.score_head
-            self.model.sharding.fill(self.model, stored.read, lambda name: has_head or name != "score.weight")
+            has_head = stored_model.spec.score_head
+            self.model.sharding.fill(self.model, stored_model.read, lambda name: has_head or name != "score.weight")
         self.optimizer = build_optimizer(config.optimizer.model_copy(update={"lr": self._lr}), self.model)
 
     def tensors(self) -> dict[str, TensorBlock]:

@@ -66,8 +66,8 @@ class Environments:
 
         With each reply comes the model's turn as the chat template takes it, reduced to its tool calls.
         """
-        parsed = {key: self._parse_calls(text) for key, text in turns.items()}
-        calls = {key: values for key, values in parsed.items() if values}
+        calls_by_key = {key: self._parse_calls(text) for key, text in turns.items()}
+        calls = {key: values for key, values in calls_by_key.items() if values}
         results = self._call("call", {key: [vars(call) for call in calls[key]] for key in calls}) if calls else {}
         replies: dict[int, tuple[Message, Reply] | None] = dict.fromkeys(turns)
         for key, texts in results.items():

@@ -169,11 +169,11 @@ def final_number(text: str) -> Fraction | None:
     A marked answer must contain it; without a mark, the last number of the text counts. None if there is none, or if
     it is part of something else.
     """
-    marked = marked_answer(text)
-    if marked is None:
+    boxed_answer = marked_answer(text)
+    if boxed_answer is None:
         candidates = [*_candidates(_plain(_REMARK.sub("", conclusion(text)[-_MAX_TEXT:])))]
         return candidates[-1].value if candidates else None
-    answer, is_phrase = marked
+    answer, is_phrase = boxed_answer
     plain = _plain(answer[:_MAX_TEXT])
     candidates = [*_candidates(plain)]
     if not is_phrase:

@@ -92,26 +92,27 @@ def _parse(formula: str) -> list[Any]:
 def _bare(text: str) -> str:
     """Return a formula without the marks around it."""
     text = text.strip().removesuffix(".").strip()
-    marked = marked_answer(text)
-    if marked is not None and not marked[1]:
-        text = marked[0].strip()
+    boxed_answer = marked_answer(text)
+    if boxed_answer is not None and not boxed_answer[1]:
+        text = boxed_answer[0].strip()
     match = _FORMULA.fullmatch(text)
     return next(filter(None, match.groups())).strip() if match else text
 
 
 def _answer(completion: str) -> str | None:
     """Return the formula, choice or word that a text gives as its answer; None if there is none."""
-    marked = marked_answer(completion)
-    if marked is not None and not marked[1]:
+    boxed_answer = marked_answer(completion)
+    if boxed_answer is not None and not boxed_answer[1]:
         # A unit may stand behind the box.
         tail = re.match(
-            r"\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)", completion[completion.rfind(marked[0]) + len(marked[0]) + 1 :]
+            r"\s*(\\text\{[^{}]*\}(?:\^\{?\d\}?)?)",
+            completion[completion.rfind(boxed_answer[0]) + len(boxed_answer[0]) + 1 :],
         )
-        return _bare(f"{marked[0]}{tail[1] if tail else ''}")
-    text = marked[0] if marked is not None else conclusion(completion)
+        return _bare(f"{boxed_answer[0]}{tail[1] if tail else ''}")
+    text = boxed_answer[0] if boxed_answer is not None else conclusion(completion)
     formulas = [*_FORMULA.finditer(text)]
     if formulas:
-        match = formulas[0 if marked is not None else -1]
+        match = formulas[0 if boxed_answer is not None else -1]
         if denies(text[: match.start()]):
             return None
         return next(filter(None, match.groups())).strip()

@@ -110,9 +110,9 @@ def make_policy_batch(
     labels_N = torch.full_like(tokens_N, IGNORE_INDEX)
     values: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.float64) for name in columns}
     for index, sample in enumerate(samples):
-        own = torch.tensor(sample.own)
-        places_RA[index, : len(own)] = starts[index] + own
-        labels_N[starts[index] + own] = torch.tensor(sample.ids)[own]
+        own_tokens = torch.tensor(sample.own)
+        places_RA[index, : len(own_tokens)] = starts[index] + own_tokens
+        labels_N[starts[index] + own_tokens] = torch.tensor(sample.ids)[own_tokens]
         for name, column in columns.items():
             if numbers := column[index]:
                 values[name][index, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)

@@ -51,8 +51,13 @@ def check_policy_run(run: Run) -> None:
     prompts, updates = settings.prompts_per_step, settings.updates_per_step
     refuse(prompts % updates > 0, "task.prompts_per_step", prompts, f"a multiple of task.updates_per_step, {updates}")
     rows = run.config.batch.global_batch_size
-    expected = settings.rows_per_update
-    refuse(rows != expected, "batch.global_batch_size", rows, f"left out, or {expected}, which follows from the task")
+    expected_rows = settings.rows_per_update
+    refuse(
+        rows != expected_rows,
+        "batch.global_batch_size",
+        rows,
+        f"left out, or {expected_rows}, which follows from the task",
+    )
     if isinstance(run.spec.adapter, Lora) and run.spec.adapter.dropout > 0:
         what = "with dropout, training would compute other probabilities than generation."
         raise JinguError(what, where="tune.dropout", fix="Set it to 0.")
@@ -121,10 +126,10 @@ def _check_combinations(settings: PolicySettings) -> None:
     if isinstance(settings, DistillationSettings) and settings.beta is not None:
         defaults = DistillationSettings()
         names = ("ratio", "objective", "clip_low", "clip_high")
-        other = [key for key in names if getattr(settings, key) != getattr(defaults, key)]
-        if other:
+        other_settings = [key for key in names if getattr(settings, key) != getattr(defaults, key)]
+        if other_settings:
             what = "with task.beta whole distributions are compared, without a ratio of sampled tokens."
-            raise JinguError(what, where=f"task.{other[0]}", fix="Leave it out, or task.beta.")
+            raise JinguError(what, where=f"task.{other_settings[0]}", fix="Leave it out, or task.beta.")
 
 
 def can_share_prompts(run: Run) -> bool:

@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.align.answers import AnswerBatch, AnswerScorer, RewardHead
-from jingu.align.preference_losses import AnswerLogProbs, pair_losses, reward_losses
+from jingu.align.preference_losses import kto_losses, reward_losses
 from jingu.align.reference import References, load_references, to_answer_device
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.data import PreferenceSettings
-from jingu.config.sections.tasks import DpoSettings, KtoSettings, SimpoSettings
+from jingu.config.sections.pairs import AnswerLogProbs, DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.config.sections.tune import LoraSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.permutation import Int64Array
+from jingu.data.row_sources import RowArrays
 from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.model.experts import RoutingStats, auxiliary_losses
@@ -153,14 +155,10 @@ class PreferenceLearning(StatelessTask):
             AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
             for side in (0, 1)
         )
-        losses_BP = pair_losses(self.settings, chosen, rejected)
+        losses_BP = self.settings.pair_losses(chosen, rejected)
         with torch.no_grad():
-            # Implicit rewards of the policy (Rafailov et al., 2023, equation 5).
-            chosen_BP = self.settings.beta * chosen.log_ratio
-            rejected_BP = self.settings.beta * rejected.log_ratio
-            if isinstance(self.settings, SimpoSettings):
-                chosen_BP = self.settings.beta * chosen.policy_mean
-                rejected_BP = self.settings.beta * rejected.policy_mean
+            chosen_BP = self.settings.rewards(chosen)
+            rejected_BP = self.settings.rewards(rejected)
         return _sum_pairs(losses_BP, chosen_BP, rejected_BP, chosen.exists & rejected.exists)
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
@@ -185,18 +183,18 @@ class PreferenceLearning(StatelessTask):
         assert isinstance(dataset, PreferenceDataset)
         # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
         # runs on padding.
-        located = []
+        located_rows = []
         for start in range(0, num_rows, micro_batch_size * num_data_ranks(self.mesh)):
             first = start + data_rank(self.mesh) * micro_batch_size
             numbers = np.arange(first, first + micro_batch_size)
-            stored = np.minimum(numbers, len(dataset.row_ends) - 1)
-            located.append(LocatedRows([dataset] * micro_batch_size, stored, numbers < num_rows))
-        self.begin_evaluation(model, located)
+            row_numbers = np.minimum(numbers, len(dataset.row_ends) - 1)
+            located_rows.append(LocatedRows([dataset] * micro_batch_size, row_numbers, numbers < num_rows))
+        self.begin_evaluation(model, located_rows)
         with eval_mode(model), force_eager():
-            for datasets, stored, is_real in located:
-                batch = dataset.read(stored).to_batch()
+            for datasets, row_numbers, is_real in located_rows:
+                batch = dataset.read(row_numbers).to_batch()
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                answers = self.attach(self.run.source.trim(batch), datasets, stored)
+                answers = self.attach(self.run.source.trim(batch), datasets, row_numbers)
                 total_n += self.loss(model, to_answer_device(answers, device))
                 units += self.denominator(answers)
         means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))
@@ -292,3 +290,97 @@ def check_run(run: Run) -> None:
 
 PREFERENCE_LEARNING = TaskFactory(PreferenceLearning, check=check_run)
 REWARD_LEARNING = TaskFactory(RewardLearning, check=check_run)
+
+
+# KTO: learning from single answers that are labeled desirable or not (Ethayarajh et al., 2024).
+#
+# Shapes: B rows, K answers of a row.
+
+
+class KtoLearning(PreferenceLearning):
+    """The task of learning from labeled answers. The loss is a mean over answers.
+
+    The KL divergence of policy and reference is estimated once per step, over the global batch: a mean over a
+    micro-batch would depend on the layout, and would degenerate for a single row.
+    """
+
+    TERMS = ("loss", "accuracy", "kl", "margin")
+
+    def __init__(self, run: Run, mesh: DeviceMesh, compile: bool) -> None:
+        super().__init__(run, mesh, compile)
+        if self.settings.loss == "bco":
+            self.TERMS = ("loss", "accuracy", "threshold", "margin")  # type: ignore[misc]
+        self._divergence = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+
+    def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
+        """Estimate the divergence with mismatched answers of this step."""
+        super().begin_step(model, plan, step)
+        first = data_rank(self.mesh) * plan.rows_per_rank
+        starts = range(first, first + plan.rows_per_rank, plan.micro_batch_size)
+        self._estimate_divergence(model, [self.locate(step, start, plan.micro_batch_size) for start in starts])
+
+    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+        self._estimate_divergence(model, located)
+
+    def _estimate_divergence(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+        """Set the divergence from a forward pass over the rows.
+
+        KTO: the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7). BCO: halfway between the
+        mean log ratios of desirable and of undesirable answers.
+        """
+        is_bco = self.settings.loss == "bco"
+        device = torch.device(self.mesh.device_type)
+        # Columns of answers alternate between desirable and undesirable ones.
+        sides = [slice(0, None, 2), slice(1, None, 2)] if is_bco else [slice(None)]
+        # S sides: sums of log ratios, and numbers of answers.
+        sums_S2 = torch.zeros(len(sides), 2, dtype=torch.float64, device=device)
+        with eval_mode(model), force_eager():
+            for datasets, rows, is_real in located:
+                parts = [
+                    dataset.read(rows[[index]]) if is_bco else dataset.read_mismatched(rows[[index]])
+                    for index, dataset in enumerate(datasets)
+                ]
+                fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
+                batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
+                batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
+                attached_batch = self.attach(batch, datasets, rows, mismatched=not is_bco)
+                answers = self.scorer.score(model, to_answer_device(attached_batch, device))
+                exists_BK = answers.exists
+                values_BK = answers.log_ratio.where(exists_BK, 0.0)
+                sums_S2 += torch.stack(
+                    [torch.stack([x[:, side].sum() for x in (values_BK, exists_BK)]) for side in sides]
+                )
+        total_S, count_S = sum_over_ranks(sums_S2).unbind(1)
+        # BCO: without answers of one kind, the mean of the other.
+        mean = (total_S / count_S.clamp_min(1)).sum() / (count_S > 0).sum().clamp_min(1)
+        self._divergence = mean if is_bco else mean.clamp_min(0)
+
+    def units_per_row(self, batch: AnswerBatch) -> Tensor:
+        return (batch.answer_tokens > 0).sum(1)
+
+    def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
+        answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
+        # Answers with odd indices are undesirable.
+        is_desirable_BK = torch.arange(batch.num_answers, device=hidden_BCD.device).remainder(2).eq(0)
+        is_desirable_BK = is_desirable_BK.expand(answers.policy.shape)
+        losses_BK = kto_losses(self.settings, answers, is_desirable_BK, self._divergence)
+        with torch.no_grad():
+            reward_BK = self.settings.beta * answers.log_ratio
+            is_right_BK = exceeds_rounding(answers.log_ratio - self._divergence) == is_desirable_BK
+            # The logged margin counts the reward of an undesirable answer as negative.
+            signed_BK = reward_BK.where(is_desirable_BK, -reward_BK)
+        terms = [losses_BK, is_right_BK, self._divergence.expand(losses_BK.shape), signed_BK]
+        return torch.stack([term.to(losses_BK.dtype).where(answers.exists, 0.0).sum() for term in terms])
+
+
+def _check_kto_run(run: Run) -> None:
+    """Raise JinguError for a run that does not fit KTO, which needs one answer per sequence to mismatch them."""
+    check_run(run)
+    objective = run.config.data.objective
+    if isinstance(objective, PreferenceSettings) and objective.packing == "packed":
+        raise JinguError(
+            "the task kto takes one answer per sequence.", where="data.objective.packing", fix="Set it to padded."
+        )
+
+
+KTO_LEARNING = TaskFactory(KtoLearning, check=_check_kto_run)

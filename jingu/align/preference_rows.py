@@ -98,8 +98,8 @@ def _parse_labeled(fields: Fields) -> PreferenceRow:
     name = next((name for name in LABELS if name in fields), None)
     if name is None:
         names = ", ".join(map(str, fields)) or "none"
-        known = f"ranking or {' or '.join(LABELS)}"
-        raise ConversationError(f"expected the fields chosen and rejected, or {known}; it has {names}")
+        known_labels = f"ranking or {' or '.join(LABELS)}"
+        raise ConversationError(f"expected the fields chosen and rejected, or {known_labels}; it has {names}")
     label = parse_switch(fields.take("label"))
     if label is None:
         raise ConversationError(f"field {name}: expected true or false")
@@ -169,7 +169,14 @@ def _find_prompt(first: str, second: str) -> int:
     """
     if first == second:
         raise ConversationError("chosen and rejected are the same")
-    size = next((index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
+    size = next(
+        (
+            index
+            for index, (one, second_message) in enumerate(zip(first, second, strict=False))
+            if one != second_message
+        ),
+        None,
+    )
     common = first[: min(len(first), len(second)) if size is None else size]
     headers = [match.end() for match in _ANSWER_HEADER.finditer(common)]
     if headers and headers[-1] < min(len(first.rstrip()), len(second.rstrip())):
@@ -191,25 +198,27 @@ def _parse_answer(fields: Fields, answer: Any) -> Row:
         if isinstance(prompt, list) or not (is_empty(fields.get("messages")) and is_empty(fields.get("conversations"))):
             answer = {"role": "assistant", "content": answer}
         else:
-            field = next((own for question, own in ANSWER_FIELDS.items() if question in fields), "completion")
+            field = next(
+                (answer_field for question, answer_field in ANSWER_FIELDS.items() if question in fields), "completion"
+            )
             return parse_row({**fields, field: answer})
     if isinstance(answer, dict):
         # LLaMA-Factory: the row has the conversation without its last message, and the answer is that message.
         answer = [answer]
     if not isinstance(answer, list) or not answer:
         raise ConversationError("expected a text, a message, or a list of messages")
-    rest = dict(fields)
+    other_fields = dict(fields)
     names = ("prompt", *CONVERSATIONS, *ANSWER_FIELDS)
     name = next((name for name in names if not is_empty(fields.get(name))), "messages")
-    prompt = rest.pop(name, None)
-    if "messages" in rest:
+    prompt = other_fields.pop(name, None)
+    if "messages" in other_fields:
         # It has to repeat what the prompt and the answer say.
-        rest["conversations"] = rest.pop("messages")
+        other_fields["conversations"] = other_fields.pop("messages")
     messages = _join_messages(name, prompt, answer)
     size = len(prompt) if isinstance(prompt, list) else 0
     # If a prompt ends with a message of the assistant, the answer continues it.
     is_continued = size > 0 and [_role(item) for item in messages[size - 1 : size + 1]] == ["assistant", "assistant"]
-    return parse_row({**rest, "messages": messages}, num_prompt=size if is_continued else 0)
+    return parse_row({**other_fields, "messages": messages}, num_prompt=size if is_continued else 0)
 
 
 def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
@@ -304,8 +313,8 @@ class PreferenceTokenizer(RowTokenizer):
         # Each answer of a ranking is compared with each that is worse (Ouyang et al., 2022).
         pairs = [
             (better, worse)
-            for (better, rank), (worse, other) in combinations(zip(parts, row.ranks, strict=True), 2)
-            if rank < other
+            for (better, rank), (worse, worse_rank) in combinations(zip(parts, row.ranks, strict=True), 2)
+            if rank < worse_rank
         ]
         return [part for pair in pairs for part in self._tokenize_answers(row, pair, counts)]
 
@@ -339,10 +348,10 @@ class PreferenceTokenizer(RowTokenizer):
 
 def _answer_start(part: TokenizedRow) -> int:
     """Return the index of the first id of an answer. Raises ConversationError if it has no token to train."""
-    trained = part.weights.nonzero()[0]
-    if not len(trained):
+    trained_positions = part.weights.nonzero()[0]
+    if not len(trained_positions):
         raise ConversationError("no token of an answer is left to train on")
-    return int(trained[0])
+    return int(trained_positions[0])
 
 
 def _align_prompts(parts: Sequence[TokenizedRow]) -> list[TokenizedRow]:
@@ -356,12 +365,12 @@ def _align_prompts(parts: Sequence[TokenizedRow]) -> list[TokenizedRow]:
     first = parts[0].ids
     while any(part.ids[:size] != first[:size] for part in parts):
         size -= 1
-    aligned = []
+    aligned_rows = []
     for part, start in zip(parts, starts, strict=True):
         weights = part.weights.copy()
         weights[size:start] = weights[start]
-        aligned.append(replace(part, weights=weights))
-    return aligned
+        aligned_rows.append(replace(part, weights=weights))
+    return aligned_rows
 
 
 def _check_prompts(parts: Sequence[TokenizedRow]) -> int:

@@ -75,10 +75,10 @@ def _send(connection: Connection, item: int) -> None:
 def _start(function: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> tuple[Connection, BaseProcess]:
     """Start a process that computes the items whose numbers it receives."""
     context = get_context("fork")
-    connection, other = context.Pipe()
-    process = context.Process(target=_serve, args=(other, connection, function, items, seconds), daemon=True)
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=_serve, args=(child_connection, connection, function, items, seconds), daemon=True)
     process.start()
-    other.close()
+    child_connection.close()
     return connection, process
 
 

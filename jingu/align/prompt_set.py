@@ -81,11 +81,11 @@ class PromptSet:
             resampling: number of the attempt to replace prompts of a step; every attempt has its own order.
         """
         size = len(self.prompts)
-        selected = []
+        prompts = []
         for place in range(first, first + count):
             order = Permutation(size, seed, place // size, *([_RESAMPLING, resampling] if resampling else []))
-            selected += [self.prompts[row] for row in order(np.array([place % size]))]
-        return selected
+            prompts += [self.prompts[row] for row in order(np.array([place % size]))]
+        return prompts
 
 
 def load_prompts(

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from jingu.align.answers import AnswerBatch, AnswerScorer
 from jingu.checkpoint.resume import complete_steps
 from jingu.config.batch_plan import MAX_AUTO_TOKENS
-from jingu.config.sections.tasks import DpoSettings, KtoSettings
+from jingu.config.sections.pairs import DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.data.batch import Batch
 from jingu.data.permutation import Int64Array
 from jingu.data.supervised import PreferenceDataset
@@ -109,10 +110,10 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     files: Records = NO_RECORDS
     if record.is_file():
         fingerprint = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
-    stored = None
+    stored_model = None
     if fingerprint is None:
-        stored = open_model(Path(source))
-        fingerprint, files = fingerprint_model(stored, run)
+        stored_model = open_model(Path(source))
+        fingerprint, files = fingerprint_model(stored_model, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
     datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
     task = run.config.task
@@ -121,11 +122,11 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
     folders = {_split_path(dataset): _folder(dataset, fingerprint, has_labels, tail_weight) for dataset in datasets}
     missing = [dataset for dataset in datasets if not (folders[_split_path(dataset)] / _FILE).is_file()]
     if missing:
-        stored = stored or open_model(Path(source))
-        _check_model(stored, run, fingerprint)
-        computed = compute_tables(run, mesh, scorer, stored, missing, is_initial=path is None)
+        stored_model = stored_model or open_model(Path(source))
+        _check_model(stored_model, run, fingerprint)
+        computed_tables = compute_tables(run, mesh, scorer, stored_model, missing, is_initial=path is None)
         if torch.distributed.get_rank() == 0:
-            for dataset, table in zip(missing, computed, strict=True):
+            for dataset, table in zip(missing, computed_tables, strict=True):
                 with create_folder_atomically(folders[_split_path(dataset)]) as partial:
                     save_file({"log_probs": table}, partial / _FILE)
         # A barrier: no rank may read a folder before it exists.
@@ -152,13 +153,13 @@ def load_reference_model(run: Run, mesh: DeviceMesh, path: str | None, where: st
     if path is None:
         what = "a run that starts from random weights has no reference model."
         raise JinguError(what, where=where, fix="Set it, or initialize.from.")
-    stored = open_model(Path(path))
-    check_vocabulary(stored, run, where)
-    fingerprint, files = fingerprint_model(stored, run)
+    stored_model = open_model(Path(path))
+    check_vocabulary(stored_model, run, where)
+    fingerprint, files = fingerprint_model(stored_model, run)
     _pin_reference(run, path, fingerprint, files, where)
     precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
     layout = training_layout(run.config, compile=False)
-    reference = materialize(stored.spec, mesh, layout, precision, stored.read)
+    reference = materialize(stored_model.spec, mesh, layout, precision, stored_model.read)
     reference.requires_grad_(False)
     return reference, fingerprint
 
@@ -175,11 +176,11 @@ def _pin_reference(run: Run, path: str, fingerprint: str, files: Records, where:
     A path may lead to another model after a while, such as the newest checkpoint of a run that goes on.
     """
     record = run.folder / RECORD
-    expected = fingerprint
+    expected_fingerprint = fingerprint
     if record.is_file() and complete_steps(run.checkpoints):
-        expected = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
+        expected_fingerprint = json.loads(record.read_text(encoding="utf-8"))["fingerprint"]
     # The folder of the run may be on the first rank's machine alone.
-    if gather_from_all(expected)[0] != fingerprint:
+    if gather_from_all(expected_fingerprint)[0] != fingerprint:
         raise JinguError(
             f"{path} is not the model with which the run started: its files, or the run's precision, have changed.",
             where=where,
@@ -195,10 +196,10 @@ def fingerprint_model(stored: StoredModel, run: Run) -> tuple[str, Records]:
     Also return the records of the model's files, by which files that do not change need not be read again.
     """
     record = run.folder / RECORD
-    known: Records = NO_RECORDS
+    known_records: Records = NO_RECORDS
     if record.is_file():
-        known = parse_records(json.loads(record.read_text(encoding="utf-8")).get("files"))
-    records = record_model(stored, known)
+        known_records = parse_records(json.loads(record.read_text(encoding="utf-8")).get("files"))
+    records = record_model(stored, known_records)
     spec = f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}"
     digest = xxhash.xxh3_128_hexdigest(f"{spec} {digest_records(records)}".encode())
     return digest, {file.path: file for file in records}
@@ -240,14 +241,14 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
         return
     ids = run.tokenizer.vocab()
     pieces = {token_id: piece for piece, token_id in ids.items()}
-    others = Tokenizer.load(stored.tokenizer_folder).vocab()
+    other_ids = Tokenizer.load(stored.tokenizer_folder).vocab()
     conflicts = sum(
         ids.get(piece, token_id) != token_id or pieces.get(token_id, piece) != piece
-        for piece, token_id in others.items()
+        for piece, token_id in other_ids.items()
     )
     if conflicts:
         raise JinguError(
-            f"{conflicts:,} of the {len(others):,} tokens of the model have other ids in the run's tokenizer.",
+            f"{conflicts:,} of the {len(other_ids):,} tokens of the model have other ids in the run's tokenizer.",
             where=where,
             fix="Choose a model with the run's tokenizer.",
         )
@@ -324,6 +325,6 @@ def compute_tables(
 
 def to_answer_device(batch: AnswerBatch, device: torch.device) -> AnswerBatch:
     """Copy a batch of answers to the device."""
-    moved = to_device(batch, device)
-    assert isinstance(moved, AnswerBatch)
-    return moved
+    moved_batch = to_device(batch, device)
+    assert isinstance(moved_batch, AnswerBatch)
+    return moved_batch

@@ -188,10 +188,12 @@ class Rewards:
         Raises:
             JinguError: the sum is too large.
         """
-        trained = [reward for reward in self._rewards if not reward.settings.audit]
-        if any(parts[reward.name] is None for reward in trained if reward.settings.required):
+        trained_rewards = [reward for reward in self._rewards if not reward.settings.audit]
+        if any(parts[reward.name] is None for reward in trained_rewards if reward.settings.required):
             return None
-        values = [reward.settings.weight * value for reward in trained if (value := parts[reward.name]) is not None]
+        values = [
+            reward.settings.weight * value for reward in trained_rewards if (value := parts[reward.name]) is not None
+        ]
         # Not fsum, which raises an exception if a partial sum overflows.
         total = sum(values)
         if not abs(total) <= _MAX_REWARD:
@@ -294,10 +296,10 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
             where=where,
             fix="Return one for each, None for what cannot be scored.",
         )
-    checked: Values = []
+    checked_values: Values = []
     for value, answer in zip(values, answers, strict=True):
         if value is None or abs(value) <= _MAX_REWARD:
-            checked.append(value)
+            checked_values.append(value)
             continue
         what = f"it returned {value:g} for an answer to the prompt {str(answer['prompt'])[:80]!r}."
         if reward.settings.on_error == "stop":
@@ -305,8 +307,8 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
                 what, where=where, fix=f"Return a number up to {_MAX_REWARD:g}, or None for what cannot be scored."
             )
         log_warning(f"{where}: {what} The answer is not scored.")
-        checked.append(None)
-    return checked
+        checked_values.append(None)
+    return checked_values
 
 
 class FunctionScorer:

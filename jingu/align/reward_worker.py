@@ -45,6 +45,8 @@ def load_function(path: str) -> Callable[..., Any]:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
+            # It may import modules beside it.
+            sys.path.append(str(Path(place).resolve().parent))
             module = importlib.util.module_from_spec(spec)
             # Dataclasses look up their module by its name while they are defined.
             sys.modules.setdefault(module.__name__, module)
@@ -70,16 +72,16 @@ def build_python_reward(path: str, columns: Sequence[str]) -> Score:
     names = [*ARGUMENTS, *columns]
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    accepted = [name for name in names if takes_all or name in inspect.signature(function).parameters]
+    accepted_names = [name for name in names if takes_all or name in inspect.signature(function).parameters]
     try:
-        inspect.signature(function).bind(**dict.fromkeys(accepted))
+        inspect.signature(function).bind(**dict.fromkeys(accepted_names))
     except TypeError as error:
         raise RewardFunctionError(f"{error}; it can have {', '.join(names)}") from error
 
     def score(answers: Sequence[Answer]) -> Any:
         # The plural names are those of lists over all answers.
         keys = {"prompts": "prompt", "completions": "completion"}
-        lists = {name: [answer.get(keys.get(name, name)) for answer in answers] for name in accepted}
+        lists = {name: [answer.get(keys.get(name, name)) for answer in answers] for name in accepted_names}
         result = function(**lists)
         if inspect.isawaitable(result):
             import asyncio

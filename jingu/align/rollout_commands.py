@@ -240,11 +240,11 @@ def replay(run: Path, step: int) -> int:
     Raises:
         JinguError: the run has no such step.
     """
-    stored = run / "config.yaml"
-    recorded = run / "rollouts" / f"step_{step}.jsonl"
-    if not stored.is_file() or not recorded.is_file():
+    config_file = run / "config.yaml"
+    recorded_file = run / "rollouts" / f"step_{step}.jsonl"
+    if not config_file.is_file() or not recorded_file.is_file():
         raise JinguError(f"the run has no answers of step {step}.", where=run, fix="Name a step in its rollouts/.")
-    config = load_stored_config(stored)
+    config = load_stored_config(config_file)
     _rollout_settings(config)
     checkpoints = checkpoints_path(run, config)
     start = max((number for number in complete_steps(checkpoints) if number < step), default=0)
@@ -274,8 +274,8 @@ def replay(run: Path, step: int) -> int:
         threads = None if config.device.threads == "auto" else config.device.threads
         with join_process_group(config.device.type, threads) as ranks:
             train_on_rank(config, ranks, request, task_factory=TaskFactory(Replay, check=check_policy_run))
-        replayed = (copy / "rollouts" / recorded.name).read_bytes()
-    difference = _first_difference(recorded.read_bytes(), replayed)
+        replayed_bytes = (copy / "rollouts" / recorded_file.name).read_bytes()
+    difference = _first_difference(recorded_file.read_bytes(), replayed_bytes)
     print(f"Step {step}, from the checkpoint of step {start}: {difference or 'the same bytes'}.")
     return 1 if difference else 0
 

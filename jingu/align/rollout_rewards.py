@@ -149,7 +149,7 @@ def describe_answers(samples: list[Sample], answers_per_prompt: int) -> dict[str
     worse = [len(sample.ids) for sample in samples if sample.reward is not None and sample.reward <= mean]
     metrics = {
         "reward": mean,
-        "unscored": fmean(sample.reward is None for sample in samples),
+        "unscored": fmean(sample.reward is None and bool(sample.rewards) for sample in samples),
         "timeouts": fmean(bool(sample.late) for sample in samples),
         "truncated": fmean(sample.finish_reason == "length" for sample in samples),
         "length": fmean(len(sample.ids) for sample in samples),

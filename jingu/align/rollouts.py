@@ -95,20 +95,22 @@ def own_turn(text: str) -> JsonObject:
 
 def describe_answer(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     """Return an answer as rewards see it: its texts, ids and messages, and the columns of its row."""
-    own = set(sample.own)
+    own_positions = set(sample.own)
     return {
         **prompt.columns,
         "prompt": prompt.text,
         "prompt_ids": sample.prompt_ids,
         "completion": sample.text if sample.completion is None else sample.completion,
         "completion_ids": sample.ids,
-        "completion_mask": [int(place in own) for place in range(len(sample.ids))],
+        "completion_mask": [int(place in own_positions) for place in range(len(sample.ids))],
         "messages": [*prompt.conversation, *(sample.turns or (own_turn(sample.text),))],
     }
 
 
 # Name of an environment's score among the rewards.
 ENVIRONMENT = "environment"
+# What to do about answers that fail, as with logits that are not finite.
+_ERROR_FIX = "Lower optimizer.lr, or use more precision."
 # Builds a sample from its JSON values.
 read_sample = TypeAdapter(Sample).validate_python
 
@@ -153,12 +155,12 @@ class Generator:
     @contextmanager
     def copy_of(self, spec: ModelSpec, read: TensorReader, device_type: str) -> Iterator[InferenceModel]:
         """Yield a whole model for generation with the parameters that `read` returns, and free it at the end."""
-        whole = _build_whole(spec, self.precision, read)
-        for stage in whole.stages if self._prepacks(spec, device_type) else ():
+        whole_model = _build_whole(spec, self.precision, read)
+        for stage in whole_model.stages if self._prepacks(spec, device_type) else ():
             prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
-        yield self._inference_model(whole, spec)
+        yield self._inference_model(whole_model, spec)
         # Modules are in reference cycles: without this, the copy would stay until the garbage collector runs.
-        for module in list(whole.modules()):
+        for module in list(whole_model.modules()):
             vars(module).clear()
 
     def _prepacks(self, spec: ModelSpec, device_type: str) -> bool:
@@ -213,8 +215,9 @@ class Generator:
         settings = self.settings
         rank, world = share
         engine = Engine(model, EngineSettings(max_num_seqs=settings.max_num_seqs))
-        places: dict[int, int] = {}
-        for place in range(rank, len(prompts), world):
+        places = range(rank, len(prompts), world)
+        requests = []
+        for place in places:
             # The seed includes the place, so that a prompt that occurs twice in a step gets different answers.
             key = int(random_uint64("rollout", 1, self.seed, step, resampling, prompts[place].row, place)[0])
             request = Request(
@@ -226,13 +229,18 @@ class Generator:
                 scaled_logprobs=not greedy,
                 n=1 if greedy else settings.answers_per_prompt,
             )
-            places[engine.submit(request)] = place
-        samples = _collect(engine, {key: prompts[place] for key, place in places.items()})
+            requests.append(request)
+        answers = _generate(engine, requests, [prompts[place] for place in places])
+        samples = {
+            (place, choice): sample
+            for place, choices in zip(places, answers, strict=True)
+            for choice, sample in choices.items()
+        }
         if self.environments is not None:
-            owners = {(key, choice): prompts[places[key]] for key, choice in samples}
-            seeds = {(key, choice): (step, resampling, places[key], choice) for key, choice in samples}
-            samples = self._converse(engine, self.environments, samples, owners, seeds)
-        return [(places[key], asdict(sample)) for (key, _), sample in samples.items()]
+            prompt_of = {key: prompts[key[0]] for key in samples}
+            seeds = {key: (step, resampling, *key) for key in samples}
+            samples = self._converse(engine, self.environments, samples, prompt_of, seeds)
+        return [(place, asdict(sample)) for (place, _), sample in samples.items()]
 
     def _converse(
         self,
@@ -245,7 +253,7 @@ class Generator:
         """Return the samples with further turns, and with the environment's score.
 
         Args:
-            samples: the first turns, by request and choice.
+            samples: the first turns, by place of the prompt and choice.
             seeds: seed values of each sample, used together with the seed of the run and the turn.
         """
         settings = self.settings
@@ -257,7 +265,7 @@ class Generator:
         for turn in range(1, settings.environment.max_turns + 1):
             # 1. Get the replies to all last turns. An answer that was cut off gets none.
             replies = environments.reply(turns, owners)
-            requests: dict[int, int] = {}
+            requests: dict[int, Request] = {}
             reply_ids: dict[int, tuple[int, ...]] = {}
             messages: dict[int, Reply] = {}
             for number, reply in replies.items():
@@ -273,14 +281,13 @@ class Generator:
                 seed = int(random_uint64("turn", 1, self.seed, *seeds[keys[number]], turn)[0])
                 sampling = SamplingParams(temperature=settings.temperature, seed=seed)
                 context = (*prompt.ids, *sample.ids, *ids)
-                request = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
-                requests[engine.submit(request)] = number
+                requests[number] = Request(context, sampling, room, self.prompts.stop, logprobs=0, scaled_logprobs=True)
                 reply_ids[number], messages[number] = ids, reply[1]
             # 3. Generate all turns together, and append each to its sample.
-            answers = _collect(engine, {request: owners[number] for request, number in requests.items()})
+            answers = _generate(engine, list(requests.values()), [owners[number] for number in requests])
             turns = {}
-            for (request_id, _), new in answers.items():
-                number = requests[request_id]
+            for number, choices in zip(requests, answers, strict=True):
+                new = choices[0]
                 samples[keys[number]] = _append(samples[keys[number]], reply_ids[number], messages[number], new)
                 turns[number] = new.text
             if not turns:
@@ -296,8 +303,8 @@ class Generator:
 
 def merge_parts(parts: Iterable[Iterable[tuple[int, dict[str, Any]]]]) -> list[Sample]:
     """Return the answers of all shares, in the order of their prompts."""
-    merged = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
-    return [read_sample(values) for _, values in merged]
+    merged_items = sorted(chain(*parts), key=lambda item: (item[0], item[1]["choice"]))
+    return [read_sample(values) for _, values in merged_items]
 
 
 def _append(sample: Sample, reply_ids: tuple[int, ...], reply: Reply, new: Sample) -> Sample:
@@ -314,31 +321,33 @@ def _append(sample: Sample, reply_ids: tuple[int, ...], reply: Reply, new: Sampl
     )
 
 
-def _collect(engine: Engine, prompts: dict[int, Prompt]) -> dict[tuple[int, int], Sample]:
-    """Run the engine to the end; return the samples by request and choice."""
-    tokens: dict[tuple[int, int], list[Token]] = {}
-    samples = {}
-    while engine.busy:
-        for event in engine.step():
-            key = (event.request_id, event.choice)
-            if event.error is not None:
-                raise JinguError(f"generation failed: {event.error}.", fix="Lower optimizer.lr, or use more precision.")
-            own = tokens.setdefault(key, [])
+def _generate(engine: Engine, requests: Sequence[Request], prompts: Sequence[Prompt]) -> list[dict[int, Sample]]:
+    """Return the samples of each request, by choice.
+
+    Args:
+        prompts: the prompt of each request.
+    """
+    results = []
+    for events, prompt in zip(engine.run(requests, _ERROR_FIX), prompts, strict=True):
+        tokens: dict[int, list[Token]] = {}
+        samples = {}
+        for event in events:
+            choice_tokens = tokens.setdefault(event.choice, [])
             if event.token is not None:
-                own.append(event.token)
+                choice_tokens.append(event.token)
             if event.finish_reason is not None:
-                prompt = prompts[event.request_id]
-                samples[key] = Sample(
+                samples[event.choice] = Sample(
                     prompt.text,
                     prompt.row,
                     event.choice,
                     prompt.ids,
-                    tuple(token.id for token in own),
-                    tuple(token.logprob or 0.0 for token in own),
-                    "".join(token.text for token in own),
+                    tuple(token.id for token in choice_tokens),
+                    tuple(token.logprob or 0.0 for token in choice_tokens),
+                    "".join(token.text for token in choice_tokens),
                     event.finish_reason,
                 )
-    return samples
+        results.append(samples)
+    return results
 
 
 def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
@@ -353,24 +362,24 @@ def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
     def read(name: str) -> Tensor:
         part = model.sharding.parts[name]
         if name in shards:
-            whole = part.whole(local_tensor(shards[name]).to(mesh.device_type))
+            whole_tensor = part.whole(local_tensor(shards[name]).to(mesh.device_type))
         else:
-            whole = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
+            whole_tensor = torch.zeros(part.shape, dtype=precision.masters, device=mesh.device_type)
         if dist.get_world_size(group) > 1:
             # One pipeline stage has the values and the others have zeros: their sum is the parameter.
-            dist.all_reduce(whole, group=group)
-        return whole
+            dist.all_reduce(whole_tensor, group=group)
+        return whole_tensor
 
     return read
 
 
 def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> ParallelModel:
     """Return an unsharded model of this process, with the parameters that `read` returns."""
-    whole = materialize(spec, None, Layout(), precision, read)
-    for module in whole.modules():
+    whole_model = materialize(spec, None, Layout(), precision, read)
+    for module in whole_model.modules():
         if isinstance(module, Embedding):
             module.compute = precision.compute
-    return whole.eval()
+    return whole_model.eval()
 
 
 def describe_error(error: JinguError) -> dict[str, Any]:

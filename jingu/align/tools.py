@@ -36,9 +36,11 @@ def describe_tool(name: str, tool: Tool) -> JsonObject:
     arguments = next(
         (body for title, body in zip(sections[::2], sections[1::2], strict=True) if title[:3] == "Arg"), ""
     )
-    untyped = [key for key, value in inspect.signature(tool).parameters.items() if value.annotation is value.empty]
-    if untyped:
-        raise ValueError(f"the argument {untyped[0]} of the tool {name} has no type")
+    untyped_parameters = [
+        key for key, value in inspect.signature(tool).parameters.items() if value.annotation is value.empty
+    ]
+    if untyped_parameters:
+        raise ValueError(f"the argument {untyped_parameters[0]} of the tool {name} has no type")
     try:
         schema = TypeAdapter[Any](tool).json_schema()  # type: ignore[arg-type]
     except Exception as error:

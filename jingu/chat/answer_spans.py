@@ -228,11 +228,11 @@ def _leaves(value: Any) -> Iterator[str]:
     """Yield the texts and numbers of the arguments of a call, with the names of their fields."""
     if isinstance(value, str):
         try:
-            parsed = json.loads(value)
+            parsed_value = json.loads(value)
         except ValueError:
-            parsed = None
-        if isinstance(parsed, dict | list):
-            yield from _leaves(parsed)
+            parsed_value = None
+        if isinstance(parsed_value, dict | list):
+            yield from _leaves(parsed_value)
         else:
             yield value.strip()
     elif isinstance(value, Mapping):

@@ -59,8 +59,8 @@ class ChatFormat:
             for text in (message.content, message.reasoning_content, message.name, message.tool_call_id, calls):
                 check_characters(text)
         check_characters(json.dumps([tools, dict(variables or {})], ensure_ascii=False))
-        rendered = self.template.render_prompt(messages, tools, variables, continue_final=continue_final)
-        return tuple(encode_rendered(rendered, self.tokenizer)[0])
+        rendered_prompt = self.template.render_prompt(messages, tools, variables, continue_final=continue_final)
+        return tuple(encode_rendered(rendered_prompt, self.tokenizer)[0])
 
 
 def find_chat_format(path: Path, tokenizer: Tokenizer, template_name: str | None = None) -> ChatFormat | None:

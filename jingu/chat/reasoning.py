@@ -49,13 +49,17 @@ class ReasoningParser:
         self._buffer += text
         # Decide, at the beginning of the text, whether it starts with the tag.
         if not self._is_inside and not self._is_answer:
-            stripped = self._buffer.lstrip()
-            if OPEN_TAG.startswith(stripped[: len(OPEN_TAG)]) and len(stripped) < len(OPEN_TAG) and not is_last:
+            stripped_text = self._buffer.lstrip()
+            if (
+                OPEN_TAG.startswith(stripped_text[: len(OPEN_TAG)])
+                and len(stripped_text) < len(OPEN_TAG)
+                and not is_last
+            ):
                 return "", ""  # it may become the tag
-            self._is_inside = stripped.startswith(OPEN_TAG)
+            self._is_inside = stripped_text.startswith(OPEN_TAG)
             self._is_answer = not self._is_inside
             self._at_start = self._is_inside
-            self._buffer = stripped.removeprefix(OPEN_TAG) if self._is_inside else self._buffer
+            self._buffer = stripped_text.removeprefix(OPEN_TAG) if self._is_inside else self._buffer
         reasoning = ""
         if self._is_inside:
             reasoning = self._take_reasoning(is_last)
@@ -71,13 +75,13 @@ class ReasoningParser:
 
         That end stays in the buffer: white space, which is dropped before a closing tag, or the tag's first characters.
         """
-        reasoning, tag, rest = self._buffer.partition(_CLOSE_TAG)
+        reasoning, tag, remainder = self._buffer.partition(_CLOSE_TAG)
         lengths = range(len(_CLOSE_TAG) - 1, 0, -1)
         if not tag and not is_last:
             partial = next((length for length in lengths if reasoning.endswith(_CLOSE_TAG[:length])), 0)
             reasoning = reasoning[: len(reasoning) - partial]
         reasoning = reasoning.rstrip()
-        self._buffer = rest if tag else self._buffer[len(reasoning) :]
+        self._buffer = remainder if tag else self._buffer[len(reasoning) :]
         if self._at_start:
             reasoning = reasoning.lstrip()
         # The answer begins after the tag.

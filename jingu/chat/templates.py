@@ -232,29 +232,31 @@ class ChatTemplate:
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
-        whole = self._start(messages, tools, variables)
-        if turns != "each" and all(index < whole.traced.num_settled for index in answers):
-            self._check_written(whole, answers)
-            return [self._finish(whole, answers)]
+        conversation = self._start(messages, tools, variables)
+        if turns != "each" and all(index < conversation.traced.num_settled for index in answers):
+            self._check_written(conversation, answers)
+            return [self._finish(conversation, answers)]
         last = len(messages) - 1
         # Each answer with the conversation up to it.
         ends: dict[int, _Conversation] = {}
 
         def end_at(index: int) -> _Conversation:
             if index not in ends:
-                ends[index] = whole if index == last else self._cut(whole, index + 1)
+                ends[index] = conversation if index == last else self._cut(conversation, index + 1)
             return ends[index]
 
-        unsettled = [index for index in answers if index >= whole.traced.num_settled]
-        is_whole = turns == "whole" or all(self._renders_alike(whole, end_at(index), index) for index in unsettled)
+        unsettled_answers = [index for index in answers if index >= conversation.traced.num_settled]
+        is_whole = turns == "whole" or all(
+            self._renders_alike(conversation, end_at(index), index) for index in unsettled_answers
+        )
         if is_whole and turns != "each":
-            self._check_written(whole, answers)
-            return [self._finish(whole, answers)]
-        rendered = []
+            self._check_written(conversation, answers)
+            return [self._finish(conversation, answers)]
+        rendered_chats = []
         for index in answers:
             self._check_written(end_at(index), [index])
-            rendered.append(self._finish_one(end_at(index), index))
-        return rendered
+            rendered_chats.append(self._finish_one(end_at(index), index))
+        return rendered_chats
 
     def render_prompt(
         self,
@@ -300,10 +302,10 @@ class ChatTemplate:
         ends = []
         for messages, tools in probes:
             try:
-                (rendered,) = self.render_answers(messages, [1], tools, turns="each")
+                (rendered_chat,) = self.render_answers(messages, [1], tools, turns="each")
             except ConversationError:
                 continue
-            text = rendered.text[slice(*rendered.answers[0])]
+            text = rendered_chat.text[slice(*rendered_chat.answers[0])]
             end = self._special.last(text)
             # What follows a call is known only if it is a token; it may be the call's own syntax.
             if not end and messages[1] is answer:
@@ -324,46 +326,47 @@ class ChatTemplate:
         tool_entries = self._escape_mentions(list(tools)) if tools else None
         entries = [self._message_variables(message) for message in messages]
         calls = [call["function"] for entry in entries for call in dict.get(entry, "tool_calls", ())]
-        traced: TracedText | None = None
+        traced_text: TracedText | None = None
         error: ConversationError | None = None
         try:
-            traced = self._trace(entries, tool_entries, options)
+            traced_text = self._trace(entries, tool_entries, options)
         except ConversationError as failure:
             error = failure
         # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
         if calls and (
-            traced is None or any(call["arguments"] and str(call["arguments"]) in traced.text for call in calls)
+            traced_text is None
+            or any(call["arguments"] and str(call["arguments"]) in traced_text.text for call in calls)
         ):
             for call in calls:
                 call["arguments"] = to_json(call["arguments"])
-            traced = self._trace(entries, tool_entries, options)
-        if traced is None:
+            traced_text = self._trace(entries, tool_entries, options)
+        if traced_text is None:
             assert error is not None
             raise error
         prefills = {index: self._escape_prefill(item) for index, item in enumerate(messages) if item.prefill_length}
-        conversation = _Conversation(entries, tool_entries, options, traced, {}, prefills)
+        conversation = _Conversation(entries, tool_entries, options, traced_text, {}, prefills)
         if tool_entries and not self._writes_tools(conversation):
             raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
         return conversation
 
     def _writes_tools(self, conversation: _Conversation) -> bool:
         """Return whether the text has all tools."""
-        traced = conversation.traced
+        traced_text = conversation.traced
         names = [tool.get("function", tool).get("name") for tool in conversation.tools or [] if isinstance(tool, dict)]
         names = [name for name in names if isinstance(name, str) and name]
-        if not all(name in traced.text for name in names):
+        if not all(name in traced_text.text for name in names):
             return False
         # What precedes the first message that a loop wrote has only words of the template, tools, and other messages.
-        start = min((pieces[0][0] for pieces in traced.pieces if pieces), default=0)
-        others = "".join(
+        start = min((pieces[0][0] for pieces in traced_text.pieces if pieces), default=0)
+        other_text = "".join(
             _plain_content(message)
-            for message, pieces in zip(conversation.messages, traced.pieces, strict=True)
+            for message, pieces in zip(conversation.messages, traced_text.pieces, strict=True)
             if not pieces
         )
-        before = traced.text[:start]
-        if any(name in before and name not in self.source and name not in others for name in names):
+        before = traced_text.text[:start]
+        if any(name in before and name not in self.source and name not in other_text for name in names):
             return True
-        return traced.text != self._try_render(conversation.messages, None, conversation.options)
+        return traced_text.text != self._try_render(conversation.messages, None, conversation.options)
 
     def _message_variables(self, message: Message) -> TracedMessage:
         """Return a message as the dictionary that templates expect, which is that of transformers."""
@@ -389,31 +392,31 @@ class ChatTemplate:
         """Whether the template expects contents as lists of parts, as those of models that also read images do."""
         word = "jxqzw"
         parts = [{"role": "user", "content": _content_parts(word)}]
-        for content, expected in ((word, False), (parts[0]["content"], True)):
+        for content, expected_text in ((word, False), (parts[0]["content"], True)):
             text = self._try_render([{"role": "user", "content": content}], None, {}) or ""
             if word in text and "'type'" not in text and '"type"' not in text:
-                return expected
+                return expected_text
         return False
 
     def _cut(self, conversation: _Conversation, count: int) -> _Conversation:
         """Return the first messages of a conversation."""
         messages = conversation.messages[:count]
-        traced = self._trace(messages, conversation.tools, conversation.options)
-        return conversation._replace(messages=messages, traced=traced)
+        traced_text = self._trace(messages, conversation.tools, conversation.options)
+        return conversation._replace(messages=messages, traced=traced_text)
 
     def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
         """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
         if end is whole:
             return self._locate(whole, index).continues_prompt
-        expected = self._locate(end, index)
+        expected_place = self._locate(end, index)
         try:
             answer = self._locate(whole, index)
         except ConversationError:
             return False
         return (
             answer.continues_prompt
-            and answer.span == expected.span
-            and answer.text[: answer.span[1]] == expected.text[: answer.span[1]]
+            and answer.span == expected_place.span
+            and answer.text[: answer.span[1]] == expected_place.text[: answer.span[1]]
         )
 
     def _finish(self, conversation: _Conversation, answers: Sequence[int]) -> RenderedChat:
@@ -453,10 +456,10 @@ class ChatTemplate:
         Raises:
             ConversationError: it cannot be located, or the template marks something else as the answer.
         """
-        traced = conversation.traced
+        traced_text = conversation.traced
         message = conversation.messages[index]
-        text = traced.text
-        turn = find_turn(traced, index, message, self.where)
+        text = traced_text.text
+        turn = find_turn(traced_text, index, message, self.where)
         if turn is None:
             return _Answer(text, (0, 0), 0, True)
         # 1. The header.
@@ -473,7 +476,7 @@ class ChatTemplate:
         if header_length is None:
             raise ConversationError(
                 f"in the chat template {self.where} an answer does not continue the generation prompt, or its header "
-                f"is not known (line {traced.lines[index]})"
+                f"is not known (line {traced_text.lines[index]})"
             )
         start = turn[0] + header_length
         # 2. The end token.
@@ -484,8 +487,8 @@ class ChatTemplate:
             text = text[: turn[1]] + token if token else text
             end = len(text) if token else None
         span = (start, turn[1] if end is None else end)
-        if traced.marks:
-            check_mark(traced, turn, span, message, self.where)
+        if traced_text.marks:
+            check_mark(traced_text, turn, span, message, self.where)
         prefill_length = 0
         if index in conversation.prefills:
             prefill_length = self._find_prefill_end(conversation, index, turn) - start
@@ -501,29 +504,31 @@ class ChatTemplate:
             ConversationError: the template changes the text where the prefill ends, or writes it otherwise in a prompt
                 that a model continues.
         """
-        changed = ConversationError(
+        changed_error = ConversationError(
             f"the chat template {self.where} changes the text of message {index + 1}, so it cannot be located where "
             "the answer continues the prompt"
         )
         prefill = conversation.prefills[index]
         messages = conversation.messages[: index + 1]
         message = messages[index]
-        rest = _plain_content(message)[len(prefill) :]
+        remainder = _plain_content(message)[len(prefill) :]
         # 1. Mark the end of the prefill. Nothing else may change.
-        marked = {**message, "content": self._probe_content(prefill + _MESSAGE_END + rest)}
+        marked_message = {**message, "content": self._probe_content(prefill + _MESSAGE_END + remainder)}
         following = conversation.messages[index + 1 :]
-        marked_text = self._trace([*messages[:-1], marked, *following], conversation.tools, conversation.options).text
+        marked_text = self._trace(
+            [*messages[:-1], marked_message, *following], conversation.tools, conversation.options
+        ).text
         end = marked_text.find(_MESSAGE_END)
         is_unique = marked_text.count(_MESSAGE_END) == 1 and turn[0] < end <= turn[1]
         if not is_unique or marked_text.replace(_MESSAGE_END, "") != conversation.traced.text:
-            raise changed
+            raise changed_error
         # 2. A model that continues the prompt sees the same, but for white space that a template trims at the end.
         start = TracedMessage({**message, "content": self._probe_content(prefill)})
         start.pop("tool_calls", None)
-        traced = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
-        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced))
+        traced_text = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
+        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced_text))
         if not prompt.rstrip().endswith(marked_text[turn[0] : end].rstrip()):
-            raise changed
+            raise changed_error
         return end
 
     def _escape_prefill(self, message: Message) -> str:
@@ -532,11 +537,11 @@ class ChatTemplate:
         Raises:
             ConversationError: it ends inside a special token.
         """
-        prefill, rest = (
+        prefill, remainder = (
             self._escape_mentions(part)
             for part in (message.content[: message.prefill_length], message.content[message.prefill_length :])
         )
-        if prefill + rest != self._escape_mentions(message.content):
+        if prefill + remainder != self._escape_mentions(message.content):
             raise ConversationError("the text that an answer continues ends inside a special token")
         return str(prefill)
 
@@ -571,11 +576,11 @@ class ChatTemplate:
         """Return the prompt after the first messages. If the template refuses them, the usual header stands for it."""
         try:
             options = conversation.options | {"add_generation_prompt": True}
-            traced = self._trace(conversation.messages[:count], conversation.tools, options)
+            traced_text = self._trace(conversation.messages[:count], conversation.tools, options)
         except ConversationError:
             return _Prompt(None, self._headers[0] if self._headers else "")
-        tail = traced.text[traced.body_end :] if self._has_prompt else ""
-        return _Prompt(traced.text[: traced.body_end + len(tail)], tail)
+        tail = traced_text.text[traced_text.body_end :] if self._has_prompt else ""
+        return _Prompt(traced_text.text[: traced_text.body_end + len(tail)], tail)
 
     @cached_property
     def _headers(self) -> tuple[str, str] | None:
@@ -587,11 +592,11 @@ class ChatTemplate:
         headers = []
         for messages in ([question, answer], [question, answer, question, answer]):
             try:
-                traced = self._trace(messages, None, {})
-                turns = [find_turn(traced, index, answer, self.where) for index in range(1, len(messages), 2)]
+                traced_text = self._trace(messages, None, {})
+                turns = [find_turn(traced_text, index, answer, self.where) for index in range(1, len(messages), 2)]
             except ConversationError:
                 continue
-            headers += [traced.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
+            headers += [traced_text.text[slice(*turn)].partition(word)[0] for turn in turns if turn]
         if not headers:
             return None
         common = headers[0]
@@ -610,14 +615,16 @@ class ChatTemplate:
         if role not in self._next_tokens:
             self._next_tokens[role] = ""
             try:
-                traced = self._trace(messages, None, {})
-                turn = find_turn(traced, 1, answer, self.where)
+                traced_text = self._trace(messages, None, {})
+                turn = find_turn(traced_text, 1, answer, self.where)
             except ConversationError:
                 turn = None
             if turn is not None:
-                start = turn[0] + common_length(self._headers[0] if self._headers else "", traced.text[slice(*turn)])
-                end = find_end(traced.text, (start, turn[1]), answer, self._special)
-                self._next_tokens[role] = traced.text[turn[1] : end] if end is not None and end > turn[1] else ""
+                start = turn[0] + common_length(
+                    self._headers[0] if self._headers else "", traced_text.text[slice(*turn)]
+                )
+                end = find_end(traced_text.text, (start, turn[1]), answer, self._special)
+                self._next_tokens[role] = traced_text.text[turn[1] : end] if end is not None and end > turn[1] else ""
         return self._next_tokens[role]
 
     @cached_property
@@ -634,19 +641,24 @@ class ChatTemplate:
             answers: indices of the answers whose reasoning must be written, too. A template may drop that of others,
                 if it has a place for reasoning at all.
         """
-        traced = conversation.traced
+        traced_text = conversation.traced
         for index, message in enumerate(conversation.messages):
             # Most messages have nothing but a content, which the template writes as it is.
-            pieces = traced.pieces[index]
+            pieces = traced_text.pieces[index]
             content = message["content"]
-            if len(message) == 2 and pieces and type(content) is str and content in traced.text[slice(*pieces[-1])]:
+            if (
+                len(message) == 2
+                and pieces
+                and type(content) is str
+                and content in traced_text.text[slice(*pieces[-1])]
+            ):
                 continue
             is_complete = index in answers or not self._has_reasoning
-            own = "\n".join(traced.text[slice(*piece)] for piece in traced.pieces[index])
-            missing = find_missing(message, own, is_complete)
-            if missing and not own.strip():
+            message_text = "\n".join(traced_text.text[slice(*piece)] for piece in traced_text.pieces[index])
+            missing = find_missing(message, message_text, is_complete)
+            if missing and not message_text.strip():
                 # Another message, or a line outside of loops, may have written it.
-                missing = find_missing(message, traced.text, is_complete)
+                missing = find_missing(message, traced_text.text, is_complete)
                 if not missing and not self._is_surely_written(conversation, index):
                     missing = "content"
             if missing:
@@ -671,14 +683,14 @@ class ChatTemplate:
         if not content.strip():
             return True
         text = conversation.traced.text
-        others = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
+        other_parts = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
         part = content.strip()
-        if part not in self.source and part not in to_json(others) and len(part) > 12:
+        if part not in self.source and part not in to_json(other_parts) and len(part) > 12:
             return True
         # Change the content; the text must change with it.
-        changed = {**conversation.messages[index]}
-        changed["content"] = _content_parts(part + _MESSAGE_END) if self._takes_parts else part + _MESSAGE_END
-        messages = [*conversation.messages[:index], changed, *conversation.messages[index + 1 :]]
+        changed_message = {**conversation.messages[index]}
+        changed_message["content"] = _content_parts(part + _MESSAGE_END) if self._takes_parts else part + _MESSAGE_END
+        messages = [*conversation.messages[:index], changed_message, *conversation.messages[index + 1 :]]
         other_text = self._try_render(messages, conversation.tools, conversation.options)
         return other_text is not None and other_text != text
 
@@ -690,8 +702,8 @@ class ChatTemplate:
         text = conversation.traced.text
         *earlier, last = conversation.messages
         content = _plain_content(last)
-        marked = content + _MESSAGE_END
-        marked_message = {**last, "content": _content_parts(marked) if self._takes_parts else marked}
+        marked_content = content + _MESSAGE_END
+        marked_message = {**last, "content": _content_parts(marked_content) if self._takes_parts else marked_content}
         marked_text = self._trace([*earlier, marked_message], conversation.tools, conversation.options).text
         if _MESSAGE_END not in marked_text:
             raise ConversationError(f"the chat template {self.where} does not write the message to continue")
@@ -713,16 +725,16 @@ class ChatTemplate:
     def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
         """Render messages, and trace which of them wrote each piece of the text."""
         trace = WriterTrace(messages)
-        traced = trace.divide(self._run(trace, tools, options))
+        traced_text = trace.divide(self._run(trace, tools, options))
         if trace.is_captured:
             # The template may have processed a text with marks in it.
             silent = WriterTrace(messages, is_silent=True)
-            if silent.divide(self._run(silent, tools, options)).text != traced.text:
+            if silent.divide(self._run(silent, tools, options)).text != traced_text.text:
                 raise ConversationError(
                     f"the chat template {self.where} processes the text of a loop over messages (line "
-                    f"{max(traced.lines, default=0)}), so its answers cannot be located"
+                    f"{max(traced_text.lines, default=0)}), so its answers cannot be located"
                 )
-        return traced
+        return traced_text
 
     def _run(self, trace: WriterTrace, tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         """Return what the template writes, with the marks of a trace."""

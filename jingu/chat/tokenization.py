@@ -94,21 +94,21 @@ def tokenize_turns(
         answers = answers[-1:]
     context_weight = _context_weight(row) if loss_on == "all" else 0.0
     # Only answers whose weight differs from that of the text around them must be located.
-    located = [index for index in answers if _answer_weight(row.messages[index], loss_on) != context_weight]
-    if not located:
+    located_answers = [index for index in answers if _answer_weight(row.messages[index], loss_on) != context_weight]
+    if not located_answers:
         rendered_chats = [template.render(row.messages, row.tools, row.variables, locate_answers=False)]
     else:
         texts: Turns = "whole" if loss_on == "all" else turns
-        rendered_chats = template.render_answers(row.messages, located, row.tools, row.variables, turns=texts)
+        rendered_chats = template.render_answers(row.messages, located_answers, row.tools, row.variables, turns=texts)
     rows = []
-    for rendered in rendered_chats:
-        ids, spans = encode_rendered(rendered, tokenizer)
+    for rendered_chat in rendered_chats:
+        ids, spans = encode_rendered(rendered_chat, tokenizer)
         weights = np.zeros(len(ids), np.uint8)
         if context_weight:
             weights[:] = round(context_weight * WEIGHT_SCALE)
-        for (start, end), index in zip(spans, rendered.messages, strict=True):
+        for (start, end), index in zip(spans, rendered_chat.messages, strict=True):
             weights[start:end] = round(_answer_weight(row.messages[index], loss_on) * WEIGHT_SCALE)
-        rows.append(TokenizedRow(row.kind, ids, weights, mentions_special=bool(rendered.mentions)))
+        rows.append(TokenizedRow(row.kind, ids, weights, mentions_special=bool(rendered_chat.mentions)))
     return rows
 
 
@@ -204,16 +204,16 @@ def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[
     borders: list[list[int]] = [[] for _ in rendered.answers]
     for start, end, special_id in _split_at_special_tokens(rendered, tokenizer):
         # Clip each answer to this piece; an answer outside of it becomes empty.
-        clipped = [
+        clipped_spans = [
             (min(max(first, start), end) - start, min(max(last, start), end) - start)
             for first, last in rendered.answers
         ]
         if special_id is None:
-            piece_ids, spans = tokenizer.encode_spans(rendered.text[start:end], clipped)
+            piece_ids, spans = tokenizer.encode_spans(rendered.text[start:end], clipped_spans)
         else:
             piece_ids = [special_id]
-            spans = [(0, 1)] * len(clipped)
-        for index, (first, last) in enumerate(clipped):
+            spans = [(0, 1)] * len(clipped_spans)
+        for index, (first, last) in enumerate(clipped_spans):
             if first < last:
                 borders[index] += [len(ids) + spans[index][0], len(ids) + spans[index][1]]
         ids += piece_ids

@@ -223,12 +223,12 @@ class ToolCallParser:
             text, parts = "", [buffer]
         calls: list[ToolCall] = []
         for part in parts:
-            parsed = self._parse_json(part)
-            if parsed is None:
+            parsed_part = self._parse_json(part)
+            if parsed_part is None:
                 return buffer, []
-            part_calls, rest = parsed
+            part_calls, remainder = parsed_part
             calls += part_calls
-            text += rest if rest.strip() else ""
+            text += remainder if remainder.strip() else ""
         return text, calls
 
     def _parse_json(self, text: str) -> tuple[list[ToolCall], str] | None:
@@ -290,6 +290,6 @@ def write_tools_as_text(messages: Sequence[Message], tools: Sequence[JsonObject]
     if not tools:
         return tuple(texts)
     description = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    first, *rest = texts
+    first, *other_texts = texts
     parts = [first.content, description] if first.role == "system" else [description, first.content]
-    return (replace(first, content="\n\n".join(parts)), *rest)
+    return (replace(first, content="\n\n".join(parts)), *other_texts)

@@ -272,11 +272,11 @@ class WriterTrace:
             if text:
                 end = length + len(text)
                 if message is not None:
-                    own = pieces[message]
-                    if own and own[-1][1] == length:
-                        own[-1] = (own[-1][0], end)
+                    message_pieces = pieces[message]
+                    if message_pieces and message_pieces[-1][1] == length:
+                        message_pieces[-1] = (message_pieces[-1][0], end)
                     else:
-                        own.append((length, end))
+                        message_pieces.append((length, end))
                     lines[message] = writer.line
                 elif writer.reads and writer.line and not text.isspace():
                     unclear = writer.line

@@ -61,8 +61,8 @@ def _row(folder: CheckpointPath) -> tuple[str, ...]:
         manifest = read_manifest(folder / MANIFEST)
     except CheckpointError as error:
         return folder.name, size, "", "", f"not usable: {error.what}"
-    damaged = [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
-    state = f"damaged: {', '.join(damaged)} missing or cut short" if damaged else "complete"
+    damaged_files = [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
+    state = f"damaged: {', '.join(damaged_files)} missing or cut short" if damaged_files else "complete"
     return folder.name, size, str(len(manifest.tensors)), str(manifest.ranks), state
 
 
@@ -83,7 +83,7 @@ def verify(path: CheckpointPath) -> None:
         folders = [step_folder(checkpoints, step) for step in all_steps(checkpoints)]
     if not folders:
         raise _no_checkpoint(path)
-    damaged = []
+    damaged_files = []
     for folder in folders:
         problems = find_problems(folder) or _find_nonfinite_weights(folder)
         if not problems:
@@ -91,15 +91,15 @@ def verify(path: CheckpointPath) -> None:
         elif not _is_checkpoint(path) and not folder.is_dir():
             print(f"{folder.name}: deleted meanwhile")
         else:
-            damaged.append(folder)
+            damaged_files.append(folder)
             print(f"{folder.name}: damaged")
             for problem in problems:
                 print(f"  {problem}")
-    if damaged:
+    if damaged_files:
         newest = find_latest(checkpoints).step
         raise JinguError(
-            f"{len(damaged)} of {len(folders)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
-            f"{', '.join(folder.name for folder in damaged)}.",
+            f"{len(damaged_files)} of {len(folders)} checkpoints {'is' if len(damaged_files) == 1 else 'are'} damaged: "
+            f"{', '.join(folder.name for folder in damaged_files)}.",
             where=path,
             fix="No other checkpoint here is good: restore one from a copy, or start the run anew."
             if newest is None
@@ -145,18 +145,22 @@ def prune(run: CheckpointPath, keep: int = 1, keep_every: int = 0, keep_best: in
             raise JinguError("no checkpoint here is good, and nothing was deleted.", where=run, fix=fix)
         size_before = _total_size(checkpoints)
         retention = Retention(keep, keep_every, keep_best)
-        deleted = []
+        deleted_names = []
         if isinstance(checkpoints, Path):
-            deleted = [f"{name} (of a save that did not finish)" for name in sorted(delete_leftovers(checkpoints))]
-        deleted += [step_folder(checkpoints, step).name for step in prune_steps(checkpoints, retention, latest.step)]
+            deleted_names = [
+                f"{name} (of a save that did not finish)" for name in sorted(delete_leftovers(checkpoints))
+            ]
+        deleted_names += [
+            step_folder(checkpoints, step).name for step in prune_steps(checkpoints, retention, latest.step)
+        ]
         for folder, reason in latest.skipped:
             if damaged:
                 delete_folder(folder)
-                deleted.append(folder.name)
+                deleted_names.append(folder.name)
             else:
                 print(f"{folder.name} stays, though it is not usable ({reason}); --damaged deletes it, too.")
-    if deleted:
-        print(f"Deleted {', '.join(deleted)}, and freed {format_bytes(size_before - _total_size(checkpoints))}.")
+    if deleted_names:
+        print(f"Deleted {', '.join(deleted_names)}, and freed {format_bytes(size_before - _total_size(checkpoints))}.")
     else:
         print("There was nothing to delete.")
 

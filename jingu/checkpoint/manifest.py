@@ -136,8 +136,8 @@ def read_manifest(path: CheckpointPath) -> Manifest:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror}).", where=path.parent) from None
     end = len(_OPENING) + _DIGITS
     digest = raw[len(_OPENING) : end]
-    covered = raw[: len(_OPENING)] + raw[end:]
-    if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(covered).encode():
+    covered_bytes = raw[: len(_OPENING)] + raw[end:]
+    if not raw.startswith(_OPENING) or digest != xxhash.xxh3_128_hexdigest(covered_bytes).encode():
         raise CheckpointError(f"{path.name} is damaged: it does not match its checksum.", where=path.parent)
     try:
         manifest = Manifest.model_validate_json(b"{" + raw[end + len('",') :])
@@ -172,13 +172,13 @@ def merge(parts: Iterable[Manifest]) -> Manifest:
         files |= part.files
         ranks = part.ranks
         for name, record in part.tensors.items():
-            other = tensors.get(name, TensorRecord(dtype=record.dtype, shape=record.shape, pieces=()))
-            if (other.dtype, other.shape) != (record.dtype, record.shape):
+            other_record = tensors.get(name, TensorRecord(dtype=record.dtype, shape=record.shape, pieces=()))
+            if (other_record.dtype, other_record.shape) != (record.dtype, record.shape):
                 raise CheckpointError(
-                    f"ranks disagree about tensor {name}: {other.dtype} {list(other.shape)} and "
+                    f"ranks disagree about tensor {name}: {other_record.dtype} {list(other_record.shape)} and "
                     f"{record.dtype} {list(record.shape)}."
                 )
-            tensors[name] = other.model_copy(update={"pieces": other.pieces + record.pieces})
+            tensors[name] = other_record.model_copy(update={"pieces": other_record.pieces + record.pieces})
     return Manifest(ranks=ranks, files=files, tensors={name: tensors[name] for name in sorted(tensors)})
 
 
@@ -188,10 +188,10 @@ def shard_header(pieces: Iterable[tuple[str, Piece]]) -> bytes:
     for dtype, piece in pieces:
         blocks.setdefault(piece.key, (dtype, []))[1].append(piece)
     # Sort by decreasing element size, so that every tensor is aligned; then by name, like the safetensors library.
-    ordered = sorted(blocks.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))
+    ordered_blocks = sorted(blocks.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))
     return safetensors_header(
         (key, dtype, [sum(piece.shape[0] for piece in rows), *rows[0].shape[1:]] if rows[0].shape else [])
-        for key, (dtype, rows) in ordered
+        for key, (dtype, rows) in ordered_blocks
     )
 
 
@@ -221,8 +221,8 @@ def check(manifest: Manifest) -> None:
             begin, end = piece.bytes
             # The piece must be within the tensor, and its bytes within the file and of the right number.
             inside = len(piece.offset) == len(piece.shape) == len(record.shape) and all(
-                first + extent <= whole
-                for first, extent, whole in zip(piece.offset, piece.shape, record.shape, strict=True)
+                first + extent <= full_extent
+                for first, extent, full_extent in zip(piece.offset, piece.shape, record.shape, strict=True)
             )
             file = manifest.files.get(piece.file)
             fits = file is not None and end <= file.bytes and end - begin == prod(piece.shape) * width

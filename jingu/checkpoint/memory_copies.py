@@ -191,8 +191,8 @@ class MemoryCopies:
         # 1. Fetch the small files of all ranks, which tell which shards are needed.
         files = self._fetch(key, folder, lambda name: not name.startswith("shard-"))
         manifest = run_on_all_ranks(read_parts, folder, gather_from_all)
-        needed = run_on_all_ranks(write_manifest, folder, gather_from_all)
-        self._fetch(key, folder, lambda name: name in needed)
+        needed_names = run_on_all_ranks(write_manifest, folder, gather_from_all)
+        self._fetch(key, folder, lambda name: name in needed_names)
         return folder
 
     def release(self) -> None:
@@ -200,16 +200,16 @@ class MemoryCopies:
         if self._rank == self._members[0]:
             shutil.rmtree(self._root / "loading", ignore_errors=True)
 
-    def _fetch(self, key: str, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
+    def _fetch(self, key: str, folder: Path, needed_names: Callable[[str], bool]) -> list[str]:
         """Copy the needed files of the copies `key` to each node's folder; return the names of all existing files."""
         local_paths = {path.name: path for path in sorted(self._root.glob(f"rank-*/{key}/*"))}
         tables: list[list[str]] = gather_from_all(list(local_paths))
         everywhere = sorted({name for table in tables for name in table})
-        requests: list[list[str]] = gather_from_all([name for name in everywhere if is_needed(name)])
+        requests: list[list[str]] = gather_from_all([name for name in everywhere if needed_names(name)])
         # Transfers to make: name, sending rank, and first rank of the receiving node.
         moves = []
         for node in dict.fromkeys(self._nodes):
-            members = [rank for rank, other in enumerate(self._nodes) if other == node]
+            members = [rank for rank, other_node in enumerate(self._nodes) if other_node == node]
             for name in sorted({name for rank in members for name in requests[rank]}):
                 holders = [rank for rank, table in enumerate(tables) if name in table]
                 sender = members[0] if members[0] in holders else holders[members[0] % len(holders)]
@@ -281,8 +281,8 @@ def run_id(checkpoints: CheckpointPath, first: bool) -> int:
 
     number = run_on_all_ranks(read_or_create, file, gather_from_all)
     # A copy of the folder is another run, so include the path.
-    mixed = xxhash.xxh3_64_intdigest(f"{number} {checkpoints.absolute()}".encode()) >> 1
-    return broadcast_from_first(mixed)
+    hash_value = xxhash.xxh3_64_intdigest(f"{number} {checkpoints.absolute()}".encode()) >> 1
+    return broadcast_from_first(hash_value)
 
 
 def _files_of(rank: int, ranks: int) -> list[str]:

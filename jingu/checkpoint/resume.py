@@ -126,12 +126,12 @@ class LatestCheckpoint:
 
 def find_latest(checkpoints: CheckpointPath) -> LatestCheckpoint:
     """Return the newest checkpoint that is complete and whose every byte matches its checksum."""
-    skipped: list[tuple[CheckpointPath, str]] = []
+    skipped_checkpoints: list[tuple[CheckpointPath, str]] = []
     for step in reversed(all_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         problems = verify(folder)
         if not problems:
-            return LatestCheckpoint(step, folder, skipped)
+            return LatestCheckpoint(step, folder, skipped_checkpoints)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        skipped.append((folder, problems[0] + more))
-    return LatestCheckpoint(None, None, skipped)
+        skipped_checkpoints.append((folder, problems[0] + more))
+    return LatestCheckpoint(None, None, skipped_checkpoints)

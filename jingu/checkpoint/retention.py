@@ -120,7 +120,7 @@ def prune(checkpoints: CheckpointPath, retention: Retention, current: int) -> li
 
 def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Retention) -> list[int]:
     """Return the steps whose checkpoints retention does not keep. Of equally good ones, the later counts as better."""
-    measured = []
+    measured_steps = []
     stay = set(steps[-retention.last :])
     has_finite = False
     for step in reversed(steps):
@@ -135,8 +135,8 @@ def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Reten
             stay.add(step)
         cost = cost_of(retention.metric, progress.get("evaluation"))
         if cost is not None:
-            measured.append((cost, -step))
-    stay |= {-negative_step for _, negative_step in sorted(measured)[: retention.best]}
+            measured_steps.append((cost, -step))
+    stay |= {-negative_step for _, negative_step in sorted(measured_steps)[: retention.best]}
     if retention.every:
         stay |= {step for step in steps if step % retention.every == 0}
     return [step for step in steps if step not in stay]
@@ -144,7 +144,7 @@ def _superfluous(checkpoints: CheckpointPath, steps: list[int], retention: Reten
 
 def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> list[str]:
     """Delete leftovers of killed processes, of steps up to `until` or of all steps; return the names of the folders."""
-    deleted = []
+    deleted_names = []
     is_local = isinstance(checkpoints, Path)
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         match = (_LEFTOVER if is_local else STEP_NAME).fullmatch(path.name)
@@ -153,5 +153,5 @@ def delete_leftovers(checkpoints: CheckpointPath, until: int | None = None) -> l
             continue
         if is_local or not (path / MANIFEST).exists():
             delete_folder(path)
-            deleted.append(path.name)
-    return deleted
+            deleted_names.append(path.name)
+    return deleted_names

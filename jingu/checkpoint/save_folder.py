@@ -141,15 +141,15 @@ def write_failure_note(partial: CheckpointPath, rank: int, error: BaseException)
     with contextlib.suppress(OSError):
         partial.mkdir(parents=True, exist_ok=True)  # this rank may have failed before any other has started
         note = partial / f"failure-{rank:05d}.txt"
-        unfinished = note.with_name(f".{note.name}") if isinstance(note, Path) else note
+        temporary_note = note.with_name(f".{note.name}") if isinstance(note, Path) else note
         try:
-            with unfinished.open("wb", buffering=0) as file:
+            with temporary_note.open("wb", buffering=0) as file:
                 file.write(describe_cause(error).encode())
         finally:
             # Rename the complete note, as rank 0 must not read half of it. Without room for its text it is empty, which
             # still reports the failure.
-            if isinstance(note, Path) and isinstance(unfinished, Path):
-                unfinished.rename(note)
+            if isinstance(note, Path) and isinstance(temporary_note, Path):
+                temporary_note.rename(note)
 
 
 def describe_cause(error: BaseException) -> str:

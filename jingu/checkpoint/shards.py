@@ -137,12 +137,12 @@ def check_header(
     file: RandomAccessFile, pieces: Sequence[tuple[str, Piece]], record: FileRecord, path: CheckpointPath
 ) -> None:
     """Raise CheckpointError if the size or the header of a shard file does not match its pieces (with their dtypes)."""
-    expected = manifests.shard_header(pieces)
+    expected_header = manifests.shard_header(pieces)
     if file.size != record.bytes:
         raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
-    header = bytearray(len(expected))
+    header = bytearray(len(expected_header))
     file.fill(0, memoryview(header))
-    if header != expected:
+    if header != expected_header:
         raise _damaged(f"{path.name} does not match its checksum", path.parent)
 
 
@@ -168,17 +168,17 @@ def fill_from_piece(
     for offset, size in boxes(piece.offset, piece.shape, STAGING_BYTES // itemsize):
         buffer = staging[: prod(size) * itemsize]
         target = None
-        shared = overlap(offset, size, block.offset, block.size)
-        if shared is not None:
-            target = subblock(block.local, block.offset, *shared)
+        region = overlap(offset, size, block.offset, block.size)
+        if region is not None:
+            target = subblock(block.local, block.offset, *region)
         direct = target is not None and target.shape == size and target.is_contiguous() and target.is_cpu
         view = tensor_bytes(target if target is not None and direct else buffer)
         file.fill(position, view)
         digest.update(view)
         position += len(view)
-        if shared is not None and target is not None and not direct:
+        if region is not None and target is not None and not direct:
             values = buffer.view(target.dtype).view(size)
-            target.copy_(subblock(values, offset, *shared))
+            target.copy_(subblock(values, offset, *region))
     if digest.hexdigest() != piece.xxh3_128:
         raise _damaged(mismatch(piece), folder)
 

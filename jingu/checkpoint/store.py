@@ -196,19 +196,19 @@ class CheckpointReader:
         record = self.manifest.tensors[name]
         offset = (expert, *[0] * len(record.shape[1:]))
         size = torch.Size((1, *record.shape[1:]))
-        whole = torch.empty(size, dtype=DTYPES[record.dtype])
+        value = torch.empty(size, dtype=DTYPES[record.dtype])
         for piece in record.unique_pieces().values():
-            shared = overlap(piece.offset, piece.shape, offset, size)
-            if shared is None:
+            region = overlap(piece.offset, piece.shape, offset, size)
+            if region is None:
                 continue
             row = torch.Size((1, *piece.shape[1:]))
-            begin = piece.bytes[0] + (expert - piece.offset[0]) * prod(row) * whole.itemsize
-            mapped = map_tensor(self.folder / piece.file, begin, row, whole.dtype)
+            begin = piece.bytes[0] + (expert - piece.offset[0]) * prod(row) * value.itemsize
+            mapped_rows = map_tensor(self.folder / piece.file, begin, row, value.dtype)
             if row == size:
-                return mapped[0]
+                return mapped_rows[0]
             # The matrix is divided into several pieces: copy them together.
-            subblock(whole, offset, *shared).copy_(mapped)
-        return whole[0]
+            subblock(value, offset, *region).copy_(mapped_rows)
+        return value[0]
 
 
 def _compare(
@@ -219,25 +219,25 @@ def _compare(
     whole: bool,
 ) -> None:
     """Raise MismatchError, with all differences, unless a checkpoint has the tensors to fill."""
-    expected = {
+    expected_shapes = {
         name: f"{DTYPE_NAMES.get(block.local.dtype, block.local.dtype)} {list(block.shape)}"
         for name, block in blocks.items()
     }
-    stored = {
+    stored_shapes = {
         name: f"{record.dtype} {list(record.shape)}"
         for name, record in manifest.tensors.items()
         if name.startswith(prefix)
     }
-    unexpected = stored.keys() - expected.keys() if whole else ()
+    unexpected_names = stored_shapes.keys() - expected_shapes.keys() if whole else ()
     different = [
-        f"{name} (expected {expected[name]}, stored {stored[name]})"
-        for name in sorted(expected.keys() & stored.keys())
-        if expected[name] != stored[name]
+        f"{name} (expected {expected_shapes[name]}, stored {stored_shapes[name]})"
+        for name in sorted(expected_shapes.keys() & stored_shapes.keys())
+        if expected_shapes[name] != stored_shapes[name]
     ]
     problems = []
     for what, names in (
-        ("missing tensors", sorted(expected.keys() - stored.keys())),
-        ("unexpected tensors", sorted(unexpected)),
+        ("missing tensors", sorted(expected_shapes.keys() - stored_shapes.keys())),
+        ("unexpected tensors", sorted(unexpected_names)),
         ("tensors of another shape or dtype (nothing is converted)", different),
     ):
         more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
@@ -245,7 +245,7 @@ def _compare(
             problems.append(f"{what}: {', '.join(names[:_LISTED_NAMES])}{more}")
     if problems:
         error = MismatchError(f"this checkpoint is of another model or optimizer: {'; '.join(problems)}.", where=folder)
-        names = [*sorted(expected.keys() - stored.keys()), *unexpected, *different]
+        names = [*sorted(expected_shapes.keys() - stored_shapes.keys()), *unexpected_names, *different]
         error.concerns_only_optimizer = all("optimizer/" in name.partition(" ")[0] for name in names)
         raise error
 
@@ -277,8 +277,8 @@ def load_blocks(
     if checked_files is None:
         checked_files = set()
     work = overlapping_pieces(manifest, blocks)
-    unchecked = work.keys() - checked_files
-    pieces = manifest.pieces_by_file() if unchecked else {}
+    unchecked_files = work.keys() - checked_files
+    pieces = manifest.pieces_by_file() if unchecked_files else {}
 
     def check(name: str) -> None:
         with open_for_reading(folder / name) as file:
@@ -296,18 +296,18 @@ def load_blocks(
     with single_thread(), ThreadPoolExecutor(threads) as pool:
         # A single job runs on this thread, since starting one takes longer than reading a small tensor.
         run_all = pool.map if len(jobs) > 1 else map
-        list(run_all(check, unchecked))
-        checked_files |= unchecked
+        list(run_all(check, unchecked_files))
+        checked_files |= unchecked_files
         list(run_all(lambda job: read(*job), jobs))
 
 
 def _split_into_runs(pairs: Iterable[PieceOfBlock], count: int) -> list[list[PieceOfBlock]]:
     """Split the pieces of a file, in their order in the file, into runs of about the same number of bytes."""
-    ordered = sorted(pairs, key=lambda pair: pair[0].bytes)
-    total = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered)
+    ordered_pairs = sorted(pairs, key=lambda pair: pair[0].bytes)
+    total = sum(piece.bytes[1] - piece.bytes[0] for piece, _ in ordered_pairs)
     runs: list[list[PieceOfBlock]] = [[] for _ in range(count)]
     position = 0
-    for piece, block in ordered:
+    for piece, block in ordered_pairs:
         runs[position * count // total].append((piece, block))
         position += piece.bytes[1] - piece.bytes[0]
     return [run for run in runs if run]

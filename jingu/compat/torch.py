@@ -124,8 +124,8 @@ def int8_matmul(x_NI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor:
 def pack_int4(values_OI: Tensor) -> Tensor:
     """Pack a matrix of int32 numbers from 0 to 15 into the layout that `int4_matmul` reads."""
     # The second argument matters only for the kernels of other devices.
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI, 1)
-    return packed
+    packed_values: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values_OI, 1)
+    return packed_values
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -173,8 +173,8 @@ def pack_int4_on_gpu(pairs: Tensor) -> Tensor:
     """
     # The kernel reads this many tiles of 16 inputs at a time; more are faster.
     tiles = next(number for number in (8, 4, 2) if pairs.shape[1] % (8 * number) == 0)
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
-    return packed
+    packed_values: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
+    return packed_values
 
 
 def int4_matmul_on_gpu(x_NI: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
@@ -205,10 +205,10 @@ def pack_bytes(values_OI: Tensor, scales_O: Tensor) -> object:
     engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"
     try:
-        packed: object = torch.ops.quantized.linear_prepack(matrix, None)
+        packed_weight: object = torch.ops.quantized.linear_prepack(matrix, None)
     finally:
         torch.backends.quantized.engine = engine
-    return packed
+    return packed_weight
 
 
 def byte_matmul(x_NI: Tensor, packed: object) -> Tensor:
@@ -226,8 +226,8 @@ def byte_matmul(x_NI: Tensor, packed: object) -> Tensor:
 
 def prepack_weight(weight_OI: Tensor, rows: int) -> Tensor:
     """Pack a matrix into oneDNN's own layout, chosen for matmuls with `rows` rows of inputs."""
-    prepacked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, rows)
-    return prepacked
+    prepacked_weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, rows)
+    return prepacked_weight
 
 
 def prepacked_memory(prepacked: Tensor) -> tuple[int, int]:

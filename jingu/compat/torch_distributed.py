@@ -167,14 +167,14 @@ _reduce_scatter = (
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the tensors of all ranks along `dim`; the backward pass is a reduce-scatter."""
-    gathered: Tensor = _all_gather(x.contiguous(), dim, group)
-    return gathered
+    result: Tensor = _all_gather(x.contiguous(), dim, group)
+    return result
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part along `dim` of the sum over ranks; the backward pass is an all-gather."""
-    scattered: Tensor = _reduce_scatter(x.contiguous(), "sum", dim, group)
-    return scattered
+    result: Tensor = _reduce_scatter(x.contiguous(), "sum", dim, group)
+    return result
 
 
 def all_to_all(
@@ -185,8 +185,8 @@ def all_to_all(
     Args:
         output_sizes, input_sizes: rows received from each rank, and rows sent to each rank; None: equal parts.
     """
-    exchanged: Tensor = collectives.all_to_all_single_autograd(x.contiguous(), output_sizes, input_sizes, group)
-    return exchanged
+    result: Tensor = collectives.all_to_all_single_autograd(x.contiguous(), output_sizes, input_sizes, group)
+    return result
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Tensor:

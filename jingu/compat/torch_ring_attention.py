@@ -40,7 +40,7 @@ class _RingAttention(torch.autograd.Function):
         if on_cpu:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         with _ring_settings(q.dtype):
-            y, logsumexp, *rest = ring._templated_ring_attention(
+            y, logsumexp, *other_outputs = ring._templated_ring_attention(
                 group, 2, kernel, q.contiguous(), k, v, is_causal=True, dropout_p=0.0, scale=scale
             )
         y = y.to(q.dtype)
@@ -48,7 +48,7 @@ class _RingAttention(torch.autograd.Function):
         # The backward kernel on CUDA requires these outputs of the forward kernel: lengths, and the state of the random
         # number generator (which is not used, as there is no dropout).
         names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-        ctx.kernel_state = {} if on_cpu else dict(zip(names, rest, strict=False))
+        ctx.kernel_state = {} if on_cpu else dict(zip(names, other_outputs, strict=False))
         ctx.scale = scale
         ctx.group = group
         return y

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from jingu.config.introspect import format_value
 from jingu.config.schema import CheckpointSettings, RunConfig
-from jingu.config.sections.train import ConstantSettings, InverseSqrtSettings
 from jingu.tables import flatten, read_table
 
 _CHECKPOINT_KEYS = (f"checkpoint.{name}" for name in CheckpointSettings.model_fields if name != "url")
@@ -37,7 +36,7 @@ def resume_options_for(changes: Collection[str]) -> str:
     # Master weights of other precisions are fp32, and no checkpoint is converted.
     if any(change.startswith("precision.type:") and "fp64" in change for change in changes):
         return ""
-    if any(f"{key}.".startswith(tuple(f"{fixed}." for fixed in _TABLE["fixed"])) for key in keys):
+    if any(f"{key}.".startswith(tuple(f"{fixed_key}." for fixed_key in _TABLE["fixed"])) for key in keys):
         return ""
     options = [f"--allow {key}" for key in keys]
     if any(key in _TABLE["fresh_optimizer"] for key in keys):
@@ -61,4 +60,4 @@ def changed_settings(old: RunConfig, new: RunConfig) -> dict[str, str]:
 def _is_independent_of_length(config: RunConfig) -> bool:
     """Return whether the learning rate at each step is independent of `train.steps`."""
     warmup_in_steps = isinstance(config.schedule.warmup, int) or config.schedule.warmup == 0.0
-    return warmup_in_steps and isinstance(config.schedule, ConstantSettings | InverseSqrtSettings)
+    return warmup_in_steps and not config.schedule.DEPENDS_ON_LENGTH

@@ -23,7 +23,6 @@ from jingu.config.introspect import (
     item_section_types,
     section_types,
 )
-from jingu.config.legacy import CONFIG_VALUES, renamed_key
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
 from jingu.config.strict_yaml import Document, KeyPath
@@ -83,11 +82,10 @@ def _guess_value(value: Any, choices: list[str]) -> str | None:
     if not isinstance(value, str):
         return None
     plain = value.lower().replace("-", "_")
-    # Names from other tools and older versions have precedence over similar spellings.
-    for aliases in (VALUE_ALIASES, *CONFIG_VALUES.values()):
-        for alias, choice in aliases.items():
-            if alias.replace("-", "_") == plain and choice in choices:
-                return choice
+    # Names from other tools have precedence over similar spellings.
+    for alias, choice in VALUE_ALIASES.items():
+        if alias.replace("-", "_") == plain and choice in choices:
+            return choice
     return closest_match(value, choices, cutoff=0.7)
 
 
@@ -193,20 +191,17 @@ def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], 
     """
     parent = path[:-1]
     key = str(path[-1])
-    # 1. A key of an older version.
-    if new := renamed_key(tuple(part for part in path if isinstance(part, str))):
-        return f"{_dotted(path)} was renamed.", f"Write {new}."
-    # 2. A key of another `type:` of this section.
+    # 1. A key of another `type:` of this section.
     field = find_field(parent)
     owners = [tag for tag, variant in section_types(field).items() if key in fields_by_key(variant)] if field else []
     if field and owners:
         return _key_of_another_type(path, section.get("type", _default_type(field)), owners, document)
-    # 3. A dotted key, which only the command line accepts.
+    # 2. A dotted key, which only the command line accepts.
     if "." in key and find_field(tuple(key.split("."))):
-        first, rest = key.split(".", 1)
-        fix = f"In a file, write `{first}:` and, indented on the next line, `{rest}:`."
+        first, remainder = key.split(".", 1)
+        fix = f"In a file, write `{first}:` and, indented on the next line, `{remainder}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
-    # 4. A misspelled key, or one of another tool.
+    # 3. A misspelled key, or one of another tool.
     if guess := _guess_key(key, [_dotted((*parent, name)) for name in fields_by_key(model)]):
         fix = f"Did you mean {guess}?"
     else:
@@ -229,8 +224,8 @@ def _guess_key(key: str, siblings: list[str]) -> str | None:
     if match := closest_match(leaf, names):
         return siblings[names.index(match)]
     keys_by_leaf: dict[str, list[str]] = {}
-    for dotted in all_keys():
-        keys_by_leaf.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
+    for dotted_key in all_keys():
+        keys_by_leaf.setdefault(dotted_key.rsplit(".", 1)[-1], []).append(dotted_key)
     keys_by_leaf.pop("type", None)
     match = closest_match(leaf, list(keys_by_leaf), cutoff=0.75)
     return join_words(keys_by_leaf[match]) if match else None
@@ -259,7 +254,7 @@ def _not_a_section(name: str, field: FieldInfo, value: Any) -> Message:
     if "" not in variants:
         tags = list(variants)
     elif "type" in keys:
-        tags = [accepted.value for accepted in accepted_types(keys["type"])]
+        tags = [accepted_type.value for accepted_type in accepted_types(keys["type"])]
     else:
         tags = []
     if guess := _guess_value(value, tags):
@@ -277,14 +272,14 @@ def _wrong_value(name: str, value: Any, types: list[AcceptedType], written: str 
     Args:
         written: text of the value in the file; None if it is not a plain scalar.
     """
-    choices = [format_value(accepted.value) for accepted in types if accepted.value is not None]
-    shown = _describe_value(value, bare=bool(choices) and len(choices) == len(types))
+    choices = [format_value(accepted_type.value) for accepted_type in types if accepted_type.value is not None]
+    description = _describe_value(value, bare=bool(choices) and len(choices) == len(types))
     if written is not None and value is not None:
-        shown = written
+        description = written
     meaning = field_description(field).split(". ")[0].rstrip(".")
     guess = _guess_value(value, choices)
     hints = [f"Did you mean {guess}?" if guess else None, f"Meaning: {meaning}." if meaning else None]
-    return f"{name} takes {describe_types(types)}, {_contrast(shown)}.", " ".join(filter(None, hints)) or None
+    return f"{name} takes {describe_types(types)}, {_contrast(description)}.", " ".join(filter(None, hints)) or None
 
 
 def _describe_value(value: Any, *, bare: bool = False) -> str:
@@ -315,5 +310,5 @@ def _dotted(path: KeyPath) -> str:
 
 def _shorten(text: str) -> str:
     """Return text for use in a message: on one line, without control characters, and not too long."""
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    printable_text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return printable_text if len(printable_text) <= 60 else printable_text[:57] + "..."

@@ -39,7 +39,7 @@ def parse_annotation(annotation: Any, limits: tuple[Any, ...] = ()) -> list[Acce
         own_limits = [limit for item in extra for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return parse_annotation(base, (*own_limits, *limits))
     if origin in (Union, UnionType):
-        return [accepted for part in get_args(annotation) for accepted in parse_annotation(part)]
+        return [member_type for part in get_args(annotation) for member_type in parse_annotation(part)]
     if origin is Literal:
         return [AcceptedType(Literal, value=value) for value in get_args(annotation)]
     return [AcceptedType(annotation, limits)]
@@ -52,13 +52,13 @@ def accepted_types(field: FieldInfo) -> list[AcceptedType]:
 
 def accepted_item_types(field: FieldInfo) -> list[AcceptedType]:
     """Return the alternatives for the items of a list; empty if the field accepts no list."""
-    lists = [accepted.type for accepted in accepted_types(field) if get_origin(accepted.type) is list]
+    lists = [accepted_type.type for accepted_type in accepted_types(field) if get_origin(accepted_type.type) is list]
     return [item for list_type in lists for item in parse_annotation(get_args(list_type)[0])]
 
 
 def accepts_text(types: list[AcceptedType]) -> bool:
     """Return whether arbitrary text is accepted, not only literals."""
-    return any(accepted.type is str for accepted in types)
+    return any(accepted_type.type is str for accepted_type in types)
 
 
 @cache
@@ -86,7 +86,7 @@ def item_section_types(field: FieldInfo) -> dict[str, type[Settings]]:
 
 
 def _sections_by_type(types: list[AcceptedType]) -> dict[str, type[Settings]]:
-    plain_types = [accepted.type for accepted in types if isinstance(accepted.type, type)]
+    plain_types = [accepted_type.type for accepted_type in types if isinstance(accepted_type.type, type)]
     models = [plain_type for plain_type in plain_types if issubclass(plain_type, Settings)]
     if len(models) == 1:
         return {"": models[0]}
@@ -102,12 +102,12 @@ def find_field(path: tuple[str | int, ...], model: type[Settings] = RunConfig) -
     field = fields_by_key(model).get(str(path[0])) if path else None
     if field is None or len(path) == 1:
         return field
-    variants, rest = section_types(field), path[1:]
+    variants, remainder = section_types(field), path[1:]
     if isinstance(path[1], int) and item_section_types(field):
         if len(path) == 2:
             return field
-        variants, rest = item_section_types(field), path[2:]
-    candidates = (find_field(rest, variant) for variant in variants.values())
+        variants, remainder = item_section_types(field), path[2:]
+    candidates = (find_field(remainder, variant) for variant in variants.values())
     return next((candidate for candidate in candidates if candidate), None)
 
 
@@ -124,8 +124,8 @@ def all_keys(model: type[Settings] = RunConfig) -> tuple[str, ...]:
 
 def describe_types(types: list[AcceptedType]) -> str:
     """Describe in words what a setting accepts: `a whole number (1 or more) or auto`."""
-    has_int = any(accepted.type is int for accepted in types)
-    return join_words([words for accepted in types for words in _describe_type(accepted, has_int)])
+    has_int = any(accepted_type.type is int for accepted_type in types)
+    return join_words([words for accepted_type in types for words in _describe_type(accepted_type, has_int)])
 
 
 def format_value(value: Any) -> str:

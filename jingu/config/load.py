@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from jingu.config.explain import combine_mistakes, find_mistakes
 from jingu.config.introspect import accepted_item_types, accepted_types, accepts_text, find_field, section_types
-from jingu.config.legacy import migrate_config
 from jingu.config.schema import RunConfig
 from jingu.config.strict_yaml import Document, Origin, dump, parse_yaml
 from jingu.errors import JinguError
@@ -59,15 +58,15 @@ def load_stages(path: Path) -> list[RunConfig]:
             fix="Write stages: and below it a list of runs. `jingu train` takes the file of a single run.",
         )
     # `stages` is no setting of a run; everything beside it is shared by all stages.
-    shared = {key: value for key, value in tree.items() if key != "stages"}
+    common_tree = {key: value for key, value in tree.items() if key != "stages"}
     shared_origins = {key: origin for key, origin in document.origins.items() if key[:1] != ("stages",)}
     folders: dict[str, str] = {}
     configs = []
     for number, stage in enumerate(stages):
         # Origins of the stage's own settings, with paths relative to the stage.
-        own = {key[2:]: origin for key, origin in document.origins.items() if key[:2] == ("stages", number)}
-        merged = _name_folders(_merge(shared, stage), folders)
-        config = _validate(Document(merged, shared_origins | own, document.problems))
+        stage_origins = {key[2:]: origin for key, origin in document.origins.items() if key[:2] == ("stages", number)}
+        stage_tree = _name_folders(_merge(common_tree, stage), folders)
+        config = _validate(Document(stage_tree, shared_origins | stage_origins, document.problems))
         if config.name in folders:
             raise JinguError(f"two stages have the name {config.name}.", where=path, fix="Rename one of them.")
         folders[config.name] = str(Path(config.runs_dir) / config.name)
@@ -112,7 +111,7 @@ def config_from_tree(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 
 def load_stored_config(path: Path) -> RunConfig:
-    """Load the `config.yaml` of a run. Keys of older versions are renamed.
+    """Load the `config.yaml` of a run.
 
     Raises:
         JinguError: the file cannot be read, or does not hold the settings of a run.
@@ -122,7 +121,6 @@ def load_stored_config(path: Path) -> RunConfig:
         what = "the file should hold the settings of the run, but it is empty or has none."
         fix = "Restore it from a copy, or from the file that the run was started with."
         raise JinguError(what, where=path, fix=fix)
-    document.value = migrate_config(document.value)
     return _validate(document)
 
 
@@ -216,20 +214,24 @@ def _apply(override: str, document: Document) -> None:
                 raise JinguError(what, where=override)
             return  # The file has a value where a section belongs; validation reports this.
         parent = parent[part]
-    parsed = _parse_value(text, override, find_field(path))
+    value = _parse_value(text, override, find_field(path))
     # The override replaces the whole subtree, including the origins in it.
     other_origins = {old: origin for old, origin in document.origins.items() if old[: len(path)] != path}
-    document.origins = other_origins | {(*path, *inner): origin for inner, origin in parsed.origins.items()}
-    parent[path[-1]] = parsed.value
-    if parsed.problems:
-        raise parsed.problems[0]
+    document.origins = other_origins | {(*path, *inner): origin for inner, origin in value.origins.items()}
+    parent[path[-1]] = value.value
+    if value.problems:
+        raise value.problems[0]
 
 
 def _parse_value(text: str, override: str, field: FieldInfo | None) -> Document:
     """Parse the value of an override. Where text is expected, it is taken literally, unless it is quoted or a list."""
     types = accepted_types(field) if field else []
     items = accepted_item_types(field) if field else []
-    quoted = text[:1] in ("'", '"') or (text[:1] == "[" and items)
-    if quoted or not accepts_text(types) or (text == "null" and any(accepted.type is NoneType for accepted in types)):
+    is_quoted = text[:1] in ("'", '"') or (text[:1] == "[" and items)
+    if (
+        is_quoted
+        or not accepts_text(types)
+        or (text == "null" and any(accepted_type.type is NoneType for accepted_type in types))
+    ):
         return parse_yaml(text, override, lines=False)
     return Document(text, {(): Origin(override)})

@@ -12,19 +12,12 @@ from pydantic import AfterValidator, Field, model_validator
 from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, check_file_name
 from jingu.config.sections.data import DataSettings, PreferenceSettings, TokenizerSettings
 from jingu.config.sections.model import InitializeSettings, ModelSettings
+from jingu.config.sections.optimizers import AdamWSettings, Optimizer
 from jingu.config.sections.parallel import DeviceSettings, ParallelSettings
 from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.schedules import CosineSettings, Schedule
 from jingu.config.sections.tasks import PretrainingSettings, Task
-from jingu.config.sections.train import (
-    AdamWSettings,
-    BatchSettings,
-    CosineSettings,
-    Optimizer,
-    Precision,
-    PrecisionSettings,
-    Schedule,
-    TrainSettings,
-)
+from jingu.config.sections.train import BatchSettings, Precision, PrecisionSettings, TrainSettings
 from jingu.config.sections.tune import FullSettings, Tune
 
 

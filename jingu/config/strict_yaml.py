@@ -215,9 +215,9 @@ class _Reader:
             elif key == "<<":
                 self.problem(key_node, "merge keys (<<) are not read.", "Write the settings out.")
             elif key in first:
-                dotted = ".".join([*map(str, path), key])
+                dotted_key = ".".join([*map(str, path), key])
                 earlier = f", first on line {first[key].start_mark.line + 1}" if self.lines else ""
-                self.problem(key_node, f"{dotted} is set twice{earlier}.", "Keep one of them.")
+                self.problem(key_node, f"{dotted_key} is set twice{earlier}.", "Keep one of them.")
             else:
                 first[key] = key_node
                 self.document.origins[(*path, key)] = Origin(self.where(key_node))

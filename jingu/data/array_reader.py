@@ -134,7 +134,7 @@ def _file_system(path: Path) -> str:
         lines = MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return ""
-    resolved = path.resolve()
+    real_path = path.resolve()
     longest = ""
     file_system = ""
     for line in lines:
@@ -142,7 +142,7 @@ def _file_system(path: Path) -> str:
         mount, _, source = line.partition(" - ")
         mount_point = mount.split(" ")[4].replace("\\040", " ")
         # The longest mount point that contains the path wins; of equal ones, the last mounted.
-        if resolved.is_relative_to(mount_point) and len(mount_point) >= len(longest):
+        if real_path.is_relative_to(mount_point) and len(mount_point) >= len(longest):
             longest = mount_point
             file_system = source.split(" ")[0]
     return file_system

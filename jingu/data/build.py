@@ -268,8 +268,8 @@ def _encode_units(job: BuildJob, folder: Path, numbers: range) -> Iterator[None]
     """Encode the units that `folder` lacks, with a progress bar, and yield after each of them."""
     missing = [number for number in numbers if not UnitFile.path(folder, number).is_file()]
     if len(missing) < len(numbers):
-        done = len(numbers) - len(missing)
-        print(f"data: resuming in {job.path} after {done:,} of {len(numbers):,} units of work.")
+        num_done = len(numbers) - len(missing)
+        print(f"data: resuming in {job.path} after {num_done:,} of {len(numbers):,} units of work.")
     tasks = [(number, job.units[number]) for number in missing]
     results = map_tasks(partial(encode_unit, folder, job.encode), tasks, job.workers, job.executor)
     total = sum(job.sizes[number] for number in numbers)

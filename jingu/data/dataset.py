@@ -84,20 +84,20 @@ class TokenDataset:
         rows = np.empty((len(starts), length), dtype=np.int64)
         for row, offset in zip(rows, starts.tolist(), strict=True):
             first = True
-            number = filled = 0
+            number = num_ids = 0
             shard, document = self.find_document(offset)
             position = offset - int(self.shard_starts[shard])
-            while filled < length:
+            while num_ids < length:
                 reader = self.readers[shard]
                 stop = min(document + _DOCUMENTS_AT_ONCE, reader.num_documents)
                 ends = reader.document_starts(document, stop + 1)[1:]
                 for end in ends.tolist():
-                    count = min(end - position, length - filled)
+                    count = min(end - position, length - num_ids)
                     if count > 0:
                         number += not first
                         first = False
-                        row[filled : filled + count] = number
-                        filled += count
+                        row[num_ids : num_ids + count] = number
+                        num_ids += count
                         position = end
                 document = stop
                 if document == reader.num_documents:
@@ -129,12 +129,12 @@ class TokenDataset:
         first_shards = np.searchsorted(self.shard_starts, starts, side="right") - 1
         for row, start, shard in zip(rows, starts.tolist(), first_shards.tolist(), strict=True):
             offset = start - int(self.shard_starts[shard])
-            filled = 0
-            while filled < length:
+            num_ids = 0
+            while num_ids < length:
                 # A reader returns fewer ids at the end of its shard.
-                ids = self.shards[shard].read(offset, offset + length - filled)
-                row[filled : filled + len(ids)] = ids
-                filled += len(ids)
+                ids = self.shards[shard].read(offset, offset + length - num_ids)
+                row[num_ids : num_ids + len(ids)] = ids
+                num_ids += len(ids)
                 offset = 0
                 shard = (shard + 1) % len(self.shards)
         if self.vocab_size and rows.size and not 0 <= rows.min() <= rows.max() < self.vocab_size:

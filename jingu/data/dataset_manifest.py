@@ -9,7 +9,6 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jingu.config.legacy import migrate_data_manifest
 from jingu.errors import JinguError, pluralize
 from jingu.text.build_record import read_record, write_record
 
@@ -109,7 +108,7 @@ class DatasetManifest(ManifestModel):
         if record is None:
             return None
         try:
-            return cls.model_validate(migrate_data_manifest(record))
+            return cls.model_validate(record)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))

@@ -130,10 +130,10 @@ class IndexedReader:
                     raise damaged_dataset_error(self.path, what)
             start, length = self.sequence_range(len(self) - 1) if len(self) else (0, 0)
             actual = bin_path.stat().st_size
-            needed = (start + length) * np.dtype(self.dtype).itemsize
-            if actual < needed:
+            num_bytes = (start + length) * np.dtype(self.dtype).itemsize
+            if actual < num_bytes:
                 raise damaged_dataset_error(
-                    bin_path, f"the file has {actual:,} bytes, but its .idx refers to {needed:,}."
+                    bin_path, f"the file has {actual:,} bytes, but its .idx refers to {num_bytes:,}."
                 )
             self.storage = open_array(bin_path, self.dtype, start + length, reader_type)
         except OSError as error:
@@ -237,9 +237,9 @@ def _read_layout(path: Path, index: ArrayReader) -> IndexLayout:
         documents=("int64", HEADER.size + 12 * sequences, documents) if documents > 1 else None,
         offset_unit=1,
     )
-    needed = HEADER.size + 12 * sequences + 8 * documents
-    if size < needed:
-        raise damaged_dataset_error(path, f"the index ends at byte {size:,}, but its header announces {needed:,}.")
+    num_bytes = HEADER.size + 12 * sequences + 8 * documents
+    if size < num_bytes:
+        raise damaged_dataset_error(path, f"the index ends at byte {size:,}, but its header announces {num_bytes:,}.")
     return layout
 
 
@@ -261,9 +261,9 @@ def _read_legacy_layout(path: Path, header: bytes, size: int) -> IndexLayout:
     marks = None
     if size != start + arrays_size:
         start = LEGACY_HEADER.size
-        needed = start + arrays_size + 8 * documents
-        if size != needed:
-            raise damaged_dataset_error(path, f"the index has {size:,} bytes, but its header announces {needed:,}.")
+        num_bytes = start + arrays_size + 8 * documents
+        if size != num_bytes:
+            raise damaged_dataset_error(path, f"the index has {size:,} bytes, but its header announces {num_bytes:,}.")
         marks = ("int64", start + arrays_size, documents) if documents > 1 else None
     if dimensions != sequences or id_size != np.dtype(dtype).itemsize:
         raise damaged_dataset_error(path, "the index is of multi-dimensional arrays, not of sequences of ids.")

@@ -128,14 +128,14 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
         return tuple(shares)
     total = sum(exact)
     ideal = [weight * MAX_PERIOD / total for weight in exact]
-    rounded = [max(math.floor(share), 1 if share else 0) for share in ideal]
+    whole_shares = [max(math.floor(share), 1 if share else 0) for share in ideal]
     # Rounding down makes the sum too small; raising tiny shares to 1 can make it too large. Correct it step by step.
-    while sum(rounded) != MAX_PERIOD:
-        change = 1 if sum(rounded) < MAX_PERIOD else -1
-        errors = [(share - count) * change for share, count in zip(ideal, rounded, strict=True)]
-        candidates = [source_id for source_id, count in enumerate(rounded) if change > 0 or count > 1]
-        rounded[max(candidates, key=errors.__getitem__)] += change
-    return tuple(rounded)
+    while sum(whole_shares) != MAX_PERIOD:
+        change = 1 if sum(whole_shares) < MAX_PERIOD else -1
+        errors = [(share - count) * change for share, count in zip(ideal, whole_shares, strict=True)]
+        candidates = [source_id for source_id, count in enumerate(whole_shares) if change > 0 or count > 1]
+        whole_shares[max(candidates, key=errors.__getitem__)] += change
+    return tuple(whole_shares)
 
 
 @lru_cache(maxsize=64)

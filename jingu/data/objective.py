@@ -234,11 +234,11 @@ class PromptsToAnswers:
         for row in range(len(source_BS)):
             read = written = 0
             for number, (start, length) in enumerate(_row_documents(batch, row)):
-                trained = (batch.labels[row, start : start + length] >= 0).nonzero()
-                if not len(trained):
+                target_indices = (batch.labels[row, start : start + length] >= 0).nonzero()
+                if not len(target_indices):
                     continue
                 # The last token of the prompt predicts the first one of the answer.
-                split = start + int(trained[0]) + 1
+                split = start + int(target_indices[0]) + 1
                 prompt = torch.cat([batch.tokens[row, start:split], torch.tensor([self.eos_token_id])])
                 source = slice(read, min(read + len(prompt), self.length))
                 source_BS[row, source] = prompt[: source.stop - read]

@@ -108,8 +108,8 @@ def build_mixture(config: RunConfig, sources: Sequence[WindowDataset | PackedDat
         factors = [(len(source) / largest) ** (1 / data.temperature) for source in sources]
     scaled_stages = []
     for step, weights in stages:
-        scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-        scaled_stages.append((step * config.batch.global_batch_size, scaled))
+        scaled_weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        scaled_stages.append((step * config.batch.global_batch_size, scaled_weights))
     max_samples = [
         None if settings.max_epochs is None else math.ceil(settings.max_epochs * len(source))
         for settings, source in zip(data.all_sources, sources, strict=True)

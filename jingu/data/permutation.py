@@ -75,14 +75,14 @@ class BlockPermutation:
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.n:
             raise ValueError(f"a position outside [0, {self.n})")
         # First mix the positions within each group of open blocks.
-        mixed = np.empty_like(positions)
+        mixed_positions = np.empty_like(positions)
         for group, mask in masks_by_value(self._turns(positions) // self.open_blocks):
             turns = np.array([group * self.open_blocks, (group + 1) * self.open_blocks])
             start, end = self._turn_starts(turns).tolist()
-            mixed[mask] = start + self._permutation(end - start, 1, group)(positions[mask] - start)
+            mixed_positions[mask] = start + self._permutation(end - start, 1, group)(positions[mask] - start)
         # Then replace the turn of each position by the block that has this turn.
-        turns = self._turns(mixed)
-        return self._blocks(turns) * self.block_size + mixed - self._turn_starts(turns)
+        turns = self._turns(mixed_positions)
+        return self._blocks(turns) * self.block_size + mixed_positions - self._turn_starts(turns)
 
     def _permutation(self, n: int, *ids: int) -> Permutation:
         return Permutation(n, self.seed, self.epoch, *ids)

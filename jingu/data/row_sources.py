@@ -132,9 +132,9 @@ def split_long_documents(lengths: Int64Array, sequence_length: int) -> Int64Arra
     num_parts = -(-predictions // sequence_length)
     # Within each document, count its parts from 0 and skip the predictions of the earlier ones.
     first_parts = np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    skipped = (np.arange(len(first_parts)) - first_parts) * sequence_length
-    sizes = np.minimum(np.repeat(predictions, num_parts) - skipped, sequence_length)
-    return np.stack([np.repeat(starts, num_parts) + skipped, sizes], axis=1).astype(np.int64)
+    skipped_tokens = (np.arange(len(first_parts)) - first_parts) * sequence_length
+    sizes = np.minimum(np.repeat(predictions, num_parts) - skipped_tokens, sequence_length)
+    return np.stack([np.repeat(starts, num_parts) + skipped_tokens, sizes], axis=1).astype(np.int64)
 
 
 def pack_best_fit(sizes: Int64Array, capacity: int) -> Int64Array:

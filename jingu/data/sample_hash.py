@@ -44,11 +44,11 @@ def extend_sample_hash(sample_hash: SampleHash, dataset: MixtureDataset, step: i
 
 def check_sample_hash(sample_hash: SampleHash, dataset: MixtureDataset, where: object) -> None:
     """Raise JinguError unless the samples since the earlier step of the hash are the same now."""
-    recomputed = extend_sample_hash(SampleHash(sample_hash.since, sample_hash.hash_since), dataset, sample_hash.step)
-    if recomputed.hash != sample_hash.hash:
+    actual_hash = extend_sample_hash(SampleHash(sample_hash.since, sample_hash.hash_since), dataset, sample_hash.step)
+    if actual_hash.hash != sample_hash.hash:
         raise JinguError(
             f"the samples of steps {sample_hash.since + 1} to {sample_hash.step} are not those that the run was "
-            f"trained on (hash {sample_hash.hash[:12]}, now {recomputed.hash[:12]}). "
+            f"trained on (hash {sample_hash.hash[:12]}, now {actual_hash.hash[:12]}). "
             "Resuming would repeat some samples and skip others.",
             where=where,
             fix="Restore the data sets, settings and jingu version of the run, or start a new one (name=...).",

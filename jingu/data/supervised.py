@@ -77,8 +77,8 @@ class SupervisedDataset(PackedDataset):
         weights = np.zeros(arrays.labels.shape, np.float32)
         for row, columns, offset, _ in self.row_pieces(rows):
             # The weights belong to the labels, which begin one id after the tokens.
-            stored = self.weights.gather(np.array([offset + 1]), columns.stop - columns.start)[0]
-            weights[row, columns] = stored / np.float32(WEIGHT_SCALE)
+            stored_weight = self.weights.gather(np.array([offset + 1]), columns.stop - columns.start)[0]
+            weights[row, columns] = stored_weight / np.float32(WEIGHT_SCALE)
         return replace(arrays, labels=np.where(weights > 0, arrays.labels, IGNORE_INDEX), weights=weights)
 
     def batch(self, first: int, count: int) -> Batch:
@@ -133,11 +133,11 @@ class PreferenceDataset(SupervisedDataset):
             other_ids, is_other_trained = self._read_stored_row(self._mismatched_row(number))
             start = int(is_trained.argmax())
             other_start = int(is_other_trained.argmax())
-            joined = np.concatenate([ids[:start], other_ids[other_start:]])[: self.sequence_length + 1]
-            is_label = np.concatenate([is_trained[:start], is_other_trained[other_start:]])[: len(joined)]
-            columns = slice(0, len(joined) - 1)
-            tokens[index, columns] = joined[:-1]
-            labels[index, columns] = np.where(is_label[1:], joined[1:], IGNORE_INDEX)
+            joined_ids = np.concatenate([ids[:start], other_ids[other_start:]])[: self.sequence_length + 1]
+            is_label = np.concatenate([is_trained[:start], is_other_trained[other_start:]])[: len(joined_ids)]
+            columns = slice(0, len(joined_ids) - 1)
+            tokens[index, columns] = joined_ids[:-1]
+            labels[index, columns] = np.where(is_label[1:], joined_ids[1:], IGNORE_INDEX)
             documents[index, columns] = 0
         return RowArrays(tokens, labels, documents)
 
@@ -198,8 +198,11 @@ def open_supervised(
         JinguError: it is missing, or was made with other settings.
     """
     dataset = open_dataset(path, split, build_command=objective.BUILD_COMMAND)
-    stored = dataset.manifest.settings
-    old = {**stored.get("objective", {"type": "causal"}), "sequence_length": stored.get("sequence_length")}
+    stored_settings = dataset.manifest.settings
+    old = {
+        **stored_settings.get("objective", {"type": "causal"}),
+        "sequence_length": stored_settings.get("sequence_length"),
+    }
     new = {**content_settings(objective), "sequence_length": batch.sequence_length}
     fix = f"Delete the folder and run `jingu {objective.BUILD_COMMAND}`, or set data.path to another folder."
     refuse_changes(old, new, "the data set here was made", path, fix)

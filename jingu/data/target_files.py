@@ -127,10 +127,10 @@ def open_target_files(
     target = IndexedReader(prefix.with_name(f"{prefix.name}_target"), reader)
     offset = IndexedReader(prefix.with_name(f"{prefix.name}_target_offset"), reader)
     documents = len(dataset.readers[0])
-    for other in (target, offset):
-        if len(other) != documents:
-            what = f"it has {pluralize(len(other), 'document')}, but {context.name} has {documents:,}."
-            raise damaged_dataset_error(other.path, what)
+    for companion in (target, offset):
+        if len(companion) != documents:
+            what = f"it has {pluralize(len(companion), 'document')}, but {context.name} has {documents:,}."
+            raise damaged_dataset_error(companion.path, what)
     first_sentinel = settings.first_sentinel
     if first_sentinel is None:
         first_sentinel = tokenizer.vocab_size

@@ -79,9 +79,9 @@ def evaluate(model: Path, inference: InferenceOptions, options: TaskOptions) -> 
     or `evaluations/MODEL` in the current folder."""
     with inference_ranks(inference.device) as ranks:
         index = options.index()
-        prepared = prepare_tasks(model, options, index)
+        prepared_tasks = prepare_tasks(model, options, index)
         folder = options.output or _default_folder(model)
-        results = evaluate_model(model, prepared, inference, folder, ranks)
+        results = evaluate_model(model, prepared_tasks, inference, folder, ranks)
         if ranks is None or ranks.is_first:
             spreads = measure_spread(results)
             write_spread(spreads, folder)
@@ -94,22 +94,23 @@ def evaluate(model: Path, inference: InferenceOptions, options: TaskOptions) -> 
 def prepare_tasks(model: Path, options: TaskOptions, index: TaskIndex) -> list[PreparedTask]:
     """Return tasks with their prompts rendered. Errors in them are reported before a model is loaded."""
     names = dict.fromkeys(name for task in options.tasks for name in index.load(task))
-    stored = open_model(model)
+    stored_model = open_model(model)
     for name in names:
         if index.tasks[name].output_type == "generate_until":
-            check_generation_fits(index.tasks[name], stored.spec)
-    prepared = [prepare_task(index.tasks[name], options.num_fewshot, options.limit) for name in names]
-    tokenizer = Tokenizer.load(stored.tokenizer())
-    if any(task.settings.metadata.get("chat") for task in prepared):
+            check_generation_fits(index.tasks[name], stored_model.spec)
+    prepared_tasks = [prepare_task(index.tasks[name], options.num_fewshot, options.limit) for name in names]
+    tokenizer = Tokenizer.load(stored_model.tokenizer())
+    if any(task.settings.metadata.get("chat") for task in prepared_tasks):
         template = load_template("auto", tokenizer, where=str(model))
-        prepared = [
-            apply_chat_template(task, template) if task.settings.metadata.get("chat") else task for task in prepared
+        prepared_tasks = [
+            apply_chat_template(task, template) if task.settings.metadata.get("chat") else task
+            for task in prepared_tasks
         ]
-    for task in prepared:
+    for task in prepared_tasks:
         if task.settings.output_type in ("loglikelihood", "multiple_choice"):
             pairs = (pair for sample in task.samples for pair in sample.pairs)
-            check_continuations_fit(task.settings, pairs, tokenizer, stored.spec)
-    return prepared
+            check_continuations_fit(task.settings, pairs, tokenizer, stored_model.spec)
+    return prepared_tasks
 
 
 def evaluate_model(
@@ -125,20 +126,20 @@ def evaluate_model(
         ranks: this rank among those that divide the requests, of which the first one writes; None for one process.
     """
     # 1. Load the whole model on each rank, and the answers that an earlier evaluation has cached.
-    stored = open_model(model)
-    inference = replace(inference, precision=evaluation_precision(inference.precision, stored))
+    stored_model = open_model(model)
+    inference = replace(inference, precision=evaluation_precision(inference.precision, stored_model))
     inference_model = inference.load(model)
     parameter = inference_model.parameter
     precision = precision_name(inference.precision, parameter.dtype)
     place = parameter.device.type
-    digest = model_fingerprint(stored, inference_model.tokenizer, f"{precision}, {place}")
+    digest = model_fingerprint(stored_model, inference_model.tokenizer, f"{precision}, {place}")
     cache = AnswerCache(folder / f"cache-{digest[:16]}.jsonl")
     about = {"name": inference_model.name, "fingerprint": digest, "precision": precision, "device": place}
     about["jingu"] = __version__
     record = read_provenance(model)
     # 2. Evaluate task by task.
     # On CPUs a larger cache would take memory without making the evaluation faster.
-    tokens = stored.spec.max_position_embeddings + CPU_CACHE_TOKENS if parameter.device.type == "cpu" else None
+    tokens = stored_model.spec.max_position_embeddings + CPU_CACHE_TOKENS if parameter.device.type == "cpu" else None
     scorer = Scorer(inference.make_engine(inference_model, kv_cache_tokens=tokens), cache, ranks)
     results = {}
     for task in tasks:

@@ -72,8 +72,8 @@ def compare(first: Path, others: Sequence[Path]) -> None:
         fix = "Give folders that `jingu evaluate` has written to, of the same tasks."
         where = ", ".join(map(str, (first, *others)))
         raise JinguError("the folders have no results in common.", where=where, fix=fix)
-    for row, p, adjusted in zip(rows, p_values, statistics.holm(p_values), strict=True):
-        row += [format_p(p), format_p(adjusted)]
+    for row, p, adjusted_p in zip(rows, p_values, statistics.holm(p_values), strict=True):
+        row += [format_p(p), format_p(adjusted_p)]
     first_column, *columns = DIFFERENCE_COLUMNS
     header = ("results", "task", "metric", first_column, "precision", *columns, "p", "p (Holm)")
     print_table(header, rows, right=(3, 5, 6, 7, 9, 10))
@@ -127,11 +127,6 @@ def read_evaluations(folder: Path) -> dict[str, StoredEvaluation]:
     return results
 
 
-def read_records(folder: Path) -> dict[str, list[Record]]:
-    """Return the records of all tasks in a folder, of jingu or of the harness."""
-    return {name: evaluation.records for name, evaluation in read_evaluations(folder).items()}
-
-
 def describe_settings(
     first: StoredEvaluation, second: StoredEvaluation, pairs: Sequence[tuple[Record, Record]]
 ) -> list[str]:
@@ -155,9 +150,9 @@ def describe_settings(
     sizes = [len(each.records) for each in (first, second)]
     if min(sizes) > len(pairs) or sizes[0] != sizes[1]:
         texts.append(f"only {len(pairs):,} documents are in both, of {sizes[0]:,} and {sizes[1]:,}")
-    changed = sum(_prompts(one) != _prompts(two) for one, two in pairs)
-    if changed:
-        texts.append(f"the prompts of {pluralize(changed, 'document')} differ")
+    num_changes = sum(_prompts(one) != _prompts(two) for one, two in pairs)
+    if num_changes:
+        texts.append(f"the prompts of {pluralize(num_changes, 'document')} differ")
     return [f"not the same question: {text}" for text in texts]
 
 
@@ -266,22 +261,22 @@ def explain(pairs: Sequence[tuple[Record, Record]]) -> str:
         prompts = [[tuple(pair) for pair in record["pairs"]] for record in (first, second)]
         if prompts[0] != prompts[1]:
             texts = ["\x1f".join(part for pair in prompt for part in pair) for prompt in prompts]
-            same = [one == other for one, other in zip(*texts, strict=False)]
+            same = [one == second_text for one, second_text in zip(*texts, strict=False)]
             at = [*same, False].index(False)
-            shown = " and ".join(repr(text[max(at - 20, 0) : at + 20]) for text in texts)
-            return f"the prompts differ, first in document {second['index']}: {shown}."
+            excerpts = " and ".join(repr(text[max(at - 20, 0) : at + 20]) for text in texts)
+            return f"the prompts differ, first in document {second['index']}: {excerpts}."
     gaps = [
-        abs(one.get("logprob", 0.0) - other.get("logprob", 0.0))
+        abs(one.get("logprob", 0.0) - second_text.get("logprob", 0.0))
         for first, second in pairs
-        for one, other in zip(first["answers"], second["answers"], strict=False)
+        for one, second_text in zip(first["answers"], second["answers"], strict=False)
     ]
     largest = max(gaps, default=0.0)
     if largest > _EQUAL:
         cause = "the token ids (BOS, another tokenizer) or the weights"
         cause = "rounding, as of another dtype" if largest < _ROUNDING else cause
         return f"the prompts are equal, and log-probabilities differ by up to {largest:.3g}: {cause}."
-    generated = [[record["answers"][0].get("text") or "" for record in pair] for pair in pairs]
-    if any(one != other for one, other in generated):
+    text_pairs = [[record["answers"][0].get("text") or "" for record in pair] for pair in pairs]
+    if any(one != second_text for one, second_text in text_pairs):
         return "the prompts are equal, and generated texts differ: stop strings, lengths, or rounding."
     differences = [
         [

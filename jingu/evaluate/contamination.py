@@ -221,11 +221,11 @@ def scan(
         file.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
     matches = np.zeros(len(tables[0].hashes), np.bool_)
     similar: set[int] = set()
-    skipped = 0
+    num_skipped = 0
     for record in records.values():
         matches[record["matches"]] = True
         similar.update(record["similar"])
-        skipped += record["skipped"]
+        num_skipped += record["skipped"]
     missing = [number for number in range(len(units)) if number not in records]
     if records:
         print(f"resuming after {len(records):,} of {pluralize(len(units), 'unit')} of work", file=sys.stderr)
@@ -237,7 +237,7 @@ def scan(
         for number, (unit_matches, unit_similar, unit_skipped) in zip(bar, results, strict=True):
             matches[unit_matches] = True
             similar.update(unit_similar)
-            skipped += unit_skipped
+            num_skipped += unit_skipped
             record = {"unit": number, "matches": unit_matches, "similar": unit_similar, "skipped": unit_skipped}
             stream.write(json.dumps(record) + "\n")
             stream.flush()
@@ -245,8 +245,8 @@ def scan(
     file.unlink()
     for name in (*TABLE_NAMES, *NEAR_NAMES):
         (folder / name).unlink(missing_ok=True)
-    if skipped:
-        print(f"{pluralize(skipped, 'document')} could not be read, and were left out", file=sys.stderr)
+    if num_skipped:
+        print(f"{pluralize(num_skipped, 'document')} could not be read, and were left out", file=sys.stderr)
     return np.flatnonzero(matches), similar
 
 
@@ -300,10 +300,10 @@ def _scan_unit(
     matches = [np.zeros(0, np.int64)]
     similar: set[int] = set()
     for chunk, is_last in chunk_words(texts, max(*table.lengths, near_table.longest)):
-        matches.append(table.find_in_chunk(chunk, is_last=is_last))
-        similar |= near_table.find_in_chunk(chunk)
-    skipped = len(counts.skipped) + counts.invalid
-    return np.unique(np.concatenate(matches)).tolist(), sorted(similar), skipped
+        matches.append(table.match_chunk(chunk, is_last=is_last))
+        similar |= near_table.match_chunk(chunk)
+    num_skipped = len(counts.skipped) + counts.invalid
+    return np.unique(np.concatenate(matches)).tolist(), sorted(similar), num_skipped
 
 
 # Results

@@ -20,8 +20,9 @@ from jingu.evaluate.prompts import EvaluationSample, PromptRenderer
 from jingu.evaluate.result_files import RESULT_SUFFIX, SAMPLES_SUFFIX, SPREAD_SUFFIX, Spread
 from jingu.evaluate.scoring import Scorer, generation_request
 from jingu.evaluate.task_data import TaskData, describe_value, fingerprint_of, load_data
-from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings
+from jingu.evaluate.task_file import Options, TaskGroup, TaskSettings, find_task_files
 from jingu.evaluate.task_metrics import Answer, MetricResult
+from jingu.runtime.checksums import digest_records, record_file
 from jingu.runtime.files import write_text_atomically
 
 
@@ -197,26 +198,29 @@ def write_result(result: TaskResult, folder: Path, model: Mapping[str, str]) -> 
     Args:
         model: its name, its fingerprint, and how it computed.
     """
-    prepared = result.prepared
-    settings = prepared.settings.model_dump(exclude={"file"}, exclude_unset=True)
+    task = result.prepared
+    settings = task.settings.model_dump(exclude={"file"}, exclude_unset=True)
+    file = task.settings.file
+    code = [part for part in find_task_files(file) if part.suffix == ".py"] if file.is_file() else []
     content = {
-        "task": prepared.settings.task,
-        "file": str(prepared.settings.file),
-        "version": prepared.settings.metadata.get("version"),
-        "num_fewshot": prepared.num_shots,
+        "task": task.settings.task,
+        "file": str(task.settings.file),
+        "version": task.settings.metadata.get("version"),
+        "num_fewshot": task.num_shots,
         "results": {key: asdict(metric) for key, metric in result.metrics.items()},
         "counts": result.counts,
         "evidence": result.evidence,
         "model": model,
         "hashes": {
-            "data": fingerprint_of([prepared.data.rows, prepared.data.pool]),
+            "data": fingerprint_of([task.data.rows, task.data.pool]),
             "templates": fingerprint_of(settings),
-            "prompts": fingerprint_of([sample.pairs for sample in prepared.samples]),
+            "prompts": fingerprint_of([sample.pairs for sample in task.samples]),
+            **({"code": digest_records(map(record_file, code))} if code else {}),
         },
         "settings": settings,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    name = _file_name(prepared.settings.task)
+    name = _file_name(task.settings.task)
     lines = [_to_json(record) for record in result.records]
     # The results are written last. If this process is killed before, those of an earlier evaluation must not remain
     # beside the new samples.

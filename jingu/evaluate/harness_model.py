@@ -77,8 +77,8 @@ class JinguLM(LM):  # type: ignore[misc]  # the harness has no type annotations
         try:
             return self._template.render_prompt(messages, continue_final=not add_generation_prompt).text
         except ConversationError:
-            others = tuple(message for message in messages if message.role != "system")
-            return self._template.render_prompt(others, continue_final=not add_generation_prompt).text
+            turns = tuple(message for message in messages if message.role != "system")
+            return self._template.render_prompt(turns, continue_final=not add_generation_prompt).text
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-probability, and whether greedy decoding gives it."""

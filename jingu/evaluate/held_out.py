@@ -70,8 +70,8 @@ class TaskProfile:
             if len(words) >= MIN_ROW_WORDS:
                 # The sum over words does not depend on the order of the columns.
                 parts.append(words.ngrams(1).sum(keepdims=True))
-            hashed = (hash_words(text) for text in texts)
-            whole_texts.update({int(each.ngrams(1).sum()) for each in hashed if len(each) >= MIN_WORDS})
+            text_hashes = (hash_words(text) for text in texts)
+            whole_texts.update({int(each.ngrams(1).sum()) for each in text_hashes if len(each) >= MIN_WORDS})
         # A text that many rows have is an instruction or a usual choice.
         most = max(2, len(self.rows) // 50)
         rare = [value for value, count in whole_texts.items() if count <= most]
@@ -123,8 +123,8 @@ def describe_overlap(first: TaskProfile, second: TaskProfile) -> str:
     if count := len(np.intersect1d(first.hashes, second.hashes, assume_unique=True)):
         return f"they share rows, or {DEFAULT_NGRAM} words of rows, {count:,} in all"
     for one in first.templates:
-        for other in second.templates:
-            if _differ_by_one_word(one, other):
+        for other_template in second.templates:
+            if _differ_by_one_word(one, other_template):
                 return f"both have the template “{' '.join(one)}”, up to one word"
     return ""
 
@@ -134,10 +134,10 @@ def _differ_by_one_word(first: Sequence[str], second: Sequence[str]) -> bool:
     start = 0
     while start < min(len(first), len(second)) and first[start] == second[start]:
         start += 1
-    rest = (first[start:], second[start:])
-    if rest[0] == rest[1]:
+    tails = (first[start:], second[start:])
+    if tails[0] == tails[1]:
         return True
-    return rest[0][1:] in rest or rest[1][1:] == rest[0] or rest[0][1:] == rest[1][1:]
+    return tails[0][1:] in tails or tails[1][1:] == tails[0] or tails[0][1:] == tails[1][1:]
 
 
 def check_held_out(
@@ -240,15 +240,15 @@ def describe_evidence(record: Record | None, task: TaskSettings, rows: Sequence[
 def _check_mixture(data: Record, profile: TaskProfile) -> str:
     """Return why a mixture does not prove that a task is held out; empty if it does."""
     mixture = data["mixture"]
-    own = profile.task.partition("@")[0]
-    for other in mixture["tasks"]:
-        if other["task"].partition("@")[0] == own:
-            return f"not held out: {{model}} was trained on {other['task']}"
+    task_name = profile.task.partition("@")[0]
+    for other_task in mixture["tasks"]:
+        if other_task["task"].partition("@")[0] == task_name:
+            return f"not held out: {{model}} was trained on {other_task['task']}"
         # Older records do not have the hash of the rows.
-        if other.get("data") == profile.data:
-            return f"not held out: {{model}} was trained on the same rows as {other['task']}"
-        if profile.cluster is not None and other["cluster"] == profile.cluster:
-            return f"not held out: {{model}} was trained on {other['task']}, of the same task cluster"
+        if other_task.get("data") == profile.data:
+            return f"not held out: {{model}} was trained on the same rows as {other_task['task']}"
+        if profile.cluster is not None and other_task["cluster"] == profile.cluster:
+            return f"not held out: {{model}} was trained on {other_task['task']}, of the same task cluster"
     matches = [task for task in mixture["held_out"] if task["data"] == profile.data]
     if not matches:
         return f"not proved: {{model}} was trained on the mixture {mixture['name']}, which does not hold it out"

@@ -70,7 +70,9 @@ def judge(
     for task in sorted(results[0].keys() & results[1].keys()):
         both = [result[task] for result in results]
         # Stored settings lack those with the default value.
-        if all((own.settings or {}).get("output_type", "generate_until") == "generate_until" for own in both):
+        if all(
+            (evaluation.settings or {}).get("output_type", "generate_until") == "generate_until" for evaluation in both
+        ):
             matches = match_records(both[0].records, both[1].records)
             pairs += [(task, *match) for match in matches]
             notes += [f"{task}: {difference}" for difference in describe_settings(both[0], both[1], matches)]
@@ -83,7 +85,10 @@ def judge(
         identity = f"{by} {name}"
     else:
         ask, identity = _local_judge(Path(by), inference)
-    items = [(one["pairs"][0][0], one["answers"][0]["text"], other["answers"][0]["text"]) for _, one, other in pairs]
+    items = [
+        (one["pairs"][0][0], one["answers"][0]["text"], second_row["answers"][0]["text"])
+        for _, one, second_row in pairs
+    ]
     verdicts = judge_pairs(items, ask)
     # 3. Summarize them, print, and write.
     summary = summarize(verdicts)
@@ -108,9 +113,9 @@ def judge_pairs(items: Sequence[tuple[str, str, str]], ask: Judge) -> list[tuple
     A is the answer that comes first in the judge's prompt.
     """
     prompts = [
-        TEMPLATE.format(prompt=prompt, first=one, second=other)
+        TEMPLATE.format(prompt=prompt, first=one, second=second_answers)
         for prompt, first, second in items
-        for one, other in ((first, second), (second, first))
+        for one, second_answers in ((first, second), (second, first))
     ]
     verdicts = ask(prompts)
     return list(zip(verdicts[::2], verdicts[1::2], strict=True))
@@ -148,12 +153,12 @@ def summarize(verdicts: Sequence[tuple[Verdict, Verdict]]) -> dict[str, float]:
 
 def _local_judge(model: Path, inference: InferenceOptions) -> tuple[Judge, str]:
     """Return a judge that takes the more probable letter, and the fingerprint of its model with its precision."""
-    stored = open_model(model)
-    inference = replace(inference, precision=evaluation_precision(inference.precision, stored))
+    stored_model = open_model(model)
+    inference = replace(inference, precision=evaluation_precision(inference.precision, stored_model))
     inference_model = inference.load(model)
     scorer = Scorer(inference.make_engine(inference_model), AnswerCache(None))
     precision = precision_name(inference.precision, inference_model.parameter.dtype)
-    digest = model_fingerprint(stored, inference_model.tokenizer, precision)
+    digest = model_fingerprint(stored_model, inference_model.tokenizer, precision)
     print(f"the judge computes in {precision}", file=sys.stderr)
 
     def ask(prompts: Sequence[str]) -> list[Verdict]:

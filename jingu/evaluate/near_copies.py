@@ -79,17 +79,17 @@ class NearCopyTable:
 
     def find(self, texts: Iterable[str]) -> set[int]:
         """Return the rows that have a near copy in some texts."""
-        found: set[int] = set()
+        matches: set[int] = set()
         for chunk, _ in chunk_words(texts, self.longest):
-            found |= self.find_in_chunk(chunk)
-        return found
+            matches |= self.match_chunk(chunk)
+        return matches
 
     @property
     def longest(self) -> int:
         """How many words the chunks of a text should have in common: the passage of the longest text."""
         return min(2 * int(self.lengths.max(initial=_NGRAM)), _MAX_OVERLAP)
 
-    def find_in_chunk(self, words: HashedWords) -> set[int]:
+    def match_chunk(self, words: HashedWords) -> set[int]:
         """Return the rows that have a near copy in a chunk of `chunk_words`."""
         if len(words) < _NGRAM or not len(self.hashes):
             return set()

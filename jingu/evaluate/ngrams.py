@@ -54,7 +54,7 @@ _IGNORED = re.compile("[\u0300-\u036f\ufe00-\ufe0f\u00ad\u200b-\u200f\u2060\ufef
 def _character_tables() -> tuple[npt.NDArray[np.uint8], Uint64Array]:
     """Return for each code point its kind (0: separator), and a random number that equivalent characters share."""
     kinds = np.zeros(0x110000, np.uint8)
-    folded = np.arange(0x110000, dtype=np.uint64)
+    folded_codes = np.arange(0x110000, dtype=np.uint64)
     for code in range(_LAST_LETTER):
         character = chr(code)
         if unicodedata.category(character)[0] not in "LMN":
@@ -62,11 +62,11 @@ def _character_tables() -> tuple[npt.NDArray[np.uint8], Uint64Array]:
         kinds[code] = _LETTER
         plain = _IGNORED.sub("", unicodedata.normalize("NFKD", character.casefold()))
         if len(plain) == 1:
-            folded[code] = ord(plain)
+            folded_codes[code] = ord(plain)
     for first, end in _CHARACTER_WORDS:
         kinds[first:end][kinds[first:end] > 0] = _WORD
     kinds[ord(BOUNDARY)] = _WORD
-    return kinds, mix_bits(folded + np.uint64(1))
+    return kinds, mix_bits(folded_codes + np.uint64(1))
 
 
 @cache
@@ -207,17 +207,11 @@ class NgramTable:
         is_match = self.hashes[numbers] == hashes[candidates] if len(self.hashes) else np.zeros(0, np.bool_)
         return candidates[is_match], numbers[is_match]
 
-    def find_in_texts(self, texts: Iterable[str]) -> Int64Array:
-        """Return the table indices of all n-grams that occur in the texts, in bounded memory.
+    def match_chunk(self, chunk: HashedWords, *, is_last: bool) -> Int64Array:
+        """Return the table indices of all n-grams that occur in a chunk of `chunk_words`.
 
-        An n-gram over more than a chunk of characters is not found.
+        Of consecutive chunks of texts, all n-grams are matched that are not longer than a chunk.
         """
-        chunks = chunk_words(texts, max(self.lengths))
-        matches = [self.find_in_chunk(chunk, is_last=is_last) for chunk, is_last in chunks]
-        return np.unique(np.concatenate(matches))
-
-    def find_in_chunk(self, chunk: HashedWords, *, is_last: bool) -> Int64Array:
-        """Return the table indices of all n-grams that occur in a chunk of `chunk_words`."""
         matches = []
         for length in self.lengths:
             hashes = chunk.ngrams(length)
@@ -249,7 +243,7 @@ def chunk_words(texts: Iterable[str], longest: int) -> Iterator[tuple[HashedWord
         if size >= CHUNK_CHARACTERS:
             words = _hash_chunk("".join(parts))
             yield words, False
-            rest = words.text[words.starts[-longest] :] if len(words) >= longest else words.text
-            parts = [rest if len(rest) < CHUNK_CHARACTERS else ""]
+            tail = words.text[words.starts[-longest] :] if len(words) >= longest else words.text
+            parts = [tail if len(tail) < CHUNK_CHARACTERS else ""]
             size = len(parts[0])
     yield _hash_chunk("".join(parts)), True

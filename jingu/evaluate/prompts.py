@@ -162,9 +162,9 @@ class PromptRenderer:
         try:
             return self.template.render_prompt(messages, continue_final=continues).text
         except ConversationError as error:
-            others = tuple(message for message in messages if message.role != "system")
+            other_messages = tuple(message for message in messages if message.role != "system")
             try:
-                text = self.template.render_prompt(others, continue_final=continues).text
+                text = self.template.render_prompt(other_messages, continue_final=continues).text
             except ConversationError:
                 fix = "Leave out the chat, or choose another model."
                 raise self.task.error(f"its prompts cannot be messages: {error}.", fix) from None
@@ -181,8 +181,8 @@ class PromptRenderer:
         shots = [shot for shot in pool if not excludes_own or shot != row][:count]
         if len(shots) < count:
             # The drawn shots contained copies of the document: draw again without these.
-            others = [shot for shot in self.data.pool if shot != row]
-            shots = self._random.sample(others, min(count, len(others)))
+            candidates = [shot for shot in self.data.pool if shot != row]
+            shots = self._random.sample(candidates, min(count, len(candidates)))
         if len(shots) < count:
             what = f"{count} shots are requested, but the {len(self.data.pool)} documents to draw from are too few."
             raise self.task.error(what, "Set --num-fewshot to less.")

@@ -119,10 +119,10 @@ def check_continuations_fit(
         # Almost all are too short for this: a token has at least a byte.
         if len(continuation.encode("utf-8", "surrogatepass")) < room:
             continue
-        stripped = context.rstrip()
+        stripped_context = context.rstrip()
         ids = [
             tokenizer.encode(text, parse_special_tokens=True)
-            for text in (stripped, stripped + context[len(stripped) :] + continuation)
+            for text in (stripped_context, stripped_context + context[len(stripped_context) :] + continuation)
         ]
         length = len(ids[1]) - len(ids[0])
         if length > room:
@@ -191,16 +191,16 @@ class Scorer:
 
     def encode_pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
         """Return the ids of a context and of its continuation. Spaces between them belong to the continuation."""
-        stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
+        stripped_context = context.rstrip()
+        continuation = context[len(stripped_context) :] + continuation
         if self._is_encoder_decoder:
             # The engine appends the end token to the context.
-            return self._encode_context(stripped), self._encode(continuation, with_prefix=False)
+            return self._encode_context(stripped_context), self._encode(continuation, with_prefix=False)
         if not context:
             ids = self._encode(continuation, with_prefix=False)
             return (self._start_id,), ids[1:] if ids[:1] == (self._start_id,) else ids
-        context_ids = self._encode_context(stripped)
-        return context_ids, self._encode(stripped + continuation)[len(context_ids) :]
+        context_ids = self._encode_context(stripped_context)
+        return context_ids, self._encode(stripped_context + continuation)[len(context_ids) :]
 
     def _truncate(self, context: Ids, room: int) -> Ids:
         """Return the last `room` tokens of a context, and count a truncation."""
@@ -270,8 +270,8 @@ class Scorer:
             if ranks is None:
                 answers = compute(chunk)
             else:
-                own = compute(chunk[ranks.rank :: ranks.world])
-                parts = gather_from_all({key: astuple(answer) for key, answer in own.items()})
+                own_results = compute(chunk[ranks.rank :: ranks.world])
+                parts = gather_from_all({key: astuple(answer) for key, answer in own_results.items()})
                 answers = {key: Answer(*values) for part in parts for key, values in part.items()}
             self._cache.add(answers, stores=ranks is None or ranks.is_first)
 

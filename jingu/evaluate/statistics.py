@@ -198,13 +198,13 @@ def paired_p(differences: Array, clusters: Clusters = None) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of tests (Holm, 1979). Unknown ones, not a number, are no tests."""
-    adjusted = list(p_values)
-    known = [index for index, p in enumerate(p_values) if not math.isnan(p)]
+    adjusted_values = list(p_values)
+    known_indices = [index for index, p in enumerate(p_values) if not math.isnan(p)]
     largest = 0.0
-    for rank, index in enumerate(sorted(known, key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(known) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    for rank, index in enumerate(sorted(known_indices, key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(known_indices) - rank) * p_values[index]))
+        adjusted_values[index] = largest
+    return adjusted_values
 
 
 def detectable_difference(stderr: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeIn
 from pydantic_core import PydanticCustomError
 
 from jingu.errors import JinguError, join_words
+from jingu.runtime.code_files import find_code_files
 from jingu.runtime.files import read_text
 
 CATALOGUE = Path(__file__).with_name("catalogue")
@@ -163,8 +164,14 @@ class TaskSettings(BaseModel):
     @property
     def shots(self) -> Options:
         """Settings of shots: `fewshot_config`, which overrides the task's own values."""
-        own = {key: value for key, value in self if key in _SHOT_KEYS}
-        return {"sampler": "default", "split": self.fewshot_split, "samples": None, **own, **self.fewshot_config}
+        shot_settings = {key: value for key, value in self if key in _SHOT_KEYS}
+        return {
+            "sampler": "default",
+            "split": self.fewshot_split,
+            "samples": None,
+            **shot_settings,
+            **self.fewshot_config,
+        }
 
     def error(self, what: str, fix: str) -> JinguError:
         """Return an error that names this task and its file."""
@@ -256,10 +263,10 @@ def _import_names(file: Path) -> Options:
 
 def _package_file(path: str) -> Path | None:
     """Return the Python file of an installed package, without importing it; None if there is none."""
-    package, _, rest = path.partition("/")
-    spec = importlib.util.find_spec(package) if rest and package.isidentifier() else None
+    package, _, file_name = path.partition("/")
+    spec = importlib.util.find_spec(package) if file_name and package.isidentifier() else None
     places = [*(spec.submodule_search_locations or ())] if spec is not None else []
-    return next((file for place in places if (file := Path(place) / rest).is_file()), None)
+    return next((file for place in places if (file := Path(place) / file_name).is_file()), None)
 
 
 class _TaskLoader(yaml.SafeLoader):
@@ -293,6 +300,50 @@ def _read_yaml(file: Path, including: Sequence[Path] = ()) -> Options:
     """
     if file.resolve() in including:
         raise JinguError("the task file includes itself.", where=file, fix="Remove an include.")
+    settings, included_files = _parse_yaml(file)
+    settings_tree: Options = {}
+    for path in included_files:
+        settings_tree |= _read_yaml(path, (*including, file.resolve()))
+    settings_tree |= settings
+    return {key: value for key, value in settings_tree.items() if value is not None}
+
+
+def find_task_files(file: Path) -> list[Path]:
+    """Return all files that a task depends on, but for its data: its own, those that it includes, and its code.
+
+    Raises:
+        JinguError: a file cannot be read, or is no YAML with settings.
+    """
+    files: dict[Path, None] = {}
+    pending = [file]
+    while pending:
+        current = pending.pop(0)
+        if current in files:
+            continue
+        files[current] = None
+        settings, included = _parse_yaml(current)
+        pending += included
+        for reference in _find_references(settings):
+            if reference.file.is_file():
+                files |= dict.fromkeys(find_code_files(reference.file))
+    return [*files]
+
+
+def _find_references(value: Any) -> Iterator[FunctionReference]:
+    """Yield the references to functions in settings."""
+    if isinstance(value, FunctionReference):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _find_references(item)
+
+
+def _parse_yaml(file: Path) -> tuple[Options, list[Path]]:
+    """Return the settings of a file, and the files that it includes.
+
+    Raises:
+        JinguError: the file cannot be read, or is no YAML with settings.
+    """
     try:
         loader = _TaskLoader(read_text(file))
         loader.folder = file.parent
@@ -311,14 +362,12 @@ def _read_yaml(file: Path, including: Sequence[Path] = ()) -> Options:
     if not _are_texts(names) or not all(Path(name).name for name in names):
         fix = "Name a file, or a list of files."
         raise JinguError(f"the task file includes {included!r}, which is no file.", where=file, fix=fix)
-    merged: Options = {}
+    paths = []
     for name in names:
         beside = file.parent / name
         # Files of the catalogue can be included by their name alone.
-        path = beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside)
-        merged |= _read_yaml(path, (*including, file.resolve()))
-    merged |= settings
-    return {key: value for key, value in merged.items() if value is not None}
+        paths.append(beside if beside.is_file() else next(CATALOGUE.rglob(Path(name).name), beside))
+    return settings, paths
 
 
 class TaskIndex:

@@ -251,9 +251,9 @@ def _normalize(text: str, options: Options) -> str:
     for pattern in options.get("regexes_to_ignore") or ():
         text = re.sub(pattern, "", text)
     text = text.lower() if options.get("ignore_case") else text
-    removed = string.punctuation if options.get("ignore_punctuation") else ""
-    removed += string.digits if options.get("ignore_numbers") else ""
-    return text.translate(str.maketrans("", "", removed))
+    removed_characters = string.punctuation if options.get("ignore_punctuation") else ""
+    removed_characters += string.digits if options.get("ignore_numbers") else ""
+    return text.translate(str.maketrans("", "", removed_characters))
 
 
 # Aggregations over documents: of values [..., N], or of pairs [..., N, 2]
@@ -266,9 +266,9 @@ def _f1(pairs: Array, average: str = "binary") -> Array:
         return _mean((pairs[..., 0] == pairs[..., 1]).astype(np.float64))
     labels = [1] if average == "binary" else np.unique(pairs)
     gold = np.stack([pairs[..., 0] == label for label in labels])
-    predicted = np.stack([pairs[..., 1] == label for label in labels])
-    total = gold.sum(-1) + predicted.sum(-1)
-    scores = np.divide(2 * (gold & predicted).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
+    predicted_labels = np.stack([pairs[..., 1] == label for label in labels])
+    total = gold.sum(-1) + predicted_labels.sum(-1)
+    scores = np.divide(2 * (gold & predicted_labels).sum(-1), total, out=np.zeros(total.shape), where=total > 0)
     weights = gold.sum(-1) if average == "weighted" else (total > 0).astype(np.float64)
     # A draw of the bootstrap may lack a class, which then does not count.
     result: Array = (scores * weights).sum(0) / np.maximum(weights.sum(0), 1)
@@ -276,9 +276,9 @@ def _f1(pairs: Array, average: str = "binary") -> Array:
 
 
 def _pearson(pairs: Array) -> Array:
-    centered = pairs - pairs.mean(-2, keepdims=True)
-    product = np.sqrt((centered**2).sum(-2).prod(-1))
-    return np.divide(centered.prod(-1).sum(-1), product, out=np.zeros(product.shape), where=product > 0)
+    centered_pairs = pairs - pairs.mean(-2, keepdims=True)
+    product = np.sqrt((centered_pairs**2).sum(-2).prod(-1))
+    return np.divide(centered_pairs.prod(-1).sum(-1), product, out=np.zeros(product.shape), where=product > 0)
 
 
 def _rank(values: Array) -> Array:
@@ -406,15 +406,17 @@ def _check_aggregation(task: TaskSettings, metric: Options) -> None:
     aggregation = metric.get("aggregation")
     if aggregation is None:
         return
-    known = [*AGGREGATIONS, *CORPUS_METRICS]
-    if not isinstance(aggregation, str) or aggregation not in known:
-        raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words(known)}.")
+    known_names = [*AGGREGATIONS, *CORPUS_METRICS]
+    if not isinstance(aggregation, str) or aggregation not in known_names:
+        raise task.error(f"there is no aggregation {aggregation}.", f"Use {join_words(known_names)}.")
     # What a task's own metric gives is known only when it runs.
     if callable(name):
         return
     given, read = (_KINDS.get(key, "numbers") for key in (name, aggregation))
     if given != read or (aggregation in CORPUS_METRICS and aggregation != name):
-        fits = [key for key in known if _KINDS.get(key, "numbers") == given and (key in AGGREGATIONS or key == name)]
+        fits = [
+            key for key in known_names if _KINDS.get(key, "numbers") == given and (key in AGGREGATIONS or key == name)
+        ]
         what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {given}."
         raise task.error(what, f"Leave it out, or use {join_words(fits)}.")
 
@@ -584,8 +586,10 @@ def average_results(results: Sequence[MetricResult], weight_by_size: bool) -> Me
     if weight_by_size:
         value = sum(result.value * result.size for result in results) / total
         if min(sizes) > 1:
-            pooled = sum((size - 1) * result.stderr**2 * size for size, result in zip(sizes, results, strict=True))
-            stderr = math.sqrt(pooled / (total - len(results)) / total)
+            pooled_variance = sum(
+                (size - 1) * result.stderr**2 * size for size, result in zip(sizes, results, strict=True)
+            )
+            stderr = math.sqrt(pooled_variance / (total - len(results)) / total)
     else:
         value = sum(result.value for result in results) / len(results)
         if min(sizes) > 1:

@@ -8,6 +8,7 @@ those of seqio (Roberts et al., 2022), and caps for each template those of FLAN 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.evaluate.held_out import check_held_out, profile_task
 from jingu.evaluate.prompts import PromptRenderer
 from jingu.evaluate.task_data import Row, TaskData, fingerprint_of, read_training_rows
-from jingu.evaluate.task_file import TaskIndex, TaskSettings
+from jingu.evaluate.task_file import TaskIndex, TaskSettings, find_task_files
 from jingu.runtime.checksums import record_file
 from jingu.runtime.files import read_error, write_text_atomically
 
@@ -196,8 +197,8 @@ class TaskMixture:
             if max(settings.num_fewshot) >= len(rows):
                 what = f"{max(settings.num_fewshot)} shots are requested, but {name} has only {len(rows) - 1} other "
                 raise JinguError(f"{what}documents.", where=settings.mixture, fix="Set num_fewshot to less.")
-        scaled = self._size(name) * settings.scale
-        return float(min(scaled, settings.maximum or scaled) ** (1 / settings.temperature))
+        scaled_size = self._size(name) * settings.scale
+        return float(min(scaled_size, settings.maximum or scaled_size) ** (1 / settings.temperature))
 
     def __len__(self) -> int:
         return self.settings.samples or sum(stream.size for stream in self.streams)
@@ -225,9 +226,9 @@ class TaskMixture:
         write_text_atomically(file, text)
         print(f"mixture {self.settings.mixture}: {pluralize(len(self), 'row')} in {file}")
         for stream, count in zip(self.streams, self.mixture.counts(len(self)), strict=True):
-            unused = len(stream.rows) - min(stream.size, count)
-            used = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
-            print(f"  {stream.task.task}: {used}, {unused:,} of {len(stream.rows):,} documents unused")
+            unused_rows = len(stream.rows) - min(stream.size, count)
+            usage = f"{pluralize(count, 'row')}, {count / stream.size:.2f} epochs"
+            print(f"  {stream.task.task}: {usage}, {unused_rows:,} of {len(stream.rows):,} documents unused")
         tasks = [{"task": profile.task, "cluster": profile.cluster, "data": profile.data} for profile in self._profiles]
         return {
             "name": self.settings.mixture,
@@ -259,7 +260,8 @@ def find_mixture(data: DataSettings, *, as_text: bool = False) -> Path | None:
 
 
 def describe_mixture(file: Path) -> dict[str, str]:
-    """Return the checksums of a mixture file, and of the mixtures and task files that it names, by their names."""
+    """Return the checksums of a mixture file, of the mixtures and task files that it names, and of what these include
+    and run, by their names."""
     checksums = {file.name: record_file(file).xxh3}
     for member in _read_settings(file).members:
         name = member.mixture or (member.task or "").partition("@")[0]
@@ -268,6 +270,8 @@ def describe_mixture(file: Path) -> dict[str, str]:
             checksums |= describe_mixture(path)
         elif path.suffix in (".yaml", ".yml"):
             checksums[path.name] = record_file(path).xxh3
+            for part in find_task_files(path)[1:]:
+                checksums[os.path.relpath(part, path.parent)] = record_file(part).xxh3
     return checksums
 
 

@@ -132,8 +132,8 @@ def count_labels(gold: Sequence[str], text: str, metric: Options) -> tuple[int, 
         return {label.strip() for part in texts for label in part.split(separator)} - {""}
 
     right = labels(gold)
-    predicted = labels([text])
-    return 2 * len(right & predicted), len(right) + len(predicted)
+    predicted_labels = labels([text])
+    return 2 * len(right & predicted_labels), len(right) + len(predicted_labels)
 
 
 def parse_number(text: str) -> float:
@@ -200,10 +200,10 @@ def _passes(program: str, tests: str, limits: Limits) -> bool:
     if not program.endswith(tests) or not (tests.startswith("\n") or code.endswith("\n")):
         return passes_statements(_sandbox(), program, "", limits)
     try:
-        parsed = parse_tests(tests)
+        test_cases = parse_tests(tests)
     except ValueError:  # they test nothing, or continue a statement of the answer
         return passes_statements(_sandbox(), program, "", limits)
-    return passes_tests(_sandbox(), code, parsed, limits)
+    return passes_tests(_sandbox(), code, test_cases, limits)
 
 
 # Metrics of a whole corpus

@@ -64,10 +64,10 @@ def transfer(runs: Sequence[Path], inference: InferenceOptions, options: TaskOpt
     with inference_ranks(inference.device) as ranks:
         # 1. Open all runs first, so that errors appear early. The longest prompt leaves the least room for the tasks.
         models, longest = _open_runs(runs)
-        prepared = prepare_tasks(longest, options, options.index())
+        prepared_tasks = prepare_tasks(longest, options, options.index())
         # 2. Evaluate one model after another, first the base model.
         results = {
-            name: evaluate_model(path, prepared, inference, folder / name, ranks) for name, path in models.items()
+            name: evaluate_model(path, prepared_tasks, inference, folder / name, ranks) for name, path in models.items()
         }
         if ranks is None or ranks.is_first:
             cells = _make_cells(models, results)
@@ -82,8 +82,8 @@ def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
     Raises:
         JinguError: a run trained no adapter, the runs have different base models, or two have the same name.
     """
-    opened = [(run, *open_adapter_run(run)) for run in runs]
-    bases = {base_path.resolve(): base_path for _, _, _, base_path in opened}
+    open_runs = [(run, *open_adapter_run(run)) for run in runs]
+    bases = {base_path.resolve(): base_path for _, _, _, base_path in open_runs}
     if len(bases) > 1:
         what = f"these runs started from different models: {join_words([*map(str, bases.values())], 'and')}."
         raise JinguError(what, where=", ".join(map(str, runs)), fix="Compare prompts of one model.")
@@ -92,7 +92,7 @@ def _open_runs(runs: Sequence[Path]) -> tuple[dict[str, Path], Path]:
     if len(models) < len(paths):
         where = ", ".join(map(str, paths))
         raise JinguError("two of the models have the same name.", where=where, fix="Give runs with different names.")
-    return models, max(opened, key=lambda item: item[1].spec.prompts[0])[0]
+    return models, max(open_runs, key=lambda item: item[1].spec.prompts[0])[0]
 
 
 def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, TaskResult]]) -> list[Cell]:
@@ -100,17 +100,17 @@ def _make_cells(models: Mapping[str, Path], results: Mapping[str, Mapping[str, T
     first = next(iter(models))
     cells = []
     for source, path in models.items():
-        own = set() if source == first else training_tasks(read_provenance(path))
+        own_tasks = set() if source == first else training_tasks(read_provenance(path))
         for target, result in results[source].items():
             metric = next(iter(result.metrics))
             pairs = match_records(results[first][target].records, result.records)
             difference = None
             if source != first and metric in mean_metrics(pairs):
                 difference = compare_metric(pairs, metric)
-            is_own = target.partition("@")[0] in own
+            is_own = target.partition("@")[0] in own_tasks
             cells.append(Cell(source, target, metric, result.metrics[metric], is_own, difference, result.precision))
-    adjusted = iter(holm([cell.difference.p for cell in cells if cell.difference is not None]))
-    return [cell if cell.difference is None else replace(cell, p_holm=next(adjusted)) for cell in cells]
+    adjusted_values = iter(holm([cell.difference.p for cell in cells if cell.difference is not None]))
+    return [cell if cell.difference is None else replace(cell, p_holm=next(adjusted_values)) for cell in cells]
 
 
 def _print_cells(cells: Sequence[Cell]) -> None:

@@ -56,14 +56,14 @@ class ModelDescription:
         settings = self.config if self.generation_config is None else self.generation_config
         ids = settings.get("eos_token_id")
         ids = self.config.get("eos_token_id", eos_token_id) if ids is None else ids
-        known = list(ids) if isinstance(ids, list) else [eos_token_id if ids is None else ids]
-        merged = list(dict.fromkeys((*known, *end_ids)))
-        if merged == known:
+        known_ids = list(ids) if isinstance(ids, list) else [eos_token_id if ids is None else ids]
+        merged_ids = list(dict.fromkeys((*known_ids, *end_ids)))
+        if merged_ids == known_ids:
             return self
         generation_config = self.generation_config
         if generation_config is None:
             generation_config = {key: self.config[key] for key in self.config if key.endswith("_token_id")}
-        eos = {"eos_token_id": merged}
+        eos = {"eos_token_id": merged_ids}
         return replace(self, config={**self.config, **eos}, generation_config={**generation_config, **eos})
 
 
@@ -114,8 +114,8 @@ def _change_config(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]
     original = family.spec_from_hf(source)
     head = family.classifier if spec.score_head else family.architectures[0]
     # A model that was saved without its head has one now.
-    known = (*family.architectures, family.classifier)
-    has_head = not source.get("architectures") or source["architectures"][0] in known
+    known_architectures = (*family.architectures, family.classifier)
+    has_head = not source.get("architectures") or source["architectures"][0] in known_architectures
     names = {"model_type": source.get("model_type") or family.model_type or family.name}
     if not has_head:
         names["architectures"] = [head]
@@ -123,13 +123,13 @@ def _change_config(spec: ModelSpec, source: Mapping[str, Any]) -> dict[str, Any]
         return {**source, **names}
     before = {"architectures": [family.architectures[0]], **family.hf_config(original)}
     after = {"architectures": [head], **family.hf_config(spec)}
-    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    changes = {key: value for key, value in after.items() if key not in before or before[key] != value}
     obsolete = before.keys() - after.keys()
     if spec.num_layers != original.num_layers:
         # A list with an entry for each block is of no use for another number of blocks.
         obsolete |= {key for key, value in source.items() if isinstance(value, list) and len(value) > 1}
-    rest = {key: value for key, value in source.items() if key not in obsolete or key.endswith("_token_id")}
-    for config in ({**rest, **names, **changed}, {**rest, **names, **after}):
+    kept_keys = {key: value for key, value in source.items() if key not in obsolete or key.endswith("_token_id")}
+    for config in ({**kept_keys, **names, **changes}, {**kept_keys, **names, **after}):
         with suppress(JinguError):
             if family.spec_from_hf(config) == spec:
                 return config
@@ -192,8 +192,8 @@ def _find_templates(config: RunConfig, tokenizer: Tokenizer, initial: StoredMode
         further = tokenizer.chat_templates if name in tokenizer.chat_templates else {}
         return {**{key: text for key, text in further.items() if key != "tool_use"}, **templates}
     if not isinstance(objective, RowSettings) and initial is not None and initial.tokenizer_folder is not None:
-        inherited = initial.chat_templates or Tokenizer.load(initial.tokenizer_folder).chat_templates
-        return dict(inherited) or tokenizer.chat_templates
+        inherited_templates = initial.chat_templates or Tokenizer.load(initial.tokenizer_folder).chat_templates
+        return dict(inherited_templates) or tokenizer.chat_templates
     return tokenizer.chat_templates
 
 

@@ -98,31 +98,31 @@ def _open_weights(
         config: the model's config in Hugging Face's form, from `_hf_config`.
         expected: shapes by Hugging Face's names.
     """
-    permuted, transposed = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
-    used = {"rope_freqs.weight"}
+    used_names = {"rope_freqs.weight"}
     for hf_name in expected:
         # GGUF stores the matrices of all experts in one tensor.
         expert = EXPERT_NUMBER.search(hf_name)
         gguf_name = table.get_name(EXPERT_NUMBER.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name in infos:
-            used.add(gguf_name)
+            used_names.add(gguf_name)
             info = infos[gguf_name]
             tensors[hf_name] = info if expert is None else _expert_location(info, int(expert[1]))
-    tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used}
+    tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used_names}
     shapes = {
-        name: torch.Size(reversed(info.shape)) if name.endswith(transposed) else info.shape
+        name: torch.Size(reversed(info.shape)) if name.endswith(transposed_names) else info.shape
         for name, info in tensors.items()
     }
 
     # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
     def read(name: str) -> Tensor:
         tensor = _read_tensor(path, library, tensors[name])
-        if name.endswith(transposed):
+        if name.endswith(transposed_names):
             return tensor.t()
-        if name.endswith(permuted):
+        if name.endswith(permuted_names):
             heads = config["num_attention_heads"]
             if "q_proj" not in name:
                 heads = config.get("num_key_value_heads") or heads
@@ -138,15 +138,15 @@ def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tenso
     if isinstance(info.dtype, torch.dtype):
         return map_tensor(path, info.begin, info.shape, info.dtype)
     kind = library.GGMLQuantizationType[info.dtype]
-    whole = torch.empty(info.shape)
-    rows = whole.view(-1, info.shape[-1])
+    value = torch.empty(info.shape)
+    rows = value.view(-1, info.shape[-1])
     width = info.bytes // max(1, len(rows))
     step = max(1, CHUNK_ELEMENTS // max(1, info.shape[-1]))
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         raw = map_tensor(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
         part.copy_(torch.from_numpy(library.quants.dequantize(raw.numpy(), kind)))
-    return whole
+    return value
 
 
 def _expert_location(info: TensorLocation, expert: int) -> TensorLocation:
@@ -260,16 +260,16 @@ def _read_info(cursor: _Cursor) -> tuple[torch.Size, int, int]:
 
 def _check_types(path: Path, library: ModuleType, infos: Mapping[str, TensorLocation]) -> None:
     """Raise JinguError for quantization formats that the library cannot dequantize."""
-    unsupported = []
+    unsupported_types = []
     for name in sorted({info.dtype for info in infos.values() if isinstance(info.dtype, str)}):
         kind = library.GGMLQuantizationType[name]
         try:
             library.quants.dequantize(np.zeros((1, library.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
         except NotImplementedError:
-            unsupported.append(name)
-    if unsupported:
+            unsupported_types.append(name)
+    if unsupported_types:
         raise JinguError(
-            f"the weights are quantized as {', '.join(unsupported)}, which jingu cannot dequantize.",
+            f"the weights are quantized as {', '.join(unsupported_types)}, which jingu cannot dequantize.",
             where=path,
             fix="Use a file with another quantization (Q4_K, Q8_0, F16 and many others are supported).",
         )
@@ -330,10 +330,10 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
     """
     name = metadata["general.architecture"]
     table = ARCHITECTURES[name].get("keys", ARCHITECTURES["llama"]["keys"])
-    known = {*table.values(), *_METADATA["harmless"]}
+    known_keys = {*table.values(), *_METADATA["harmless"]}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
-    for key in sorted(values.keys() - known):
+    for key in sorted(values.keys() - known_keys):
         neutral = _METADATA["neutral"].get(key)
         value = values[key]
         if value == neutral or (neutral is None and not value):

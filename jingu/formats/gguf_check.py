@@ -41,7 +41,7 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
     library = import_optional("llama_cpp", "--check of a GGUF file", str(file), "llama-cpp-python")
     tokenizer = Tokenizer.load(model.tokenizer())
     try:
-        opened = library.Llama(
+        llama = library.Llama(
             str(file), n_ctx=512, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False
         )  # fmt: skip
     except ValueError as error:
@@ -49,10 +49,10 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
             f"llama.cpp cannot open the file ({error}).", where=file, fix="Report it, with the model."
         ) from error
     try:
-        _compare_ids(opened, tokenizer, file)
-        difference = _compare_logits(opened, open_gguf(file), tokenizer)
+        _compare_ids(llama, tokenizer, file)
+        difference = _compare_logits(llama, open_gguf(file), tokenizer)
     finally:
-        opened.close()
+        llama.close()
     limit = _MAX_DIFFERENCE.get(dtype, _MAX_DIFFERENCE_QUANTIZED)
     if difference > limit:
         raise JinguError(
@@ -66,11 +66,11 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
 
 def _compare_ids(opened: Any, tokenizer: Tokenizer, file: Path) -> None:
     for text in TEXTS:
-        expected = tokenizer.encode(text)
+        expected_ids = tokenizer.encode(text)
         ids = opened.tokenize(text.encode(), add_bos=False, special=False)
-        if ids != expected:
+        if ids != expected_ids:
             raise JinguError(
-                f"llama.cpp tokenizes {text!r} as {ids}, and jingu as {expected}.",
+                f"llama.cpp tokenizes {text!r} as {ids}, and jingu as {expected_ids}.",
                 where=file,
                 fix="llama.cpp has no such tokenizer; export the model as a Hugging Face folder.",
             )

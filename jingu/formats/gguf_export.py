@@ -273,7 +273,7 @@ def _output_tensors(
     """Return the tensors of the file in the order of the model's."""
     number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
     names = library.get_tensor_name_map(number, spec.num_layers)
-    permuted, transposed = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     # Mappings by GGUF's name: several for the matrices of all experts.
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in map_tensors(spec):
@@ -284,12 +284,14 @@ def _output_tensors(
     for gguf_name, group in groups.items():
         hf_name = group[0].hf_name
         shape = tuple(group[0].shape)
-        if hf_name.endswith(transposed):
+        if hf_name.endswith(transposed_names):
             shape = shape[::-1]
         if group[0].expert is not None:
             shape = (len(group), *shape)
         heads = spec.attention.num_heads if "q_proj" in hf_name else spec.attention.num_kv_heads
-        read = _PartReader(group, model, hf_name.endswith(transposed), heads if hf_name.endswith(permuted) else None)
+        read = _PartReader(
+            group, model, hf_name.endswith(transposed_names), heads if hf_name.endswith(permuted_names) else None
+        )
         tensors.append(_OutputTensor(gguf_name, shape, _kind_of(gguf_name, shape, kind, library), read))
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
         divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
@@ -349,8 +351,8 @@ def _quantize(tensor: _OutputTensor, library: ModuleType) -> Any:
         rows = part.reshape(-1, width)
         for chunk in rows.split(max(1, CHUNK_ELEMENTS // width)):
             values = chunk.float().contiguous().numpy()
-            converted = library.quants.quantize(values, tensor.kind)
-            result[first : first + len(chunk)] = converted.view(np.uint8).reshape(len(chunk), -1)
+            quantized_values = library.quants.quantize(values, tensor.kind)
+            result[first : first + len(chunk)] = quantized_values.view(np.uint8).reshape(len(chunk), -1)
             first += len(chunk)
     return result
 

@@ -61,7 +61,7 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
     Raises:
         JinguError: `growth` changes nothing, a rule does not fit the model, or as for `convert`.
     """
-    stored = open_model(model)
+    stored_model = open_model(model)
     grows = (growth.tokenizer, growth.vocab_size, growth.num_layers, growth.hidden_size, growth.experts)
     if all(value is None for value in grows):
         raise JinguError(
@@ -70,18 +70,18 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
             fix="Give --tokenizer, --vocab-size, --num-layers, --hidden-size or --experts.",
         )
     # Each step only wraps the read function of the previous one. `write_model` then computes tensor by tensor.
-    larger = LazyModel(stored.spec, stored.read)
+    larger = LazyModel(stored_model.spec, stored_model.read)
     if growth.tokenizer is not None or growth.vocab_size is not None:
-        stored, larger = _grow_vocab(stored, growth.tokenizer, growth.vocab_size)
+        stored_model, larger = _grow_vocab(stored_model, growth.tokenizer, growth.vocab_size)
     if growth.num_layers is not None:
         larger = expand_depth(larger, growth.num_layers, growth.depth_rule, zeroed=not growth.whole_copies)
     if growth.hidden_size is not None:
         larger = expand_width(larger, growth.hidden_size, growth.noise, growth.seed)
     if growth.experts is not None:
         larger = upcycle_to_experts(larger, growth.experts, growth.active, growth.noise, growth.seed)
-    write_model(replace(stored, spec=larger.spec, read=larger.read), to, dtype, check)
+    write_model(replace(stored_model, spec=larger.spec, read=larger.read), to, dtype, check)
     extend_provenance(to, [], model)
-    before, after = (count_parameters(spec, parameter_shapes(spec)) for spec in (stored.spec, larger.spec))
+    before, after = (count_parameters(spec, parameter_shapes(spec)) for spec in (stored_model.spec, larger.spec))
     print(f"It has {after.total:,} parameters ({after.active:,} active); {model} has {before.total:,}.")
 
 
@@ -121,8 +121,8 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
         generation_config=None if generation_config is None else _translate_ids(generation_config, new_ids),
         chat_templates=None,
     )
-    copied = sum(len(ids) == 1 for ids in old_rows_of)
-    print(f"{copied:,} of {new.vocab_size:,} tokens keep their rows; the others start as means.")
+    num_copied = sum(len(ids) == 1 for ids in old_rows_of)
+    print(f"{num_copied:,} of {new.vocab_size:,} tokens keep their rows; the others start as means.")
     return stored, replace_vocab(LazyModel(stored.spec, stored.read), old_rows_of)
 
 

@@ -72,10 +72,10 @@ def _facts(path: Path) -> dict[str, Any]:
         spec = model.spec
         tokenizer_folder = model.tokenizer_folder or tokenizer_folder
     except JinguError as error:
-        described = read_spec(path)
-        if described is None:
+        description = read_spec(path)
+        if description is None:
             raise
-        spec = described
+        spec = description
         if isinstance(error, TensorMismatchError):
             wrong_tensors = error.tensors
             counts = ", ".join(f"{len(names)} {what}" for what, names in wrong_tensors.items() if names)

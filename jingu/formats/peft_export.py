@@ -17,9 +17,9 @@ from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
-from jingu.model.parameter_table import is_trained
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.trainable import is_trained
 from jingu.runtime.files import create_folder_atomically
 from jingu.runtime.hub import hub_name_of
 from jingu.text.tokenizer_files import copy_tokenizer
@@ -185,12 +185,12 @@ def _convert_lora(
     """
     adapter = adapters.spec.adapter
     assert isinstance(adapter, Lora)
-    adapted = [module for module in modules if f"{module}.lora_a" in shapes]
-    pairs = {module: read_lora_pair(adapters, base, module, mapping.expert) for module in adapted}
-    a = [pairs[module][0] for module in adapted]
-    b = {module: pairs[module][1] / adapter.scale for module in adapted}
+    adapted_modules = [module for module in modules if f"{module}.lora_a" in shapes]
+    pairs = {module: read_lora_pair(adapters, base, module, mapping.expert) for module in adapted_modules}
+    a = [pairs[module][0] for module in adapted_modules]
+    b = {module: pairs[module][1] / adapter.scale for module in adapted_modules}
     example = next(iter(b.values()))
-    if adapted == ["embedding"]:
+    if adapted_modules == ["embedding"]:
         return {_A_KEYS[1]: b["embedding"].t(), "lora_embedding_B": a[0].t()}
     # The rows of a part without an adapter are zero.
     blocks = [b[module] if module in b else example.new_zeros(rows, 0) for module, rows in modules.items()]
@@ -203,14 +203,14 @@ def _convert_lora(
         for module, rows in modules.items():
             scale = adapter.of_module(module).scale / adapter.scale
             biases.append(
-                scale * adapters.read(f"{module}.lora_bias") if module in adapted else example.new_zeros(rows)
+                scale * adapters.read(f"{module}.lora_bias") if module in adapted_modules else example.new_zeros(rows)
             )
         tensors["lora_B.bias"] = _rows_to_hf(mapping, torch.cat(biases))
-    if f"{adapted[0]}.lora_m" in shapes:
+    if f"{adapted_modules[0]}.lora_m" in shapes:
         # DoRA: the magnitudes of a part without an adapter are the norms of its weight's rows, which change nothing.
         magnitudes = []
         for module in modules:
-            if module in adapted:
+            if module in adapted_modules:
                 magnitudes.append(adapters.read(f"{module}.lora_m"))
             else:
                 weight = base.read(f"{module}.weight").to(example.dtype)
@@ -224,9 +224,14 @@ def _convert_ia3(adapters: StoredModel, shapes: Shapes, mapping: TensorMapping, 
     input_factors = f"{next(iter(modules))}.ia3_in"
     if input_factors in shapes:
         return {"ia3_l": adapters.read(input_factors).unsqueeze(0)}
-    adapted = {module: adapters.read(f"{module}.ia3_out") for module in modules if f"{module}.ia3_out" in shapes}
-    example = next(iter(adapted.values()))
-    factors = [adapted[module] if module in adapted else example.new_ones(rows) for module, rows in modules.items()]
+    scales_by_module = {
+        module: adapters.read(f"{module}.ia3_out") for module in modules if f"{module}.ia3_out" in shapes
+    }
+    example = next(iter(scales_by_module.values()))
+    factors = [
+        scales_by_module[module] if module in scales_by_module else example.new_ones(rows)
+        for module, rows in modules.items()
+    ]
     return {"ia3_l": _rows_to_hf(mapping, torch.cat(factors)).unsqueeze(1)}
 
 

@@ -44,8 +44,8 @@ def extend_provenance(run: Path, data: list[Record], initial: Path | None, adapt
                 adapter_record = read_provenance(local_path(adapter))
                 start = {"model": str(adapter), "record": add_ancestor(adapter_record, initial, record)}
         earlier = {"data": [], "initial": start}
-    added = [item for item in data if item not in earlier["data"]]
-    content = {**earlier, "data": earlier["data"] + added}
+    new_items = [item for item in data if item not in earlier["data"]]
+    content = {**earlier, "data": earlier["data"] + new_items}
     write_text_atomically(run / RECORD_NAME, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
 
 

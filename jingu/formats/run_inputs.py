@@ -21,12 +21,14 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
 from jingu.runtime.checksums import NO_RECORDS, ContentRecord, Records, digest_records, parse_records, record_file
-from jingu.runtime.files import read_json
+from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.hub import hub_name_of, parse_name
 from jingu.text.identity import INPUTS_NAME
 
 BASE = "initialize.from"
 """The name of the model for which a run trains adapters."""
+BASE_RECORD = "base.json"
+"""The record of the model for which the adapters in a peft folder were trained; only jingu writes it."""
 # The files of a model's folder that determine its parameters.
 _MODEL_FILES = ("*.safetensors", "*.index.json", "*.gguf", "config.json", "adapter_config.json", MANIFEST)
 _FIX = "Restore the file, or delete it: then the contents of what the run reads are recorded anew."
@@ -40,11 +42,13 @@ class RunInput:
         path: absolute path.
         relative: path relative to the run's folder; empty if there is none.
         content: hash of the contents of all its files.
+        files: absolute paths of these files, if they have records.
     """
 
     path: str
     relative: str
     content: str
+    files: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class RunInputs:
         self.files.update({record.path: record for record in records})
         absolute = str(path.absolute()) if isinstance(path, Path) else str(path)
         relative = os.path.relpath(absolute, run.absolute()) if isinstance(path, Path) else ""
-        return RunInput(absolute, relative, digest_records(records))
+        return RunInput(absolute, relative, digest_records(records), [record.path for record in records])
 
 
 def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[ContentRecord]:
@@ -110,10 +114,54 @@ def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[Conte
     return records
 
 
+def write_base_record(folder: Path, base: StoredModel, path: Path) -> None:
+    """Write into a peft folder which model its adapters were trained for, with the checksums of that model's files.
+
+    Args:
+        path: the model's path, for error messages.
+
+    Raises:
+        JinguError: a file of the model cannot be read.
+    """
+    _save_base_record(folder, str(path), record_model(base))
+
+
+def _save_base_record(folder: Path, model: str, records: Sequence[ContentRecord]) -> None:
+    files = [record.to_json() for record in records]
+    content = {"model": model, "content": digest_records(records), "files": files}
+    write_text_atomically(folder / BASE_RECORD, json.dumps(content, indent=2) + "\n")
+
+
+def find_other_base(folder: Path, base: StoredModel) -> str | None:
+    """Return the path of the model for which the adapters in a peft folder were trained, if it is not this one.
+
+    Returns:
+        None if it is this model, or not known, as in the folders of other tools.
+
+    Raises:
+        JinguError: the record is damaged, or a file of the model cannot be read.
+    """
+    path = folder / BASE_RECORD
+    if not path.is_file():
+        return None
+    fix = "Restore the file; or delete it, and the base of the adapters is not compared."
+    content = read_json(path, fix)
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), str) for key in ("model", "content")):
+        raise JinguError("the file is damaged.", where=path, fix=fix)
+    known = parse_records(content.get("files"))
+    records = record_model(base, known)
+    if digest_records(records) != content["content"]:
+        return str(content["model"])
+    if any(known.get(record.path) != record for record in records):
+        with suppress(OSError):  # the records only save time
+            _save_base_record(folder, content["model"], records)
+    return None
+
+
 def _pin(named: str, expected: RunInput | None) -> Path:
     """Return the name of a base on a hub at the commit that the run was started with; any other name as it is."""
-    pinned = None if expected is None else hub_name_of(Path(expected.path))
-    return Path(named if pinned is None or parse_name(named) is None else str(pinned))
+    pinned_name = None if expected is None else hub_name_of(Path(expected.path))
+    return Path(named if pinned_name is None or parse_name(named) is None else str(pinned_name))
 
 
 def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
@@ -127,22 +175,22 @@ def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) 
         JinguError: the model is not to be found, or is not the one that the run was started with.
     """
     inputs = RunInputs.load(run)
-    expected = inputs.inputs.get(BASE)
+    expected_base = inputs.inputs.get(BASE)
     # A run that stands beside its base finds it also after both have moved.
     candidates = [Path(named), run.absolute().parent.parent / named]
-    if expected is not None:
-        candidates = [Path(expected.path), run / expected.relative, *candidates]
-    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected)]
+    if expected_base is not None:
+        candidates = [Path(expected_base.path), run / expected_base.relative, *candidates]
+    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected_base)]
     for path in existing:
-        stored = open_model(path)
-        if expected is None:
-            return stored, path
-        records = record_model(stored, inputs.files)
-        if digest_records(records) == expected.content:
+        stored_model = open_model(path)
+        if expected_base is None:
+            return stored_model, path
+        records = record_model(stored_model, inputs.files)
+        if digest_records(records) == expected_base.content:
             if any(inputs.files.get(record.path) != record for record in records):
                 with suppress(OSError):  # the records only save time
                     RunInputs(inputs.inputs, inputs.files | {record.path: record for record in records}).save(run)
-            return stored, path
+            return stored_model, path
     raise JinguError(
         f"{existing[0]} is not the model for which these adapters were trained: its contents have changed.",
         where=run,

@@ -15,9 +15,9 @@ from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_parameter
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
-from jingu.model.parameter_table import is_adapter, is_trained
 from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
 from jingu.model.spec import Ia3, Lora, ModelSpec, replace_fields
+from jingu.model.trainable import is_adapter, is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 
@@ -195,9 +195,9 @@ def residual_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
         module = name.removesuffix(".weight")
         if f"{module}.lora_a" not in names:
             return weight
-        own = adapter.of_module(module)
-        a, b = initial_factors(own.init_lora_weights, weight, own)
-        return weight - own.scale * (b @ a)
+        module_adapter = adapter.of_module(module)
+        a, b = initial_factors(module_adapter.init_lora_weights, weight, module_adapter)
+        return weight - module_adapter.scale * (b @ a)
 
     return replace(base, read=read)
 
@@ -212,13 +212,15 @@ def read_lora_pair(
     """
     adapter = adapters.spec.adapter
     assert isinstance(adapter, Lora)
-    own = adapter.of_module(module)
+    module_adapter = adapter.of_module(module)
     a = adapters.read(f"{module}.lora_a", expert)
-    b = own.scale * adapters.read(f"{module}.lora_b", expert)
-    if own.init_lora_weights not in RESIDUAL_INITS:
+    b = module_adapter.scale * adapters.read(f"{module}.lora_b", expert)
+    if module_adapter.init_lora_weights not in RESIDUAL_INITS:
         return a, b
-    initial_a, initial_b = initial_factors(own.init_lora_weights, base.read(f"{module}.weight", expert), own)
-    return torch.cat([a, initial_a.to(a.dtype)]), torch.cat([b, -own.scale * initial_b.to(b.dtype)], 1)
+    initial_a, initial_b = initial_factors(
+        module_adapter.init_lora_weights, base.read(f"{module}.weight", expert), module_adapter
+    )
+    return torch.cat([a, initial_a.to(a.dtype)]), torch.cat([b, -module_adapter.scale * initial_b.to(b.dtype)], 1)
 
 
 def extend_base(base: StoredModel, spec: ModelSpec) -> StoredModel:
@@ -247,11 +249,11 @@ def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:
         return model
     with torch.device("meta"):
         modules = build_model(spec).named_modules()
-        quantized = {name for name, module in modules if isinstance(module, QuantizedWeight)}
+        quantized_names = {name for name, module in modules if isinstance(module, QuantizedWeight)}
 
     def read(name: str, expert: int | None = None) -> Tensor:
         weight = model.read(name, expert)
-        if name not in quantized:
+        if name not in quantized_names:
             return weight
         wide_dtype = torch.promote_types(weight.dtype, torch.float32)
         return dequantize(*quantize(weight, kind), kind).to(wide_dtype)

@@ -48,8 +48,8 @@ class CudaGraphRunner:
         if graph is None:
             if len(self._graphs) == self._most:
                 del self._graphs[next(iter(self._graphs))]
-            own = [tensor.clone() for tensor in inputs]
-            graph = self._graphs[shape] = _Graph(own, *self._record(lambda: step(own)))
+            static_inputs = [tensor.clone() for tensor in inputs]
+            graph = self._graphs[shape] = _Graph(static_inputs, *self._record(lambda: step(static_inputs)))
         # 3. Copy the inputs into the graph's buffers and replay it.
         for graph_input, step_input in zip(graph.inputs, inputs, strict=True):
             graph_input.copy_(step_input, non_blocking=True)

@@ -105,19 +105,58 @@ class Engine:
 
     # Complete results
 
-    def generate(self, requests: abc.Sequence[Request]) -> list[str]:
-        """Run requests in one batch; return the text of each one's first choice.
+    def run(self, requests: abc.Sequence[Request], error_fix: str = "Try --precision fp32.") -> list[list[Event]]:
+        """Run requests in one batch, to their ends; return the events of each request.
+
+        Steps may also advance requests that were submitted before; the next step returns their events.
+
+        Args:
+            error_fix: what the error of a request that fails tells the user to do.
 
         Raises:
-            JinguError: a request does not fit the model, or fails, as with logits that are not finite.
+            JinguError: a request does not fit the model, or fails, as with logits that are not finite. All requests
+                have ended then, so that the engine can be used again.
         """
-        texts = {self.submit(request): "" for request in requests}
-        for event in self._run(list(texts)):
+        # 1. A request that does not fit ends those before it.
+        events: dict[int, list[Event]] = {}
+        try:
+            for request in requests:
+                events[self.submit(request)] = []
+        except JinguError:
+            for request_id in events:
+                self.cancel(request_id)
+            self._events = [event for event in self._events if event.request_id not in events]
+            raise
+        # 2. Take steps until all have ended.
+        unrelated: list[Event] = []
+        fillers: set[int] = set()
+        while self._any_rank_has_work(self._has_any(events) or self._has_any(fillers)):
+            if not self._has_any(events) and not self._has_any(fillers):
+                # Only other ranks have work: score something, so that this rank takes part in their forward passes.
+                fillers = {
+                    self.submit(request)
+                    for request in self._score_requests((), [[self.model.tokenizer.eos_token_id]], None)
+                }
+            for event in self.step():
+                if event.request_id not in fillers:
+                    events.get(event.request_id, unrelated).append(event)
+        self._events = unrelated + self._events
+        # 3. An error of any of them is an error of the call.
+        for event in chain(*events.values()):
             if event.error is not None:
-                raise JinguError(f"{event.error}.", where=self.model.name, fix="Try --precision fp32.")
-            if event.choice == 0 and event.token is not None:
-                texts[event.request_id] += event.token.text
-        return list(texts.values())
+                raise JinguError(f"{event.error}.", where=self.model.name, fix=error_fix)
+        return list(events.values())
+
+    def _has_any(self, request_ids: abc.Iterable[int]) -> bool:
+        """Return whether any of these requests has not ended."""
+        return any(request_id in self._groups for request_id in request_ids)
+
+    def generate(self, requests: abc.Sequence[Request]) -> list[str]:
+        """Run requests in one batch; return the text of each one's first choice. Raise JinguError as `run` does."""
+        return [
+            "".join(event.token.text for event in events if event.choice == 0 and event.token is not None)
+            for events in self.run(requests)
+        ]
 
     def score(
         self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None = None
@@ -144,29 +183,30 @@ class Engine:
         adapter: str | None = None,
     ) -> list[list[Score]]:
         """Return the scores of several contexts, each with its continuations, computed in one batch; see `score`."""
-        request_ids = [self._submit_scores(context, continuations, adapter) for context, continuations in requests]
-        scores: dict[int, list[Score]] = {}
-        for event in sorted(self._run(list(chain(*request_ids))), key=lambda event: event.choice):
-            if event.score is None:
-                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
-            scores.setdefault(event.request_id, []).append(event.score)
-        return [[score for request_id in ids for score in scores[request_id]] for ids in request_ids]
+        batches = [self._score_requests(context, continuations, adapter) for context, continuations in requests]
+        results = iter(self.run(list(chain(*batches))))
+        return [list(chain(*(_scores_of(next(results)) for _ in batch))) for batch in batches]
 
-    def _submit_scores(
+    def _score_requests(
         self, context: abc.Sequence[int], continuations: abc.Sequence[abc.Sequence[int]], adapter: str | None
-    ) -> list[int]:
-        """Submit the continuations of a context; return the ids of the requests."""
+    ) -> list[Request]:
+        """Return the requests that score the continuations of a context."""
         # A request has as many continuations as can run at a time; they share one computation of the context.
         block_size = self._blocks.block_size
         longest = max(map(len, continuations), default=0)
         num_free = self.stats().total_blocks - (len(context) + self.model.spec.prompts[0]) // block_size
         num_forks = max(1, min(self.settings.max_num_seqs, num_free // (1 + -(-longest // block_size))))
-        request_ids = []
-        for first in range(0, len(continuations), num_forks):
-            targets = tuple(tuple(ids) for ids in continuations[first : first + num_forks])
-            request = Request(tuple(context), SamplingParams(), longest, adapter=adapter, continuations=targets)
-            request_ids.append(self.submit(request))
-        return request_ids
+        parts = [continuations[first : first + num_forks] for first in range(0, len(continuations), num_forks)]
+        return [
+            Request(
+                tuple(context),
+                SamplingParams(),
+                longest,
+                adapter=adapter,
+                continuations=tuple(tuple(ids) for ids in part),
+            )
+            for part in parts
+        ]
 
     def embed(
         self, prompts: abc.Sequence[abc.Sequence[int]], pooling: Pooling = "mean", adapter: str | None = None
@@ -177,30 +217,8 @@ class Engine:
         Raises:
             JinguError: the model has no embeddings or scores, a prompt does not fit it, or its states are not finite.
         """
-        request_ids = [
-            self.submit(Request(tuple(prompt), SamplingParams(), 1, adapter=adapter, pooling=pooling))
-            for prompt in prompts
-        ]
-        embeddings = {}
-        for event in self._run(request_ids):
-            if event.embedding is None:
-                raise JinguError(f"{event.error}.", fix="Try --precision fp32.")
-            embeddings[event.request_id] = event.embedding
-        return [embeddings[request_id] for request_id in request_ids]
-
-    def _run(self, request_ids: list[int]) -> list[Event]:
-        """Take steps until these requests are finished and return their events. The next step returns other events."""
-        events: list[Event] = []
-        others: list[Event] = []
-        own = set(request_ids)
-        while self._any_rank_has_work(not own.isdisjoint(self._groups)):
-            if own.isdisjoint(self._groups):
-                # Only other ranks have work: score something, so that this rank takes part in their forward passes.
-                own.update(self._submit_scores((), [[self.model.tokenizer.eos_token_id]], None))
-            for event in self.step():
-                (events if event.request_id in own else others).append(event)
-        self._events = others + self._events
-        return events
+        requests = [Request(tuple(prompt), SamplingParams(), 1, adapter=adapter, pooling=pooling) for prompt in prompts]
+        return [event.embedding for (event,) in self.run(requests) if event.embedding is not None]
 
     # Requests
 
@@ -244,12 +262,12 @@ class Engine:
         if spec.num_encoder_layers is not None:
             encoder_ids = spec.prompted((*request.prompt, model.tokenizer.eos_token_id), encoder=True)
             decoder_ids = [model.decoder_start_token_id]
-        for unsupported, what in (
+        for is_unsupported, what in (
             (any(spec.prompts), "prompt tuning"),
             (model.is_prefix_lm, "prefix language models"),
             (encoder_ids is not None, "encoder-decoder models"),
         ):
-            if request.prompt_logprobs and unsupported:
+            if request.prompt_logprobs and is_unsupported:
                 raise JinguError(f"unavailable with {what}.", where="prompt_logprobs", fix="Leave it out.")
         # 3. Make the group, with virtual tokens in front of the prompt, and check that the KV cache has room for it.
         prompt_ids = spec.prompted(decoder_ids)
@@ -337,12 +355,12 @@ class Engine:
         start = time.perf_counter()
         # 1. Admit waiting sequences and select tokens.
         encoding = self._scheduler.admit()
-        scheduled = self._scheduler.schedule(self._propose())
-        if scheduled:
+        batch = self._scheduler.schedule(self._propose())
+        if batch:
             # 2. Compute them in one forward pass.
-            outputs = self._forward(scheduled, encoding)
+            outputs = self._forward(batch, encoding)
             # 3. Sample, and append the new tokens to their sequences.
-            self._process(scheduled, outputs)
+            self._process(batch, outputs)
             self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
         events = self._events
@@ -404,16 +422,16 @@ class Engine:
             logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, pooled_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
         # 4. Split logits and hidden states by sequence.
-        pooled = [item.sequence.group.request.pooling is not None for item in scheduled]
-        logits = logits_NV.split([0 if pools else count for pools, count in zip(pooled, counts, strict=True)])
-        states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(pooled, counts, strict=True)])
-        return [states[index] if pools else logits[index] for index, pools in enumerate(pooled)]
+        is_pooling = [item.sequence.group.request.pooling is not None for item in scheduled]
+        logits = logits_NV.split([0 if pools else count for pools, count in zip(is_pooling, counts, strict=True)])
+        states = hidden_ND.cpu().split([count if pools else 0 for pools, count in zip(is_pooling, counts, strict=True)])
+        return [states[index] if pools else logits[index] for index, pools in enumerate(is_pooling)]
 
     def _process(self, scheduled: list[ScheduledSequence], outputs: list[Tensor]) -> None:
         """Advance every sequence with its outputs, and end those that are finished."""
         # Sampling and scoring are batched over sequences, so that the host waits for the GPU once for each of them.
         beams: dict[SequenceGroup, list[Tensor]] = {}
-        sampled = self._sample(scheduled, outputs)
+        sampled_rows = self._sample(scheduled, outputs)
         scores = self._score(scheduled, outputs)
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
@@ -429,7 +447,7 @@ class Engine:
                 event = sequence.pool(logits_NV, self._score_weight_1D if group.request.pooling == "score" else None)
                 self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
-                self._accept(sequence, item.draft_tokens, sampled[sequence])
+                self._accept(sequence, item.draft_tokens, sampled_rows[sequence])
             # 2. Put full blocks into the prefix cache, unless their values may not be finite.
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
@@ -464,14 +482,14 @@ class Engine:
             if not is_complete or not is_plain:
                 continue
             try:
-                own = sequence.sampling_rows(item.draft_tokens)
+                sequence_rows = sequence.sampling_rows(item.draft_tokens)
             except SamplingError as error:
                 events[sequence] = [partial(sequence.fail, error)]
                 continue
             first = len(logits_NV) - 1 - len(item.draft_tokens)
-            rows += own
-            logits.append(logits_NV[first : first + len(own)])
-            takers.append((sequence, len(own)))
+            rows += sequence_rows
+            logits.append(logits_NV[first : first + len(sequence_rows)])
+            takers.append((sequence, len(sequence_rows)))
         tokens = iter(sample_rows(torch.cat(logits), rows) if rows else ())
         for sequence, count in takers:
             events[sequence] = [partial(sequence.take, next(tokens)) for _ in range(count)]
@@ -576,6 +594,11 @@ class Engine:
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),
         )
+
+
+def _scores_of(events: list[Event]) -> list[Score]:
+    """Return the scores of a request's continuations, in their order."""
+    return [event.score for event in sorted(events, key=lambda event: event.choice) if event.score is not None]
 
 
 def _read_tables(tables: list[Tensor]) -> list[list[Any]]:

@@ -246,16 +246,16 @@ def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.d
 def _warn_of_slow_matmuls(kind: QuantizationFormat, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
     """Warn if quantized matrices save memory but no time on this device."""
     name = device_name(device)
-    dequantized = "dequantized for each matmul, which saves memory, but no time."
+    explanation = "dequantized for each matmul, which saves memory, but no time."
     if device.type == "cpu":
         if kind == "fp8":
             log_warning(f"{name} has no units for FP8: the matmuls of --precision fp8 are computed in fp32, slowly.")
     elif spec.experts is not None:
-        log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {dequantized}")
+        log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {explanation}")
     elif kind == "int4" and dtype != torch.bfloat16:
-        log_warning(f"{name}'s kernel for int4 computes in bf16, which this GPU lacks: matrices are {dequantized}")
+        log_warning(f"{name}'s kernel for int4 computes in bf16, which this GPU lacks: matrices are {explanation}")
     elif kind == "int4" and not has_int4_kernel(device):
-        log_warning(f"PyTorch has no kernel for int4 on {name}: matrices are {dequantized}")
+        log_warning(f"PyTorch has no kernel for int4 on {name}: matrices are {explanation}")
 
 
 def load_chat_model(

@@ -136,14 +136,14 @@ class PagedKVCache:
                     starts[number] = len(ids)
                 ids += chunk.ids[begin - chunk.first : begin - chunk.first + num_tokens]
                 positions += range(begin, begin + num_tokens)
-                own = chunk.table.blocks
+                chunk_blocks = chunk.table.blocks
                 slots += [
-                    own[position // self.block_size] * self.block_size + position % self.block_size
+                    chunk_blocks[position // self.block_size] * self.block_size + position % self.block_size
                     for position in range(begin, begin + num_tokens)
                 ]
                 # Pad to whole spans of keys with the zero block.
-                blocks += own[:num_blocks]
-                blocks += [ZERO_BLOCK] * (num_blocks - len(own))
+                blocks += chunk_blocks[:num_blocks]
+                blocks += [ZERO_BLOCK] * (num_blocks - len(chunk_blocks))
             # 2. Make the group.
             begins = copy_to_device([begin for _, begin in members], self.device)
             self.tables.append([chunks[number].table for number, _ in members])

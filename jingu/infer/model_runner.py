@@ -85,8 +85,8 @@ class ModelRunner:
 
         # 2. Define the forward pass as a function of tensors only, as a CUDA graph needs it.
         def run_forward(inputs: Sequence[Tensor]) -> Tensor:
-            tokens_BT, positions_BT, rows_N, *planned = inputs
-            cache.set_graph_inputs(planned)
+            tokens_BT, positions_BT, rows_N, *plan_tensors = inputs
+            cache.set_graph_inputs(plan_tensors)
 
             def compute_head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
                 nonlocal hidden_ND

@@ -24,8 +24,8 @@ from jingu.formats.stored_model import StoredModel, read_lora_pair
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parameter_table import is_trained
 from jingu.model.spec import Lora
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import Model
 
 # By module name, the A and B matrices of an adapter; B includes the scale.
@@ -92,7 +92,7 @@ class LoraAdapters:
 
     def detach(self, name: str) -> None:
         """Remove an adapter. Requests in progress can still use it."""
-        self._by_name = {other: adapter for other, adapter in self._by_name.items() if other != name}
+        self._by_name = {other_name: adapter for other_name, adapter in self._by_name.items() if other_name != name}
 
     def _wrap(self, name: str) -> MultiLoraLinear | None:
         """Replace a linear layer by one with adapters and return that; None if the layer is on another rank."""
@@ -182,18 +182,18 @@ def _cut(model: Model, name: str, dim: int, whole: Tensor) -> Tensor:
 
 
 def _read(path: Path, base: StoredModel) -> LoraWeights:
-    own = load_adapters(path, base)
-    if own.is_prefix_lm != base.is_prefix_lm:
+    adapters = load_adapters(path, base)
+    if adapters.is_prefix_lm != base.is_prefix_lm:
         what = "of the model and its adapter, one was trained to see beginnings in both directions and one was not."
         raise JinguError(what, where=path, fix="Serve the adapter's run by itself.")
-    adapter = own.spec.adapter
-    trained = [name for name in parameter_shapes(own.spec) if is_trained(name, own.spec)]
-    is_plain = all("blocks." in name and name.endswith((".lora_a", ".lora_b")) for name in trained)
-    if not isinstance(adapter, Lora) or not is_plain or any(".experts." in name for name in trained):
+    adapter = adapters.spec.adapter
+    trained_names = [name for name in parameter_shapes(adapters.spec) if is_trained(name, adapters.spec)]
+    is_plain = all("blocks." in name and name.endswith((".lora_a", ".lora_b")) for name in trained_names)
+    if not isinstance(adapter, Lora) or not is_plain or any(".experts." in name for name in trained_names):
         raise JinguError(
             "only LoRA of plain matrices can stand beside a model.",
             where=path,
             fix="`jingu tune merge` writes a model of it, if it is of another kind that can be merged.",
         )
-    modules = [name.removesuffix(".lora_a") for name in trained if name.endswith(".lora_a")]
-    return {module: read_lora_pair(own, base, module) for module in modules}
+    modules = [name.removesuffix(".lora_a") for name in trained_names if name.endswith(".lora_a")]
+    return {module: read_lora_pair(adapters, base, module) for module in modules}

@@ -102,13 +102,13 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: P
     if any(type(part) is not Linear for part in parts):
         return None
     weights: list[Any] = [part.weight for part in parts]
-    joined: AnyPrepacked
+    joined_weight: AnyPrepacked
     if all(_has_kernel(weight) and weight.kind == weights[0].kind for weight in weights):
         values = torch.cat([weight.values for weight in weights])
         scales = torch.cat([weight.scales for weight in weights])
-        joined = pack(weights[0].kind, values, scales)
+        joined_weight = pack(weights[0].kind, values, scales)
     elif use_onednn and all(isinstance(weight, Tensor) for weight in weights):
-        joined = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
+        joined_weight = PrepackedWeight.pack(torch.cat([weight.detach().to(dtype) for weight in weights]))
     else:
         return None
     layer = Linear(parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta")
@@ -116,7 +116,7 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: P
         layer.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
         _free_weight(part)
-    _set_weight(layer, joined)
+    _set_weight(layer, joined_weight)
     return layer
 
 

@@ -158,10 +158,10 @@ def sample_rows(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> list[SampledT
 
 def _read(row: SamplingRow, values: list[float]) -> SampledToken:
     """Return the sampled token from its row of the table."""
-    token_id, is_finite, *others = values
+    token_id, is_finite, *candidates = values
     if row.num_logprobs is None:
         return SampledToken(int(token_id), bool(is_finite))
-    logprob, *tops = others
+    logprob, *tops = candidates
     half = len(tops) // 2
     top = [(int(token), value) for token, value in zip(tops[:half], tops[half:], strict=True)]
     return SampledToken(int(token_id), bool(is_finite), logprob, tuple(top[: row.num_logprobs]))
@@ -182,23 +182,23 @@ def apply_penalties(logits_NV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     logits_NV = logits_NV.clone()
     biases = [(n, token, value) for n, row in enumerate(rows) for token, value in row.params.logit_bias.items()]
     _add(logits_NV, biases)
-    repeated = [
+    repetition_rows = [
         (n, token, row.params.repetition_penalty)
         for n, row in enumerate(rows)
         if row.params.repetition_penalty != 1.0
         for token in {*row.prompt, *row.output}
     ]
-    if repeated:
-        where, penalty = _entries(logits_NV, repeated)
+    if repetition_rows:
+        where, penalty = _entries(logits_NV, repetition_rows)
         old = logits_NV[where]
         logits_NV.index_put_(where, torch.where(old < 0, old * penalty, old / penalty))
-    counted = [
+    count_rows = [
         (n, token, -row.params.presence_penalty - row.params.frequency_penalty * count)
         for n, row in enumerate(rows)
         if row.params.presence_penalty or row.params.frequency_penalty
         for token, count in Counter(row.output).items()
     ]
-    _add(logits_NV, counted)
+    _add(logits_NV, count_rows)
     _add(logits_NV, [(n, token, -torch.inf) for n, row in enumerate(rows) for token in row.forbidden])
     return logits_NV
 

@@ -60,36 +60,36 @@ class Scheduler:
         # 2. Limit texts to embed to one step's tokens, so that they take turns with prompts.
         pooled_tokens = sum(running.num_uncomputed for running in self.running if running.group.request.pooling)
         # 3. Admit sequences in order; skip those that have to wait for something else than free blocks.
-        skipped: deque[Sequence] = deque()
+        skipped_sequences: deque[Sequence] = deque()
         encoding = None
         while self.waiting and encoding is None and self._has_slots(self.waiting[0].group):
             sequence = self.waiting.popleft()
             if sequence.group.request.pooling:
                 if pooled_tokens >= self._prefill_chunk_size:
-                    skipped.append(sequence)
+                    skipped_sequences.append(sequence)
                     continue
                 pooled_tokens += len(sequence.token_ids)
             # The last token is always computed, for its logits; so are all tokens if the request needs their outputs.
             hashes: list[bytes] = []
             if sequence.group.shares_blocks and not sequence.needs_all_tokens:
                 hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
-            cached = self._acquire_prefix(hashes)
+            prefix_blocks = self._acquire_prefix(hashes)
             num_tokens = len(sequence.token_ids) + sequence.group.request.generates
-            num_new = self._blocks.blocks_for(num_tokens) - len(cached)
+            num_new = self._blocks.blocks_for(num_tokens) - len(prefix_blocks)
             full = num_new > self._blocks.num_free
             # Wait for a block that another sequence is about to fill, rather than compute it twice.
-            coming = len(cached) < len(hashes) and hashes[len(cached)] in pending
+            coming = len(prefix_blocks) < len(hashes) and hashes[len(prefix_blocks)] in pending
             if full or coming:
-                for block in cached:
+                for block in prefix_blocks:
                     self._blocks.release(block)
-                skipped.append(sequence)
+                skipped_sequences.append(sequence)
                 if full:
                     break
                 continue
-            self._start(sequence, cached)
-            pending |= set(hashes[len(cached) :])
+            self._start(sequence, prefix_blocks)
+            pending |= set(hashes[len(prefix_blocks) :])
             encoding = sequence if sequence.group.encoder_ids is not None else None
-        self.waiting = skipped + self.waiting
+        self.waiting = skipped_sequences + self.waiting
         return encoding
 
     def _has_slots(self, group: SequenceGroup) -> bool:
@@ -102,13 +102,13 @@ class Scheduler:
 
     def _acquire_prefix(self, hashes: abc.Sequence[bytes]) -> list[int]:
         """Add references to the cached blocks with these hashes and return them, up to the first missing one."""
-        cached = []
+        prefix_blocks = []
         for content in hashes:
             block = self._blocks.acquire_cached(content)
             if block is None:
                 break
-            cached.append(block)
-        return cached
+            prefix_blocks.append(block)
+        return prefix_blocks
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         sequence.table = BlockTable(cached)
@@ -127,12 +127,12 @@ class Scheduler:
         Args:
             drafts: draft tokens of decoding sequences, to be verified in the step.
         """
-        scheduled: list[ScheduledSequence] = []
+        batch: list[ScheduledSequence] = []
         budget = self._prefill_chunk_size
         for sequence in list(self.running):
             # Bidirectional positions are computed together, even beyond the budget; decoding does not use the budget.
-            whole = budget > 0 and sequence.num_computed < sequence.group.bidirectional.stop
-            if whole or sequence.num_uncomputed == 1:
+            is_bidirectional = budget > 0 and sequence.num_computed < sequence.group.bidirectional.stop
+            if is_bidirectional or sequence.num_uncomputed == 1:
                 num_tokens = sequence.num_uncomputed
             else:
                 num_tokens = min(sequence.num_uncomputed, budget)
@@ -144,10 +144,10 @@ class Scheduler:
                 continue
             if sequence.num_uncomputed > 1:
                 budget -= num_tokens
-            scheduled.append(ScheduledSequence(sequence, num_tokens, draft_tokens))
+            batch.append(ScheduledSequence(sequence, num_tokens, draft_tokens))
         # Drop sequences that were preempted after they were scheduled.
-        scheduled = [item for item in scheduled if item.sequence in self.running]
-        return sorted(scheduled, key=lambda item: item.num_tokens + len(item.draft_tokens) > 1)
+        batch = [item for item in batch if item.sequence in self.running]
+        return sorted(batch, key=lambda item: item.num_tokens + len(item.draft_tokens) > 1)
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> list[int] | None:
         """Allocate blocks for a sequence's next tokens, preempting others if there are too few. Return the draft tokens
@@ -166,13 +166,13 @@ class Scheduler:
             self._preempt(self.running[-1])
         if sequence not in self.running:
             return None
-        allocated = [self._blocks.allocate() for _ in range(num_new)]
+        new_blocks = [self._blocks.allocate() for _ in range(num_new)]
         if copies:
-            copy = allocated.pop(0)
+            copy = new_blocks.pop(0)
             self._cache.copy(blocks[last], copy)
             self._blocks.release(blocks[last])
             blocks[last] = copy
-        blocks += allocated
+        blocks += new_blocks
         return draft_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -225,9 +225,9 @@ class Scheduler:
     def discard_content(self, sequence: Sequence, first: int = 0) -> None:
         """Zero a sequence's unshared blocks from the index `first` on, and remove them from the prefix cache.
         Non-finite values would spoil the attention of later owners, even in masked positions."""
-        own = [block for block in sequence.table.blocks[first:] if not self._blocks.is_shared(block)]
-        self._cache.clear(own)
-        for block in own:
+        private_blocks = [block for block in sequence.table.blocks[first:] if not self._blocks.is_shared(block)]
+        self._cache.clear(private_blocks)
+        for block in private_blocks:
             self._blocks.uncache(block)
 
     def _hash_blocks(self, sequence: Sequence, tokens: int) -> list[bytes]:

@@ -112,25 +112,25 @@ class DraftModelSpeculator:
                 budget -= len(draft.chunk.ids) - 1
                 drafts.append(draft)
         # 2. Each round computes one forward pass, and adds one token to every unfinished draft.
-        proposed = {}
+        proposals = {}
         while drafts:
             drafts.sort(key=lambda draft: len(draft.chunk.ids) > 1)
-            unfinished = []
+            active_drafts = []
             rows = [draft.sequence.sampling_row(draft.tokens) for draft in drafts]
-            sampled = sample_rows(self._logits([draft.chunk for draft in drafts]), rows)
-            for draft, token in zip(drafts, sampled, strict=True):
+            sampled_tokens = sample_rows(self._logits([draft.chunk for draft in drafts]), rows)
+            for draft, token in zip(drafts, sampled_tokens, strict=True):
                 token_id = token.token_id
                 if not draft.complete or not token.is_finite:
                     continue
                 draft.tokens.append(token_id)
-                proposed[draft.sequence] = draft.tokens
+                proposals[draft.sequence] = draft.tokens
                 if len(draft.tokens) < draft.max_tokens:
                     end = draft.chunk.first + len(draft.chunk.ids)
                     chunk = SequenceChunk(draft.chunk.table, end, [token_id])
                     self._states[draft.sequence].proposed.append(token_id)
-                    unfinished.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens))
-            drafts = unfinished
-        return proposed
+                    active_drafts.append(_Draft(draft.sequence, chunk, draft.tokens, draft.max_tokens))
+            drafts = active_drafts
+        return proposals
 
     def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
         """Return the tokens that the draft model has not read yet, as a draft; None if it has no room for them."""
@@ -144,13 +144,16 @@ class DraftModelSpeculator:
             state.proposed = []
         # 2. Keep the keys and values of accepted draft tokens. The last token is read again for its logits.
         new_ids = sequence.token_ids[num_virtual + state.num_computed :]
-        accepted = 0
-        while accepted < min(len(new_ids) - 1, len(state.proposed)) and new_ids[accepted] == state.proposed[accepted]:
-            accepted += 1
-        state.num_computed += accepted
+        num_accepted = 0
+        while (
+            num_accepted < min(len(new_ids) - 1, len(state.proposed))
+            and new_ids[num_accepted] == state.proposed[num_accepted]
+        ):
+            num_accepted += 1
+        state.num_computed += num_accepted
         state.proposed = []
         # 3. Allocate blocks for the chunk and the draft tokens, if context, vocabulary and cache have room.
-        ids = new_ids[accepted : accepted + budget + 1]
+        ids = new_ids[num_accepted : num_accepted + budget + 1]
         end = state.num_computed + len(ids)
         num_new = self._blocks.blocks_for(end + max_tokens) - len(state.table.blocks)
         too_long = end + max_tokens > self._spec.max_position_embeddings
@@ -160,7 +163,7 @@ class DraftModelSpeculator:
         state.table.blocks += [self._blocks.allocate() for _ in range(num_new)]
         chunk = SequenceChunk(state.table, state.num_computed, ids)
         state.num_computed = end
-        complete = accepted + len(ids) == len(new_ids)
+        complete = num_accepted + len(ids) == len(new_ids)
         return _Draft(sequence, chunk, [], max_tokens, complete)
 
     def _logits(self, chunks: list[SequenceChunk]) -> Tensor:
@@ -177,12 +180,12 @@ class DraftModelSpeculator:
 
 def _check_draft_model(draft: InferenceModel, target: InferenceModel) -> None:
     has_encoder = {draft.spec.num_encoder_layers, target.spec.num_encoder_layers} != {None}
-    for unsupported, what, fix in (
+    for is_unsupported, what, fix in (
         (has_encoder, "speculative decoding does not support encoder-decoder models.", "Leave it out."),
         (target.world_size > 1, "speculative decoding supports only a single process.", "Leave it out."),
         (draft.spec.prompts[0], "a draft model cannot have prompt tuning.", "Use the model that it was tuned from."),
     ):
-        if unsupported:
+        if is_unsupported:
             raise JinguError(what, where="--draft-model", fix=fix)
     target_vocab = target.tokenizer.vocab()
     draft_vocab = draft.tokenizer.vocab()

@@ -70,13 +70,13 @@ class NodeSelection:
         nodes = read_hostfile(self.hostfile)
         if self.include is not None:
             return _read_selection(self.include, nodes, "--include")
-        excluded = _read_selection(self.exclude, nodes, "--exclude") if self.exclude is not None else []
-        slots = {node.host: node.slots for node in excluded}
+        excluded_nodes = _read_selection(self.exclude, nodes, "--exclude") if self.exclude is not None else []
+        slots = {node.host: node.slots for node in excluded_nodes}
         remaining = []
         for node in nodes:
-            own = tuple(slot for slot in node.slots if slot not in slots.get(node.host, ()))
-            if own:
-                remaining.append(replace(node, slots=own))
+            free_slots = tuple(slot for slot in node.slots if slot not in slots.get(node.host, ()))
+            if free_slots:
+                remaining.append(replace(node, slots=free_slots))
         if not remaining:
             raise JinguError("no slot remains.", where=f"--exclude {self.exclude}", fix="Exclude fewer.")
         return remaining
@@ -101,7 +101,7 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
             what = f"{host} has no slot {unknown}: it has {len(by_host[host].slots)}, counted from 0."
             raise JinguError(what, where=option)
         slots.setdefault(host, set()).update(map(int, words))
-    return [Node(host, tuple(sorted(own))) for host, own in slots.items()]
+    return [Node(host, tuple(sorted(host_slots))) for host, host_slots in slots.items()]
 
 
 def write_failing_nodes(hosts: Sequence[str]) -> None:

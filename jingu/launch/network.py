@@ -84,15 +84,20 @@ def check_network(
     rates = _measure_pairs(ranks, leaders, names)
     slow = find_slow(rates)
     for name in names:
-        own = [rate for pair, rate in rates.items() if name in pair]
-        if own:
-            add(name, "pairs", name not in slow, f"{min(own):,.2f} GB/s to {max(own):,.2f} GB/s with other nodes")
+        rank_rates = [rate for pair, rate in rates.items() if name in pair]
+        if rank_rates:
+            add(
+                name,
+                "pairs",
+                name not in slow,
+                f"{min(rank_rates):,.2f} GB/s to {max(rank_rates):,.2f} GB/s with other nodes",
+            )
     # 6. Attribute slow groups of an axis to nodes. If the pairs have shown slow nodes, these are the cause.
     for axis, group_rates in bus_rates.items():
-        expected = _expected_rate(ranks.device, hosts, next(iter(group_rates)))
-        failing = [name for name in find_slow_hosts(group_rates, hosts, expected) if not slow or name in slow]
+        expected_rate = _expected_rate(ranks.device, hosts, next(iter(group_rates)))
+        failing = [name for name in find_slow_hosts(group_rates, hosts, expected_rate) if not slow or name in slow]
         for name in failing or names[:1]:
-            add(name, f"all-reduce: {axis}", not failing, describe_groups(group_rates, expected))
+            add(name, f"all-reduce: {axis}", not failing, describe_groups(group_rates, expected_rate))
     return results, {"nic_gbs": median(rates.values())} if rates else {}
 
 
@@ -124,7 +129,7 @@ def _measure_groups(ranks: RankInfo, group: ProcessGroup | None) -> dict[tuple[i
     all_ranks_agree(True)
     seconds = _best_seconds(lambda: dist.all_reduce(tensor, group=group), ranks.device)
     rate = 2 * (len(members) - 1) / len(members) * MESSAGE_BYTES / seconds / 1e9
-    return {tuple(own): rate for own, rate in gather_from_all([members, rate])}
+    return {tuple(group_members): rate for group_members, rate in gather_from_all([members, rate])}
 
 
 def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence[int]) -> float | None:
@@ -132,9 +137,9 @@ def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence
     gpu = find_gpu(device_name(device)) if device.type != "cpu" else None
     if gpu is None or len(members) == 1:
         return None
-    own = [hosts[rank] for rank in members]
-    seconds = 2 * ring_seconds(MESSAGE_BYTES, Neighbors(len(own), own.count(own[0])), gpu)
-    return 2 * (len(own) - 1) / len(own) * MESSAGE_BYTES / seconds / 1e9
+    member_hosts = [hosts[rank] for rank in members]
+    seconds = 2 * ring_seconds(MESSAGE_BYTES, Neighbors(len(member_hosts), member_hosts.count(member_hosts[0])), gpu)
+    return 2 * (len(member_hosts) - 1) / len(member_hosts) * MESSAGE_BYTES / seconds / 1e9
 
 
 def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | None = None) -> list[str]:
@@ -195,9 +200,9 @@ def pair_nodes(count: int) -> list[list[tuple[int, int]]]:
 
 def _exchange(peer: int, device: torch.device) -> None:
     """Send to a rank and receive from it at the same time. As two separate calls this would deadlock under NCCL."""
-    sent = torch.ones(MESSAGE_BYTES // 4, device=device)
-    received = torch.empty_like(sent)
-    exchange = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    outgoing = torch.ones(MESSAGE_BYTES // 4, device=device)
+    incoming = torch.empty_like(outgoing)
+    exchange = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
 

@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +46,6 @@ _MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP", "MA
 _PORTS = range(15_000, 32_000)
 # The environment variable that names a file. A node of a Slurm job creates it when its ranks have saved after a signal.
 SAVED_VARIABLE = "JINGU_SAVED"
-# With pdsh: the suffix of the file with signals, next to the file with the start, and how often it is read.
-SIGNALS_SUFFIX = ".signals"
-_POLL_SECONDS = 1.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -108,7 +104,7 @@ def find_interface(address: str) -> str:
         try:
             # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
             probe.connect((address, 9))
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
@@ -117,7 +113,7 @@ def find_interface(address: str) -> str:
                 reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if socket.inet_ntoa(reply[20:24]) == own and name != "lo":
+            if socket.inet_ntoa(reply[20:24]) == own_address and name != "lo":
                 return name
     return ""
 
@@ -197,8 +193,8 @@ def combine_codes(codes: list[int]) -> int:
     for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
         if code in codes:
             return code
-    failed = [abs(code) for code in codes if code]
-    return failed[0] if failed else 0
+    failures = [abs(code) for code in codes if code]
+    return failures[0] if failures else 0
 
 
 def _obey_launcher() -> None:
@@ -208,48 +204,19 @@ def _obey_launcher() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _obey_file(path: Path) -> None:
-    """Send this process the signals that the launcher writes into a file."""
-    done = 0
-    while True:
-        time.sleep(_POLL_SECONDS)
-        with suppress(OSError):
-            for number in path.read_text(encoding="utf-8").split()[done:]:
-                done += 1
-                os.kill(os.getpid(), int(number))
-
-
-def _read_start(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        what = f"{path} is not here ({error.strerror}): the node has another folder of this name."
-        fix = "Share the folder with all nodes (NFS, for example), and start from there."
-        raise JinguError(what, where=f"{socket.gethostname()}:{Path.cwd()}", fix=fix) from error
-
-
-def main(words: list[str]) -> int:
-    """Run this node. Its `Start` comes from a variable (Slurm, a container), a file (pdsh), or standard input (ssh).
-
-    Args:
-        words: the file of the start and the rank of the node with pdsh; otherwise empty.
-    """
-    text = _read_start(Path(words[0])) if words else os.environ.pop(START_VARIABLE, None)
+def main() -> int:
+    """Run this node. Its `Start` comes from a variable (Slurm, a container) or from standard input (ssh)."""
+    text = os.environ.pop(START_VARIABLE, None)
     if text is not None:
         start = Start.from_json(text)
         if start.versions:
             check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
-        if words:
-            signals = Path(words[0]).with_suffix(SIGNALS_SUFFIX)
-            threading.Thread(target=_obey_file, args=(signals,), daemon=True).start()
-            threading.Thread(target=_obey_launcher, daemon=True).start()
-            return run_node(start, int(words[1]))
         rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
-        saved = os.environ.pop(SAVED_VARIABLE, None)
+        saved_value = os.environ.pop(SAVED_VARIABLE, None)
         code = run_node(replace(start, master=_find_master(start)), int(rank))
-        if code == EXIT_PREEMPTED and saved is not None:
+        if code == EXIT_PREEMPTED and saved_value is not None:
             # With another code, srun would end the other nodes while they are still saving.
-            Path(saved).touch()
+            Path(saved_value).touch()
             return 0
         return code
     print(HELLO + json.dumps(describe_node()), flush=True)
@@ -263,7 +230,7 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1:])
+        code = main()
     except JinguError as error:
         print(f"jingu: {error}", file=sys.stderr)
         code = 2

@@ -56,10 +56,10 @@ def check_devices(_folder: Path) -> tuple[str, Figures]:
 
     device = torch.device(find_device_type("auto"))
     for index in range(torch.accelerator.device_count() or 1):
-        own = torch.device(device.type, index)
-        a = torch.randn(512, 512, device=own)
+        device_here = torch.device(device.type, index)
+        a = torch.randn(512, 512, device=device_here)
         if not bool(torch.isfinite(a @ a).all()):
-            raise CheckError(f"the matmul of two finite matrices is not finite on {own}")
+            raise CheckError(f"the matmul of two finite matrices is not finite on {device_here}")
     machine = measure_machine()
     count = torch.accelerator.device_count() or machine.gpus_per_node
     name = device_name(device)
@@ -119,20 +119,20 @@ def check_disk(folder: Path) -> tuple[str, Figures]:
         raise CheckError(f"{folder} has room for only {room / 2**20:,.0f} MiB")
     block = os.urandom(_DISK_BYTES)
     path = folder / f".doctor-{uuid4().hex}"
-    renamed = path.with_suffix(".renamed")
+    new_path = path.with_suffix(".renamed")
     try:
         start = time.perf_counter()
         with path.open("wb") as file:
             file.write(block)
             os.fsync(file.fileno())
         rate = _DISK_BYTES / (time.perf_counter() - start) / 1e9
-        path.rename(renamed)
-        if renamed.read_bytes() != block:
+        path.rename(new_path)
+        if new_path.read_bytes() != block:
             raise CheckError(f"{folder} returned other bytes than were written to it")
     except OSError as error:
         raise CheckError(f"{folder} cannot be written ({error.strerror})") from error
     finally:
-        for file_path in (path, renamed):
+        for file_path in (path, new_path):
             file_path.unlink(missing_ok=True)
     return f"{rate:,.2f} GB/s, room for {room / 1e9:,.0f} GB in {folder}", {"disk_gbs": rate}
 
@@ -161,9 +161,9 @@ def check_names(*names: str) -> tuple[str, Figures]:
         except OSError:
             nameless.append(address)
             continue
-        labels = {own.split(".")[0] for own in (official, *aliases)}
+        labels = {host_name.split(".")[0] for host_name in (official, *aliases)}
         # Only the name of another node shows a mistake: an unknown name may be an alias of the same machine.
-        if name.split(".")[0] not in labels and labels & {other.split(".")[0] for other in names}:
+        if name.split(".")[0] not in labels and labels & {other_name.split(".")[0] for other_name in names}:
             raise CheckError(f"{name} is {address}, and {address} is {official}; change DNS or /etc/hosts")
     # Not a failure: ranks do not need reverse lookups, but servers that look up their clients wait for a timeout.
     text = f"; no name is known for {join_words(nameless, 'and')}" if nameless else ""

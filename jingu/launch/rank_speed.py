@@ -41,7 +41,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
         share,
     )
     # With a causal mask, a token attends to half of the others on average.
-    attended = 4 * batch * heads * length * (length / 2) * size
+    attention_flops = 4 * batch * heads * length * (length / 2) * size
     a, b, c = torch.randn(3, 2**20)
     memory = 3 * a.nbytes / _mean_seconds(lambda: torch.add(a, b, out=c), share)
     small = torch.ones(8, requires_grad=True)
@@ -59,7 +59,7 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     efficiency = {
         "matmul": 1.0,
         "half_gflop": half / 1e9,
-        "attention": attended / attention / peak,
+        "attention": attention_flops / attention / peak,
         "memory": 1.0,
         "kernel_us": launch * 1e6,
         "link": 1.0,
@@ -81,9 +81,9 @@ def fit_matmuls(seconds: dict[tuple[int, int, int], float]) -> tuple[float, floa
         The peak FLOP/s, and the FLOP of a matmul that reaches half of it.
     """
     flops = np.array([2.0 * np.prod(shape, dtype=np.float64) for shape in seconds])
-    measured = np.array(list(seconds.values()))
+    measured_seconds = np.array(list(seconds.values()))
     # Both sides divided by the seconds: flops / seconds · (1 / peak) + 1 / seconds · (half / peak) = 1.
-    table = np.stack([flops / measured, 1 / measured], 1)
+    table = np.stack([flops / measured_seconds, 1 / measured_seconds], 1)
     (inverse_peak, overhead), *_ = np.linalg.lstsq(table, np.ones(len(flops)), rcond=None)
     return float(1 / inverse_peak), float(max(overhead / inverse_peak, 1e3))
 

@@ -77,7 +77,9 @@ def launch_slurm(
     srun = ["srun", "--export=ALL"]
     python = [sys.executable, "-m"]
     # 1. Compose the command of a task: a part of a data set or sweep, or a node of a run.
-    array = next((list(own) for own in _ARRAYS if tuple(words[: len(own)]) == own), None)
+    array = next(
+        (list(array_option) for array_option in _ARRAYS if tuple(words[: len(array_option)]) == array_option), None
+    )
     if array is not None:
         file = next(iter(words[len(array) :]), None)
         if file is None:
@@ -147,7 +149,7 @@ def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) 
     program = shutil.which(srun)
     if program is None:
         raise JinguError("there is no srun on this machine.", fix="Launch where salloc has started a shell.")
-    received: list[int] = []
+    signals: list[int] = []
     # srun only reports its state on SIGINT, and kills the step on SIGTERM. So it runs in its own process group and
     # receives SIGUSR1 instead, which it forwards to the nodes, where the ranks save.
     words = [program, f"--nodes={nodes}", "--ntasks-per-node=1", *words]
@@ -155,15 +157,15 @@ def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) 
     process = subprocess.Popen(words, env=variables, process_group=0)
 
     def pass_on(number: int, _: object) -> None:
-        received.append(number)
+        signals.append(number)
         process.send_signal(signal.SIGUSR1)
 
     with handle_signals(pass_on, *STOP_SIGNALS):
         code = process.wait()
-    if code != 0 or not received:
+    if code != 0 or not signals:
         return code
     # The ranks have saved after a signal: return the same code as a local run that was interrupted or preempted.
-    return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_PREEMPTED
+    return EXIT_INTERRUPTED if signal.SIGINT in signals else EXIT_PREEMPTED
 
 
 def _submit(script: Path) -> int:

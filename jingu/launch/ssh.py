@@ -135,7 +135,7 @@ def launch_ssh(
         JinguError: there is no ssh, its options are invalid, or a node cannot be reached or differs from the others.
     """
     if shutil.which("ssh") is None:
-        fix = "Install an OpenSSH client, or use `jingu launch pdsh` or `jingu launch slurm`."
+        fix = "Install an OpenSSH client, or use `jingu launch slurm`."
         raise JinguError("there is no ssh on this machine.", fix=fix)
     try:
         options = shlex.split(ssh_options)
@@ -151,7 +151,7 @@ def launch_ssh(
         max_restarts=max_restarts,
     )
     name_failing_nodes(start, [])
-    command = node_command()
+    command = _node_command()
     pending_signals: list[int] = []
     connections: list[NodeConnection] = []
     with handle_signals(lambda number, _: pending_signals.append(number), *STOP_SIGNALS):
@@ -173,16 +173,20 @@ def _check_nodes(connections: Sequence[NodeConnection], start: Start) -> None:
     begin = time.monotonic()
     deadline = begin + _ANSWER_SECONDS
     waiting = list(connections)
-    failed: list[NodeConnection] = []
+    failed_connections: list[NodeConnection] = []
     while waiting and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        waiting = [own for own in connections if not own.answer_event.is_set()]
-        failed = [own for own in connections if own.answer_event.is_set() and not own.description]
-        if failed:
+        waiting = [connection for connection in connections if not connection.answer_event.is_set()]
+        failed_connections = [
+            connection for connection in connections if connection.answer_event.is_set() and not connection.description
+        ]
+        if failed_connections:
             # Wait a little longer, until it is known which other nodes cannot be reached either.
             deadline = begin + CONNECT_SECONDS + 1
-    errors = {own.node.host: own.describe_failure() for own in failed or waiting}
-    errors = errors or compare_versions({own.node.host: own.description["versions"] for own in connections})
+    errors = {connection.node.host: connection.describe_failure() for connection in failed_connections or waiting}
+    errors = errors or compare_versions(
+        {connection.node.host: connection.description["versions"] for connection in connections}
+    )
     if errors:
         name_failing_nodes(start, list(errors))
         raise next(iter(errors.values()))
@@ -194,10 +198,10 @@ def name_failing_nodes(start: Start, hosts: Sequence[str]) -> None:
         write_failing_nodes(hosts)
 
 
-def node_command(*arguments: str) -> str:
+def _node_command() -> str:
     """Return the shell command of a node process, in the same folder as here and with the same Python."""
     variables = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node", *arguments])
+    program = shlex.join(["env", *variables, sys.executable, "-m", "jingu.launch.node"])
     return f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"
 
 
@@ -218,16 +222,20 @@ def _wait_for_nodes(connections: Sequence[NodeConnection], start: Start, pending
             connection.announce_loss(code)
         if None not in codes:
             break
-        failed = sum(code not in (None, 0) for code in codes)
-        if deadline is None and failed and len(codes) - failed < start.min_nodes:
+        num_failures = sum(code not in (None, 0) for code in codes)
+        if deadline is None and num_failures and len(codes) - num_failures < start.min_nodes:
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             hosts = [item.node.host for item, code in zip(connections, codes, strict=True) if code is None]
             print(f"jingu: ending {pluralize(len(hosts), 'node')} that did not exit: {join_words(hosts, 'and')}.")
             break
         time.sleep(POLL_SECONDS)
-    hosts = [own.node.host for own, code in zip(connections, codes, strict=True) if code in EXPLAINED_CODES]
+    hosts = [
+        node_connection.node.host
+        for node_connection, code in zip(connections, codes, strict=True)
+        if code in EXPLAINED_CODES
+    ]
     name_failing_nodes(start, hosts)
-    finished = [code for code in codes if code is not None]
-    is_complete = finished.count(0) >= start.min_nodes and None not in codes
-    return 0 if is_complete and start.min_nodes < len(codes) else combine_codes(finished)
+    exit_codes = [code for code in codes if code is not None]
+    is_complete = exit_codes.count(0) >= start.min_nodes and None not in codes
+    return 0 if is_complete and start.min_nodes < len(codes) else combine_codes(exit_codes)

@@ -124,9 +124,11 @@ def compare_versions(versions: dict[str, dict[str, str]]) -> dict[str, JinguErro
     """Return an error for each node with other versions than the first one."""
     first_host, first = next(iter(versions.items()))
     errors = {}
-    for host, own in versions.items():
+    for host, host_versions in versions.items():
         differences = [
-            f"{name} {own[name]} ({first[name]} on {first_host})" for name in own if own[name] != first[name]
+            f"{name} {host_versions[name]} ({first[name]} on {first_host})"
+            for name in host_versions
+            if host_versions[name] != first[name]
         ]
         if differences:
             fix = "Install the same versions on all nodes."

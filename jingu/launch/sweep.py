@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from jingu.checkpoint.resume import checkpoints_path, complete_steps
@@ -18,7 +20,6 @@ from jingu.config.load import dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_number, print_table
-from jingu.launch.search_space import SearchSpace, read_space
 from jingu.report.board import describe_state
 from jingu.report.record import get_number, read_run
 from jingu.report.sweep_page import MAX_CURVES, render_sweep
@@ -41,8 +42,8 @@ class SweepRun:
     @property
     def has_begun(self) -> bool:
         """Whether the folder holds a run with exactly this configuration."""
-        stored = self.folder / "config.yaml"
-        return stored.is_file() and stored.read_text(encoding="utf-8") == dump_yaml(self.config)
+        config_file = self.folder / "config.yaml"
+        return config_file.is_file() and config_file.read_text(encoding="utf-8") == dump_yaml(self.config)
 
     @property
     def is_complete(self) -> bool:
@@ -82,17 +83,17 @@ def sweep(
     folder = Path(base.runs_dir) / f"{base.name}-sweep"
     if optuna is None:
         runs = plan_sweep(file, overrides, space, random, seed)
-        own: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
+        own_runs: Iterable[SweepRun] = runs[part[0] - 1 :: part[1]]
         count = len(runs[part[0] - 1 :: part[1]])
     else:
         if random is not None or part != (1, 1):
             raise JinguError(
                 "Optuna chooses runs one after another.", where="--optuna", fix="Omit --random and --part."
             )
-        runs, own, count = [], search_runs(file, overrides, space, optuna, seed), optuna
+        runs, own_runs, count = [], search_runs(file, overrides, space, optuna, seed), optuna
     codes: dict[str, int] = {}
     results: list[dict[str, Any]] = []
-    for number, run in enumerate(own, start=1):
+    for number, run in enumerate(own_runs, start=1):
         # 1. Print which run is next, and train it unless it is complete.
         words = " ".join(f"{key}={value}" for key, value in run.settings.items())
         is_complete = run.is_complete
@@ -231,3 +232,117 @@ def _print_results(results: Sequence[Mapping[str, Any]]) -> None:
     ]
     width = len(keys)
     print_table([*keys, "state", "step", "validation loss"], rows, right=[*range(width), width + 1, width + 2])
+
+
+# The settings that a sweep varies: lists of values, and ranges.
+
+# Values are separated by commas, except for those within brackets.
+_SEPARATOR = re.compile(r",(?![^\[{]*[\]}])")
+# A range of positive numbers whose bounds differ by at least this factor is sampled on a log scale.
+_LOG_RATIO = 10
+_NUMBER = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`: integers if both bounds are integers, on a log scale if the range is wide."""
+
+    low: float
+    high: float
+    is_integer: bool
+
+    @property
+    def is_log(self) -> bool:
+        return self.low > 0 and self.high >= _LOG_RATIO * self.low
+
+    def draw(self, generator: Random) -> str:
+        """Return a random number, formatted as a setting."""
+        if self.is_log:
+            value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            value = generator.uniform(self.low, self.high)
+        return self.show(value)
+
+    def show(self, value: float) -> str:
+        return str(round(value)) if self.is_integer else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a sweep varies: the values of each key, and the ranges of others."""
+
+    values: Mapping[str, list[str]]
+    ranges: Mapping[str, Range]
+
+    def combine(self, count: int | None, seed: int) -> list[dict[str, str]]:
+        """Return all combinations, or `count` random ones; fewer if draws from ranges of integers repeat.
+
+        Raises:
+            JinguError: there are ranges, but no count.
+        """
+        combinations = [dict(zip(self.values, row, strict=True)) for row in itertools.product(*self.values.values())]
+        generator = Random(seed)
+        if self.ranges:
+            if count is None:
+                fix = "Add --random N or --optuna N."
+                raise JinguError("a range has no finite number of combinations.", where="--grid", fix=fix)
+            draws = [generator.choice(combinations) for _ in range(count)]
+            rows = [draw | {key: key_range.draw(generator) for key, key_range in self.ranges.items()} for draw in draws]
+            return list({tuple(row.items()): row for row in rows}.values())
+        if count is not None and count < len(combinations):
+            return generator.sample(combinations, count)
+        return combinations
+
+    def corners(self) -> list[dict[str, str]]:
+        """Return settings that together contain every value and every bound, to validate these."""
+        columns = {
+            **self.values,
+            **{
+                key: [key_range.show(key_range.low), key_range.show(key_range.high)]
+                for key, key_range in self.ranges.items()
+            },
+        }
+        first = {key: column[0] for key, column in columns.items()}
+        return [first | {key: value} for key, column in columns.items() for value in column]
+
+    def suggest(self, trial: Any) -> dict[str, str]:
+        """Return settings that a trial of Optuna suggests."""
+        settings = {key: trial.suggest_categorical(key, column) for key, column in self.values.items()}
+        for key, key_range in self.ranges.items():
+            suggest = trial.suggest_int if key_range.is_integer else trial.suggest_float
+            bounds = (
+                (int(key_range.low), int(key_range.high)) if key_range.is_integer else (key_range.low, key_range.high)
+            )
+            settings[key] = key_range.show(suggest(key, *bounds, log=key_range.is_log))
+        return settings
+
+
+def read_space(grid: Sequence[str]) -> SearchSpace:
+    """Read the settings of a sweep, each `key=value,value` or `key=low:high`. Raises JinguError for a wrong form.
+
+    Values of the same key add up, without repetitions.
+    """
+    values: dict[str, list[str]] = {}
+    ranges: dict[str, Range] = {}
+    for text in grid:
+        key, _, listing = text.partition("=")
+        if key in ("name", "runs_dir"):
+            raise JinguError(f"{key} cannot vary: the names of the runs follow from their settings.", where="--grid")
+        bounds = listing.split(":")
+        if len(bounds) == 2 and all(map(_NUMBER.fullmatch, bounds)):
+            low, high = map(float, bounds)
+            if low >= high:
+                raise JinguError(f"{text} is an empty range.", where="--grid", fix="Write the lower bound first.")
+            if key in ranges:
+                raise JinguError(f"{key} has two ranges.", where="--grid", fix="Use one of them.")
+            ranges[key] = Range(low, high, all(re.fullmatch(r"-?\d+", bound) for bound in bounds))
+            continue
+        items = _SEPARATOR.split(listing)
+        if "" in (key, *items):
+            fix = "Write it like --grid optimizer.lr=1e-3,3e-4, without spaces."
+            raise JinguError(f"{text} is not a setting with values.", where="--grid", fix=fix)
+        values[key] = list(dict.fromkeys([*values.get(key, []), *items]))
+    both = next((key for key in values if key in ranges), None)
+    if both is not None:
+        raise JinguError(f"{both} has both values and a range.", where="--grid", fix="Use one of them.")
+    return SearchSpace(values, ranges)

@@ -22,11 +22,11 @@ from jingu.model.experts import GroupedLinear
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
 from jingu.model.parts import ModuleRow
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
+from jingu.model.trainable import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
 
 # Initializations that move a part of the frozen matrix into the adapter (residual initialization).
 RESIDUAL_INITS = ("pissa", "olora")

@@ -6,20 +6,13 @@ in `jingu.model.parts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from jingu.model.parts import model_rows
 from jingu.model.sharding_table import ShardingStyle
-from jingu.model.spec import Lora, ModelSpec
-
-# Names of an adapter's parameters, beside the `weight` of its module: the matrices A and B of LoRA, the bias of B, the
-# row norms of DoRA, the factors of inputs and of outputs of IA³, and trained rows of the embedding.
-ADAPTER_PARAMETERS = ("lora_a", "lora_b", "lora_bias", "lora_m", "ia3_in", "ia3_out", "token_rows")
-# A parameter belongs to an adapter if one of these is a part of its name.
-_OWN = frozenset({*ADAPTER_PARAMETERS, "prompt"})
+from jingu.model.spec import ModelSpec
 
 
 class Entry(NamedTuple):
@@ -35,26 +28,6 @@ class Entry(NamedTuple):
     initial: float | None = None
     std: float = 0.0
     is_trained: bool = True
-
-
-def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of the patterns (fnmatch)."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
-    return not _OWN.isdisjoint(name.split("."))
-
-
-def is_trained(name: str, spec: ModelSpec) -> bool:
-    """Return whether a parameter of a model is trained. With adapters, other parameters are frozen by default."""
-    adapter = spec.adapter
-    if adapter is None:
-        return not matches_any(name, spec.frozen_parameters)
-    saved = adapter.modules_to_save if isinstance(adapter, Lora) else ()
-    # A score head has no pretrained weights, so it is trained together with adapters of any kind.
-    return is_adapter(name) or name == "score.weight" or matches_any(name.rpartition(".")[0], saved)
 
 
 def has_table(spec: ModelSpec) -> bool:

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from jingu.config.batch_plan import divisors
-from jingu.config.legacy import migrate_spec
 from jingu.errors import JinguError
 from jingu.tables import flatten
 
@@ -695,7 +694,7 @@ class ModelSpec(Component):
 
     @staticmethod
     def from_json(text: str | bytes, where: object = "model.json") -> ModelSpec:
-        """Return the spec that `to_json` wrote, also in the format of older versions.
+        """Return the spec that `to_json` wrote.
 
         Args:
             where: the file, for messages.
@@ -704,8 +703,7 @@ class ModelSpec(Component):
             JinguError: the text is not JSON or not a valid spec. The message names each wrong field.
         """
         try:
-            tree = from_json(text)
-            return ModelSpec.model_validate(migrate_spec(tree) if isinstance(tree, dict) else tree)
+            return ModelSpec.model_validate(from_json(text))
         except ValueError as error:
             if isinstance(error, ValidationError):
                 wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())

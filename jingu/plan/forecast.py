@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
-from jingu.config.sections.train import AdamWSettings
 from jingu.config.sections.train import Precision as PrecisionSettings
 from jingu.errors import JinguError
 from jingu.formatting import format_bytes, format_duration, format_rounded, memory_unit, print_table
@@ -140,7 +139,7 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
         plan.micro_batch_size,
         plan.accumulation,
         config.train.activation_checkpointing,
-        _optimizer_name(config),
+        config.optimizer,
         software,
     )
 
@@ -163,13 +162,6 @@ def gpu_software(settings: PrecisionSettings) -> Software:
     reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
     compute = _ITEMSIZES.get(settings.type, 2.0)
     return Software(masters, masters, reduce, compute, masters / 4)
-
-
-def _optimizer_name(config: RunConfig) -> Any:
-    settings = config.optimizer
-    if isinstance(settings, AdamWSettings) and settings.state_dtype == "int8":
-        return "adamw 8-bit"
-    return settings.type
 
 
 def estimate_memory(

@@ -6,13 +6,14 @@ Activations follow from what a block saves for its backward pass, and from the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
+from jingu.config.sections.optimizers import Slots
 from jingu.model.parts import score_bytes
 from jingu.parallel.stages import stages_per_rank
-from jingu.plan.workload import BlockSizes, OptimizerName, Software, Stage, Weight, Workload
+from jingu.plan.workload import BlockSizes, Software, Stage, Workload
 
 # Elements of one chunk of logits (jingu/training/loss.py), on a GPU.
 LOGITS_CHUNK = 2**27
@@ -59,11 +60,12 @@ class Owned:
 
 
 @lru_cache(maxsize=16384)
-def owned(part: BlockSizes, sizes: tuple[int, int, int], optimizer: OptimizerName, soft: Software) -> Owned:
+def owned(part: BlockSizes, sizes: tuple[int, int, int], slots_of: Callable[..., Slots], soft: Software) -> Owned:
     """Return the share of the first rank of a stage of a block, or of embedding or head.
 
     Args:
         sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
+        slots_of: the method `slots` of the settings of the optimizer.
     """
     weights = state = gathered = rounded = 0.0
     trained = reduced = 0
@@ -78,22 +80,9 @@ def owned(part: BlockSizes, sizes: tuple[int, int, int], optimizer: OptimizerNam
             trained += local
             reduced += whole
             if not weight.is_copy:
-                state += _state_bytes(weight, local, optimizer, part.attended > 0)
+                slots = slots_of(weight.shape, is_in_block=part.attended > 0)
+                state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
     return Owned(weights, state, trained, gathered, reduced, rounded)
-
-
-def _state_bytes(weight: Weight, local: int, optimizer: OptimizerName, in_block: bool) -> float:
-    """Return the bytes of the optimizer's state of a parameter, of which this rank has `local` elements in fp32."""
-    *leading, rows, columns = (1, 1, *weight.shape)
-    if len(weight.shape) > 1:
-        if optimizer == "adamw 8-bit" and columns % 256 == 0:
-            return local * (2 + 2 * 4 / 256) + 4
-        if optimizer == "adafactor":
-            # Means of rows and columns are replicated.
-            return 4.0 * prod(leading) * (rows + columns) + 4
-        if optimizer == "muon" and in_block:
-            return local * 4.0
-    return {"lion": local * 4.0, "adafactor": local * 4.0 + 4}.get(optimizer, local * 8.0 + 4)
 
 
 def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
@@ -156,7 +145,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     device = {
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.trained for part, count in parts),
-        "optimizer state": soft.state_share * sum(count * part.state for part, count in parts),
+        "optimizer state": sum(count * part.state for part, count in parts),
         **_gathered(work, stage, parts),
         **_activations(work, stage),
     }
@@ -177,7 +166,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
 def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
     """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
     sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
-    key = (sizes, work.optimizer, work.software)
+    key = (sizes, work.optimizer.slots, work.software)
     return [(owned(part, *key), count) for part, count in stage.parts]
 
 
@@ -186,9 +175,9 @@ def checkpoint_bytes(work: Workload) -> float:
     model, soft = work.model, work.software
     # A tied head is saved with the embedding.
     ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
-    key = ((1, 1, 1), work.optimizer, soft)
+    key = ((1, 1, 1), work.optimizer.slots, soft)
     parts = [owned(part, *key) for part in (*model.blocks, *ends)]
-    return sum(part.trained * soft.weight_bytes + part.state * soft.state_share for part in parts)
+    return sum(part.trained * soft.weight_bytes + part.state for part in parts)
 
 
 def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:

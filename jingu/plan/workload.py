@@ -12,16 +12,17 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.parameter_table import has_table, is_trained, parameter_sizes, parameter_table
+from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
 from jingu.model.parts import attention_width, dense_equivalent, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import Experts, LayerSpec, ModelSpec
+from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
 
-OptimizerName = Literal["adamw", "adamw 8-bit", "lion", "adafactor", "muon"]
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
 
@@ -113,7 +114,7 @@ class Software:
     Attributes:
         weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
         reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
-        state_share: size of the optimizer state, relative to fp32.
+        state_share: size of optimizer state that has the dtype of the master weights, relative to fp32.
         copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
         offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
             to the device; on a CPU they stay where they are.
@@ -180,7 +181,7 @@ class Workload:
     micro_batch: int
     accumulation: int
     checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerBase = field(default_factory=AdamWSettings)
     software: Software = field(default_factory=Software)
 
     @property

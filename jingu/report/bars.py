@@ -34,11 +34,11 @@ def draw_bars(
     bars = []
     for (label, parts), total in zip(rows, totals, strict=True):
         x = float(BAR_LEFT)
-        shown = []
+        drawn_bars = []
         for name, value in parts.items():
-            shown.append((name, round(x, 1), round(value * scale, 1), value))
+            drawn_bars.append((name, round(x, 1), round(value * scale, 1), value))
             x += value * scale
-        bars.append((label, total, shown))
+        bars.append((label, total, drawn_bars))
     present = {name for _, parts in rows for name in parts}
     figure = load_template("bars.html").render(
         title=title,

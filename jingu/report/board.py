@@ -67,11 +67,11 @@ def describe_progress(run: Path, record: RunRecord) -> list[str]:
     step, steps = _progress(record)
     last = record.train.get(step, {})
     time_left = format_duration(_seconds_left(record))
-    filled = round(_BAR_WIDTH * step / steps)
+    bar_length = round(_BAR_WIDTH * step / steps)
     state = describe_state(run, record)
     lines = [
         f"{record.name}: {state}, step {step:,} of {steps:,}, {time_left} left",
-        f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {step / steps:.0%}",
+        f"[{'█' * bar_length}{'·' * (_BAR_WIDTH - bar_length)}] {step / steps:.0%}",
         f"loss {format_number(get_number(last, 'loss'))} · lr {format_number(get_number(last, 'lr'))} · "
         f"gradient norm {format_number(get_number(last, 'grad_norm'))}",
         f"{format_rounded(get_number(last, 'tokens_per_second'))} tokens/s · "

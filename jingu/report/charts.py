@@ -112,14 +112,14 @@ def downsample(points: list[Point], most: int = MAX_POINTS) -> list[Point]:
     if len(points) <= most:
         return points
     buckets = max(1, most // 3)
-    selected = [points[0]]
+    points_left = [points[0]]
     for bucket in range(buckets):
         part = points[len(points) * bucket // buckets : len(points) * (bucket + 1) // buckets]
         finite = [point for point in part if is_drawable(point[1])]
         extremes = {min(finite, key=get_value), max(finite, key=get_value)} if finite else set()
         gap = next((point for point in part if not is_drawable(point[1])), None)
-        selected += sorted(extremes | {gap} if gap else extremes)
-    return [*selected, points[-1]]
+        points_left += sorted(extremes | {gap} if gap else extremes)
+    return [*points_left, points[-1]]
 
 
 def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -172,7 +172,7 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] 
     if not any(series.drawable for series in chart.series):
         return figure.render(chart=chart, scale=None)
     scale, ticks = choose_scale(chart)
-    shown = [replace(series, points=downsample(series.points)) for series in chart.series]
+    series_shown = [replace(series, points=downsample(series.points)) for series in chart.series]
     return figure.render(
         chart=chart,
         scale=scale,
@@ -181,9 +181,9 @@ def draw_chart(chart: Chart, resumes: Sequence[int] = (), stages: Sequence[int] 
         names=list(enumerate(chart.names, 1)),
         resumes=[step for step in resumes if step <= scale.last_step],
         stages=[step for step in stages if 0 < step <= scale.last_step],
-        curves=[_curve(series, scale) for series in shown],
+        curves=[_curve(series, scale) for series in series_shown],
         gaps=sorted({step for series in chart.series for step, value in series.points if not is_drawable(value)}),
-        data=_for_script(shown, scale, chart.names),
+        data=_for_script(series_shown, scale, chart.names),
         **SIZES,
     )
 

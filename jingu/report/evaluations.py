@@ -78,13 +78,13 @@ def render_evaluations(folder: Path, against: Path | None = None) -> str | None:
     results = read_results(folder)
     if not results:
         return None
-    others = {} if against is None else read_results(against)
-    if against is not None and not others:
+    other_results = {} if against is None else read_results(against)
+    if against is not None and not other_results:
         fix = "Give a folder that `jingu evaluate` has written to."
         raise JinguError("it has no evaluation results to compare with.", where=against, fix=fix)
     notes = {} if against is None else _describe_differences(against, folder)
     tasks = [
-        _make_task_view(result, records, others.get(name, ({}, []))[1], notes.get(name, []))
+        _make_task_view(result, records, other_results.get(name, ({}, []))[1], notes.get(name, []))
         for name, (result, records) in results.items()
     ]
     name = folder.resolve().name

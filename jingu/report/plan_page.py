@@ -111,11 +111,11 @@ def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
         device = stage_memory(work, stage).device
         name = f"rank {stage.rank}" if work.sizes.pipeline > 1 else "every rank"
         rows.append((name, {part: size / unit for part, size in device.items()}))
-    others = {part for _, device in rows for part in device}.difference(_PARTS)
+    other_parts = {part for _, device in rows for part in device}.difference(_PARTS)
     # Omit the limit if it is far larger than the bars, because its scale would make them invisible.
     usable = outcome.machine.usable_bytes
     limit = usable / unit if usable < 4 * outcome.memory.total else None
-    colours = {part: min(colour, 9) for colour, part in enumerate([*_PARTS, *sorted(others)])}
+    colours = {part: min(colour, 9) for colour, part in enumerate([*_PARTS, *sorted(other_parts)])}
     return draw_bars("Memory of each rank", unit_name, colours, rows, limit)
 
 
@@ -164,8 +164,8 @@ def _draw_timeline(timeline: Timeline, ranks: int) -> TimelineDrawing:
             # A narrower bar has no room for a number.
             if is_numbered and right - left > 14:
                 numbers.append((round((left + right) / 2, 1), item.batch))
-        joined = {name: Markup("".join(parts)) for name, parts in paths.items()}
-        rows.append((rank, joined, numbers, timeline.idle[rank]))
+        joined_paths = {name: Markup("".join(parts)) for name, parts in paths.items()}
+        rows.append((rank, joined_paths, numbers, timeline.idle[rank]))
     return TimelineDrawing(is_numbered, rows, [(round(BAR_LEFT + tick * scale, 1), tick) for tick in ticks])
 
 
@@ -222,10 +222,10 @@ def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
 
     first = max(10.0**x_low, y_low / bandwidth)
     roof = f"M{x_of(first)} {scale.y_of(first * bandwidth)}L{x_of(peak / bandwidth)} {scale.y_of(peak)}H{RIGHT}"
-    whole = sum(seconds.values())
+    total_seconds = sum(seconds.values())
     return RooflineDrawing(
         roof,
-        [(x_of(intensities[s]), scale.y_of(speeds[s]), s, speeds[s], seconds[s] / whole) for s in seconds],
+        [(x_of(intensities[s]), scale.y_of(speeds[s]), s, speeds[s], seconds[s] / total_seconds) for s in seconds],
         [(x_of(10.0**power), 10.0**power) for power in range(x_low, x_high + 1)],
         [(scale.y_of(tick), tick) for tick in log_ticks(y_low, y_high)],
     )

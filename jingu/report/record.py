@@ -145,23 +145,25 @@ def parse_line(line: str) -> Row | None:
 
 def _read_metrics(path: Path, record: RunRecord) -> None:
     """Add the rows of metrics.jsonl to the record, and notes about lines that cannot be read."""
-    damaged: list[int] = []
+    damaged_lines: list[int] = []
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             line = raw.decode("utf-8", errors="replace").strip()
             if (row := parse_line(line)) is not None:
                 _add_row(row, record)
             elif line and raw.endswith(b"\n"):
-                damaged.append(number)
+                damaged_lines.append(number)
             elif line:
                 record.notes.append(
                     "The last line of metrics.jsonl is torn (the run is still writing, or was killed while it wrote); "
                     "it is left out."
                 )
-    if damaged:
-        where = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        lines = "line" if len(damaged) == 1 else "lines"
-        record.notes.append(f"{len(damaged)} {lines} of metrics.jsonl could not be read and are left out: {where}.")
+    if damaged_lines:
+        where = ", ".join(map(str, damaged_lines[:5])) + (" …" if len(damaged_lines) > 5 else "")
+        lines = "line" if len(damaged_lines) == 1 else "lines"
+        record.notes.append(
+            f"{len(damaged_lines)} {lines} of metrics.jsonl could not be read and are left out: {where}."
+        )
 
 
 def _add_row(row: Row, record: RunRecord) -> None:

@@ -56,15 +56,15 @@ class CollectiveStop:
             save: whether this rank wants to save.
             busy: whether this rank is still saving.
         """
-        agreed = own = [self._request.code, int(save), int(busy)]
+        agreed_flags = local_flags = [self._request.code, int(save), int(busy)]
         if self._world > 1:
             if self._work is not None:
                 self._work.wait()
-            agreed = self._flags.tolist()
-            self._flags = torch.tensor(own, dtype=torch.int32)
+            agreed_flags = self._flags.tolist()
+            self._flags = torch.tensor(local_flags, dtype=torch.int32)
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, async_op=True)
-        self.code = agreed[0]
-        return StopDecision(agreed[0], bool(agreed[1]), bool(agreed[2]))
+        self.code = agreed_flags[0]
+        return StopDecision(agreed_flags[0], bool(agreed_flags[1]), bool(agreed_flags[2]))
 
     def settle(self, limit: timedelta | None = None) -> None:
         """Wait for the all-reduce in flight. Call this before leaving the process group.

@@ -136,9 +136,9 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float 
         torch.mm(matrix, matrix)
         if device.type != "cpu":
             device_module(device).synchronize()
-        elapsed = time.perf_counter() - start
+        elapsed_seconds = time.perf_counter() - start
         if trial > 0:  # the first one also initializes the library
-            best = max(best, 2 * size**3 / elapsed)
+            best = max(best, 2 * size**3 / elapsed_seconds)
         if time.perf_counter() > end and trial > 1:
             break
     return best

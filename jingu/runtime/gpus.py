@@ -35,12 +35,12 @@ def select_gpus(text: str, count: int) -> list[int]:
     where = f"--devices {text}"
     if missing := [index for index in indices if index >= count]:
         raise JinguError(f"there is no GPU {missing[0]}: this machine has {count}, counted from 0.", where=where)
-    if repeated := [index for index in indices if indices.count(index) > 1]:
-        raise JinguError(f"GPU {repeated[0]} is listed twice.", where=where)
-    selected = [index for index in range(count) if index not in indices] if excludes else indices
-    if not selected:
+    if duplicates := [index for index in indices if indices.count(index) > 1]:
+        raise JinguError(f"GPU {duplicates[0]} is listed twice.", where=where)
+    selection = [index for index in range(count) if index not in indices] if excludes else indices
+    if not selection:
         raise JinguError("no GPU is left.", where=where, fix=f"Exclude fewer than all {count}.")
-    return selected
+    return selection
 
 
 def visible_devices(selected: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:

@@ -171,12 +171,12 @@ def _refuse_without_weights(name: HubName, folder: Path) -> None:
     """Raise JinguError if a repository has no weights that jingu reads, unless it holds only a tokenizer."""
     files = _list_files(name)
     pickles = [file for file in files if file.endswith(_PICKLES)]
-    quantized = [file for file in files if file.endswith(".gguf")]
-    if quantized:
+    gguf_files = [file for file in files if file.endswith(".gguf")]
+    if gguf_files:
         raise JinguError(
             "this repository has GGUF files; one of them has to be named.",
             where=str(name),
-            fix=f"Write {name.repository}/{quantized[0]}, or another of: {', '.join(quantized)}.",
+            fix=f"Write {name.repository}/{gguf_files[0]}, or another of: {', '.join(gguf_files)}.",
         )
     if pickles:
         raise JinguError(
@@ -226,15 +226,15 @@ def download_rows(name: HubName) -> Path:
     config, split = _split_parts(name)
     with explain_hub_errors(name):
         try:
-            loaded = library.load_dataset(name.repository, config, revision=name.revision)
+            rows = library.load_dataset(name.repository, config, revision=name.revision)
         except ValueError:  # also if no configuration is named, or one that does not exist
             configs = library.get_dataset_config_names(name.repository, revision=name.revision)
             if len(configs) > 1 or config not in (None, *configs):
                 _refuse_choice(name, "configurations", configs, f"{name.repository}:CONFIG:{split}")
             raise
-        if split not in loaded:
-            _refuse_choice(name, "splits", [*loaded], f"{name.repository}:{f'{config}:' if config else ''}SPLIT")
-        return _write_rows(name, loaded[split])
+        if split not in rows:
+            _refuse_choice(name, "splits", [*rows], f"{name.repository}:{f'{config}:' if config else ''}SPLIT")
+        return _write_rows(name, rows[split])
 
 
 def _split_parts(name: HubName) -> tuple[str | None, str]:
@@ -246,8 +246,8 @@ def _split_parts(name: HubName) -> tuple[str | None, str]:
 
 def _write_rows(name: HubName, rows: Any) -> Path:
     """Write the rows of a split beside the first file of its cache, unless they are there; return the file."""
-    cached = Path(rows.cache_files[0]["filename"])
-    file = cached.with_suffix(".rows.jsonl")
+    cache_file = Path(rows.cache_files[0]["filename"])
+    file = cache_file.with_suffix(".rows.jsonl")
     if not file.is_file():
         partial = file.with_name(f".{file.name}.{uuid4().hex}")
         try:

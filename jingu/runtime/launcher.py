@@ -144,7 +144,7 @@ def _combine_exit_codes(codes: Sequence[int | None], advice: str) -> int:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             why = ", most likely because memory ran out" if -code == signal.SIGKILL else ""
-            others = "other ranks exited" if None not in codes else "ranks that did not exit by themselves were killed"
-            raise JinguError(f"rank {rank} on {socket.gethostname()} was killed by {name}{why}; {others}.", fix=advice)
-    failed = [code for code in codes if code]
-    return failed[0] if failed else 0
+            reason = "other ranks exited" if None not in codes else "ranks that did not exit by themselves were killed"
+            raise JinguError(f"rank {rank} on {socket.gethostname()} was killed by {name}{why}; {reason}.", fix=advice)
+    failures = [code for code in codes if code]
+    return failures[0] if failures else 0

@@ -57,19 +57,19 @@ def parse_tests(code: str) -> PythonTests:
     if tree.body and all(isinstance(node, _DEFINITIONS) or _is_text(node) for node in tree.body):
         raise ValueError("the tests define functions, but call none: add a line such as check(f)")
     nodes = list(ast.walk(tree))
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    names_read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = _bound_names(nodes)
-    names = loaded - _BUILTINS
+    names = names_read - _BUILTINS
     if not names - bound:
-        names = loaded - bound  # a program may define a function of the name of a builtin
+        names = names_read - bound  # a program may define a function of the name of a builtin
     if not names:
         raise ValueError("the tests use nothing of a program")
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    modules = (names & MODULES) - bound - called
+    names_called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    modules = (names & MODULES) - bound - names_called
     return PythonTests(
         code=code,
         names=tuple(sorted(names - modules)),
-        called=tuple(sorted(called & names)),
+        called=tuple(sorted(names_called & names)),
         modules=tuple(sorted(modules)),
         is_weak=any(_needs_process(node) for node in nodes),
     )

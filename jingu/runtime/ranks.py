@@ -241,7 +241,7 @@ def agree_on_attempt(store: Any, rank: int, world: int) -> int:
     while store.add(f"arrived-{attempt}", 0) < world - 1:
         if time.monotonic() > end:
             raise TimeoutError("the ranks did not meet")
-        names = [name.decode() for name in store.multi_get([f"arrival-{other}" for other in range(1, world)])]
+        names = [name.decode() for name in store.multi_get([f"arrival-{index}" for index in range(1, world)])]
         store.multi_set([f"attempt-of-{name}" for name in names], [str(attempt)] * len(names))
         time.sleep(_MEETING_SECONDS)
     return attempt
@@ -285,14 +285,14 @@ def wait_for_master(address: str, port: int) -> None:
             what = f"what answers at the master address {address}:{port} is not rank 0, but another program."
             raise JinguError(what, fix="Check MASTER_ADDR, and choose a MASTER_PORT that nothing else uses.")
         except OSError as error:
-            waited = time.monotonic() - start
+            seconds = time.monotonic() - start
             # A machine that refuses the connection is reachable, and rank 0 may start later than this rank.
             is_refused = isinstance(error, ConnectionRefusedError)
-            if waited > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
+            if seconds > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
                 what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
                 raise JinguError(what, where=socket.gethostname(), fix=fix) from error
-        if waited > REACH_SECONDS and not is_announced:
+        if seconds > REACH_SECONDS and not is_announced:
             print(f"jingu: waiting for rank 0 to start at {address}:{port}.", file=sys.stderr)
             is_announced = True
         time.sleep(0.2)
@@ -358,9 +358,9 @@ def find_ranks_that_share(folder: Path) -> list[bool]:
             path.with_suffix(".partial").write_bytes(b"")
             path.with_suffix(".partial").rename(path)
     all_ranks_agree(True)
-    shared = gather_from_all(path.exists())
+    visible_to = gather_from_all(path.exists())
     path.unlink(missing_ok=True)
-    return shared
+    return visible_to
 
 
 def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:
@@ -377,11 +377,11 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], host: str) -> None:
         return
     everywhere = gather_from_all([host, values])
     first_host, first = everywhere[0]
-    other_host, other = everywhere[rank]
+    other_host, other_value = everywhere[rank]
     differences = [
-        f"{key} is {first.get(key)} on {first_host} (rank 0) and {other.get(key)} on {other_host} (rank {rank})"
-        for key in sorted(first.keys() | other.keys())
-        if first.get(key) != other.get(key)
+        f"{key} is {first.get(key)} on {first_host} (rank 0) and {other_value.get(key)} on {other_host} (rank {rank})"
+        for key in sorted(first.keys() | other_value.keys())
+        if first.get(key) != other_value.get(key)
     ]
     raise JinguError(
         f"the ranks were not started alike: {'; '.join(differences)}.",

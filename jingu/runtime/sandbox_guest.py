@@ -438,8 +438,8 @@ def run_answer(descriptors: list[int]) -> None:
     peer = Peer(incoming, outgoing, is_open=True)
     variables = _run_module(_read_source(source)["code"], "answer")
     names = peer.receive()
-    known = [name for name in names if name in variables]
-    peer.send([[name, _origin(variables[name]), peer.encode(variables[name])] for name in known])
+    known_names = [name for name in names if name in variables]
+    peer.send([[name, _origin(variables[name]), peer.encode(variables[name])] for name in known_names])
     while True:
         peer.perform(peer.receive())
 

@@ -187,12 +187,12 @@ def start_init(settings: dict[str, Any], request: dict[str, Any], descriptors: l
     Args:
         descriptors: the lifeline, the status pipe, and those of the program.
     """
-    lifeline, status, *others = descriptors
+    lifeline, status, *other_descriptors = descriptors
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         check(LIBC.unshare(_NEW_NAMESPACES), "new namespaces")
         if os.fork() == 0:
-            run_init(settings, request, lifeline, status, others)
+            run_init(settings, request, lifeline, status, other_descriptors)
     except BaseException as error:
         report_failure(status, error)
     os._exit(0)
@@ -292,10 +292,12 @@ def run_program(
 def _only_descriptors(init: socket.socket, status: int, others: list[int]) -> tuple[Any, ...]:
     """Move the descriptors to 3, 4 ..., and close all others."""
     first = 64
-    moved = [os.dup2(descriptor, first + index) for index, descriptor in enumerate((init.fileno(), status, *others))]
+    new_descriptors = [
+        os.dup2(descriptor, first + index) for index, descriptor in enumerate((init.fileno(), status, *others))
+    ]
     init.detach()
     os.closerange(3, first)
-    low = [os.dup2(descriptor, 3 + index) for index, descriptor in enumerate(moved)]
+    low = [os.dup2(descriptor, 3 + index) for index, descriptor in enumerate(new_descriptors)]
     os.closerange(3 + len(low), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return (socket.socket(fileno=low[0]), *low[1:])
 

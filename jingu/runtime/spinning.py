@@ -46,12 +46,12 @@ def sleep_on_busy_machine() -> Iterator[None]:
 def _watch(stop: threading.Event) -> None:
     """Measure how long threads wait for a CPU, and start and end `SleepingThreads`, until `stop` is set."""
     sleepers: SleepingThreads | None = None
-    waited, now = seconds_without_cpu(), time.monotonic()
-    while waited is not None and not stop.wait(_INTERVAL):
-        before, then = waited, now
-        waited, now = seconds_without_cpu(), time.monotonic()
+    idle_seconds, now = seconds_without_cpu(), time.monotonic()
+    while idle_seconds is not None and not stop.wait(_INTERVAL):
+        before, then = idle_seconds, now
+        idle_seconds, now = seconds_without_cpu(), time.monotonic()
         # The sum can decrease: a thread that has ended no longer counts.
-        share = max((waited or 0.0) - before, 0.0) / (now - then)
+        share = max((idle_seconds or 0.0) - before, 0.0) / (now - then)
         if sleepers is None and share > _BUSY_SHARE and "torch" in sys.modules:
             sleepers = SleepingThreads()
         elif sleepers is not None and share < _QUIET_SHARE:
@@ -86,10 +86,10 @@ class SleepingThreads:
         total = size
         # Each thread that computes creates a pool of `size` - 1 further threads.
         while size > 1 and total <= num_usable_cores():
-            started = threading.Event()
-            self._threads.append(threading.Thread(target=self._keep_pool, args=(started,), daemon=True))
+            start_event = threading.Event()
+            self._threads.append(threading.Thread(target=self._keep_pool, args=(start_event,), daemon=True))
             self._threads[-1].start()
-            started.wait()
+            start_event.wait()
             total += size - 1
 
     def end(self) -> None:

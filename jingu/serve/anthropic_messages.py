@@ -190,7 +190,7 @@ def _convert_message(message: AnthropicMessage) -> list[protocol.ChatMessage]:
     """Convert a message to the form of chat completions, in which each tool result is a message of its own."""
     if isinstance(message.content, str):
         return [protocol.ChatMessage(role=message.role, content=message.content)]
-    converted = []
+    new_messages = []
     texts = []
     calls = []
     reasoning = []
@@ -200,13 +200,13 @@ def _convert_message(message: AnthropicMessage) -> list[protocol.ChatMessage]:
             calls.append(protocol.MessageToolCall(id=block.id, function=call))
         elif block.type == "tool_result":
             content = _join_text(block.content)
-            converted.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+            new_messages.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
         elif block.type == "thinking":
             reasoning.append(block.thinking or "")
         elif block.type != "redacted_thinking":
             texts.append(block)
     if texts or calls:
-        converted.append(
+        new_messages.append(
             protocol.ChatMessage(
                 role=message.role,
                 content=_join_text(texts) if texts else None,
@@ -214,7 +214,7 @@ def _convert_message(message: AnthropicMessage) -> list[protocol.ChatMessage]:
                 tool_calls=calls or None,
             )
         )
-    return converted
+    return new_messages
 
 
 def _convert_tool_choice(choice: AnthropicToolChoice | None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +23,6 @@ from jingu.serve.http_errors import ApiError
 from jingu.serve.middleware import AccessMiddleware
 from jingu.serve.responses import error_response
 from jingu.serve.service import Service, ServiceDependency
-from jingu.serve.static_files import load_static_files
 from jingu.version import __version__
 
 # In the location of an error in a union, pydantic also lists the member type that it tried. This matches such a type.
@@ -111,3 +111,28 @@ def _describe_validation_errors(errors: Sequence[Any], content_type: str) -> Api
     text = "unknown field" if error["type"] == "extra_forbidden" else error["msg"]
     subject = f"`{path}`" if path else "the body"
     return ApiError(400, f"{subject}: {text}", field=path.partition(".")[0] or None)
+
+
+# The chat page: static files of the package, which use nothing but this server.
+
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+SECURITY_HEADERS = {
+    # Nothing from other sites and nothing inline; and model output can never become markup.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def load_static_files() -> dict[str, Response]:
+    """Return the responses of the page and of the files that it loads, by URL path; the page itself is `/chat`."""
+    responses = {}
+    for file in files("jingu.serve").joinpath("page").iterdir():
+        path = "/chat" if file.name == "index.html" else f"/chat/{file.name}"
+        media_type = MEDIA_TYPES[file.name.rpartition(".")[2]]
+        responses[path] = Response(file.read_bytes(), media_type=media_type, headers=SECURITY_HEADERS)
+    return responses

@@ -322,11 +322,11 @@ def allowed_functions(body: ChatRequest) -> list[FunctionDefinition]:
     functions = [tool.function for tool in body.tools or []]
     if not isinstance(choice, AllowedToolsChoice):
         return functions
-    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
-    unknown = sorted(allowed - {function.name for function in functions})
+    allowed_names = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = sorted(allowed_names - {function.name for function in functions})
     if unknown:
         raise bad_request(f"`tool_choice` names {unknown[0]!r}, which is not in `tools`", "tool_choice")
-    return [function for function in functions if function.name in allowed]
+    return [function for function in functions if function.name in allowed_names]
 
 
 def forced_function(body: ChatRequest) -> tuple[str | None, Constraint | None]:

@@ -125,15 +125,15 @@ def _check_all(values: Sequence[str], pattern: str, kind: str, where: str, fix: 
 
 def _api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     """Return the API keys, including those of the file. Raise JinguError if one is empty or the file has none."""
-    stripped = [key.strip() for key in keys]
-    if not all(stripped):
+    stripped_keys = [key.strip() for key in keys]
+    if not all(stripped_keys):
         raise JinguError("an API key is empty.", where="--api-key", fix="Leave it out to require no key.")
     if file is None:
-        return tuple(stripped)
+        return tuple(stripped_keys)
     from_file = [line.strip() for line in read_text(file).split("\n") if line.strip()]
     if not from_file:
         raise JinguError("the file has no API key.", where=file, fix="Write a key on each line.")
-    return (*stripped, *from_file)
+    return (*stripped_keys, *from_file)
 
 
 def _adapters(assignments: Sequence[str], reserved_names: set[str]) -> dict[str, Path]:

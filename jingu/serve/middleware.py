@@ -97,7 +97,7 @@ class AccessMiddleware:
             scheme, key = b"bearer", headers[b"x-api-key"]
         digest = _digest(key.strip()) if scheme.lower() == b"bearer" else b""
         # Compare with every key, so that the response time reveals nothing.
-        if not sum(hmac.compare_digest(digest, expected) for expected in self._keys):
+        if not sum(hmac.compare_digest(digest, expected_digest) for expected_digest in self._keys):
             problem = "the API key is not valid" if key else "an API key is required"
             raise ApiError(
                 401,

@@ -209,7 +209,7 @@ async def show(body: OllamaModelRequest, service: ServiceDependency) -> Response
 
 
 def _describe(name: str, service: Service) -> dict[str, Any]:
-    modified = datetime.fromtimestamp(service.created, UTC).isoformat()
+    modified_at = datetime.fromtimestamp(service.created, UTC).isoformat()
     family = service.model.spec.family
     details = {
         "parent_model": "",
@@ -219,7 +219,7 @@ def _describe(name: str, service: Service) -> dict[str, Any]:
         "parameter_size": "",
         "quantization_level": "",
     }
-    return {"name": name, "model": name, "modified_at": modified, "size": 0, "digest": "", "details": details}
+    return {"name": name, "model": name, "modified_at": modified_at, "size": 0, "digest": "", "details": details}
 
 
 @router.post("/embed")

@@ -250,8 +250,8 @@ async def _stream(run: ChatRun, head: dict[str, Any], service: Service, has_logp
         number += 1
         return format_event({"type": kind, "sequence_number": number, **fields}, kind)
 
-    started = {**head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=started) + event("response.in_progress", response=started)
+    response = {**head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=response) + event("response.in_progress", response=response)
     items = _Items()
     reason: FinishReason = "length"
     async for deltas in run.deltas():
@@ -340,8 +340,8 @@ class _Items:
         item = self._format()
         events: list[tuple[str, dict[str, Any]]] = []
         if self._kind == "call":
-            done = {**self._item_place(), "name": item["name"], "arguments": self._text}
-            events.append(("function_call_arguments.done", done))
+            payload = {**self._item_place(), "name": item["name"], "arguments": self._text}
+            events.append(("function_call_arguments.done", payload))
         else:
             (part,) = item["content"]
             kind = "output_text.done" if self._kind == "message" else "reasoning_text.done"

@@ -59,8 +59,8 @@ def _declare_json(scope: Scope) -> None:
     headers = dict(scope["headers"])
     is_lax = b"content-type" not in headers or scope["path"].startswith("/api/")
     if is_lax and b"origin" not in headers:
-        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-        scope["headers"] = [*others, (b"content-type", b"application/json")]
+        other_headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*other_headers, (b"content-type", b"application/json")]
 
 
 class _StrictRequest(Request):
@@ -98,17 +98,19 @@ class RequestBody(BaseModel):
         names |= {alias for field in cls.model_fields.values() for alias in _aliases(field)}
         hints = cls.read_fields("hints")
         neutral = cls.read_fields("neutral")
-        refused = cls.read_fields("refused")
+        refused_fields = cls.read_fields("refused")
         result = {}
         for key, item in value.items():
             if key in names:
                 result[key] = item
                 continue
-            has_no_effect = item is None or item in ("", []) or (item == {} and key not in refused) or key in hints
+            has_no_effect = (
+                item is None or item in ("", []) or (item == {} and key not in refused_fields) or key in hints
+            )
             if has_no_effect or (key in neutral and type(item) is type(neutral[key]) and item == neutral[key]):
                 continue
-            if key in refused:
-                raise bad_request(f"`{key}` is not supported: {refused[key]}", key)
+            if key in refused_fields:
+                raise bad_request(f"`{key}` is not supported: {refused_fields[key]}", key)
             if key in neutral:
                 raise bad_request(f"`{key}` is only supported as {json.dumps(neutral[key])}", key)
             result[key] = item
@@ -346,19 +348,19 @@ class SamplingFields(VllmFields):
         """Return the constraint of vLLM's fields; None: there is none."""
         if self.structured_outputs is not None:
             return self.structured_outputs.constraint()
-        guided = {name: getattr(self, f"guided_{name}") for name in ("choice", "grammar", "json", "regex")}
-        return StructuredOutputs.model_validate(guided).constraint()
+        constraints = {name: getattr(self, f"guided_{name}") for name in ("choice", "grammar", "json", "regex")}
+        return StructuredOutputs.model_validate(constraints).constraint()
 
 
 def _parse_logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
-    parsed = {}
+    parsed_biases = {}
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocab_size):
             raise bad_request(
                 f"`logit_bias` has {token[:40]!r}, which is not a token id below {vocab_size}", "logit_bias"
             )
-        parsed[int(token)] = bias
-    return parsed
+        parsed_biases[int(token)] = bias
+    return parsed_biases
 
 
 class CompletionRequest(SamplingFields):

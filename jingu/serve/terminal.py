@@ -277,16 +277,16 @@ class ChatSession:
 
     def system(self, text: str) -> None:
         """/system TEXT: set the system prompt; without TEXT, show it"""
-        rest = [message for message in self.messages if message.role != "system"]
+        other_messages = [message for message in self.messages if message.role != "system"]
         if not text:
-            print(self.messages[0].content if len(rest) < len(self.messages) else "(none)")
+            print(self.messages[0].content if len(other_messages) < len(self.messages) else "(none)")
             return
         if self._chat_format is None:
             raise JinguError(
                 "the model has no chat template, so there is no place for a system prompt.",
                 fix="Name a chat template: --template chatml.",
             )
-        self.messages = [Message("system", text), *rest]
+        self.messages = [Message("system", text), *other_messages]
 
     def reset(self, _: str) -> None:
         """/reset: start over; the system prompt stays"""

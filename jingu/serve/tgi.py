@@ -134,14 +134,14 @@ async def _generate(
 
     async def collect() -> Any:
         (completions,) = await handle.collect()
-        best, *others = best_first(completions)
+        best, *other_completions = best_first(completions)
         answer: dict[str, Any] = {"generated_text": prefix + best.text}
         if parameters.details or parameters.decoder_input_details:
             answer["details"] = _format_details(best, request, service)
-            if others:
+            if other_completions:
                 answer["details"]["best_of_sequences"] = [
-                    {"generated_text": prefix + other.text, **_format_details(other, request, service)}
-                    for other in others
+                    {"generated_text": prefix + completion.text, **_format_details(completion, request, service)}
+                    for completion in other_completions
                 ]
         return [answer] if as_list else answer
 

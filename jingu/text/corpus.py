@@ -179,31 +179,31 @@ def sample_texts(files: list[CorpusFile], settings: DataSettings, sample_bytes: 
         A text, and the position in the corpus in bytes, for a progress bar.
     """
     total = sum(file.size for file in files)
-    seen = 0
+    bytes_read = 0
     sampled_bytes = 0
     for file in files:
         if not file.splits and (file.compression or file.kind != "text"):
-            seen += file.size
+            bytes_read += file.size
             for document in read_documents([Span(file, 0, file.size)], settings, ReadCounts()):
                 # Stop when the share of the sample, sampled_bytes / sample_bytes, reaches that of the corpus,
                 # seen / total.
-                if sampled_bytes * total >= sample_bytes * seen:
+                if sampled_bytes * total >= sample_bytes * bytes_read:
                     break
                 sampled_bytes += document.bytes
-                yield document.text, seen
+                yield document.text, bytes_read
             continue
         for start in range(0, file.size, SAMPLE_CHUNK_BYTES):
             span = Span(file, start, min(start + SAMPLE_CHUNK_BYTES, file.size))
-            is_sampled = sampled_bytes * total < sample_bytes * (seen + span.end - start)
-            seen += span.end - start
+            is_sampled = sampled_bytes * total < sample_bytes * (bytes_read + span.end - start)
+            bytes_read += span.end - start
             if not is_sampled:
                 continue
             sampled_bytes += span.end - start
             if file.splits or file.size <= SAMPLE_CHUNK_BYTES:
                 for document in read_documents([span], settings, ReadCounts()):
-                    yield document.text, seen
+                    yield document.text, bytes_read
             else:
-                yield _read_chunk(span), seen
+                yield _read_chunk(span), bytes_read
 
 
 def _expand_input(name: str, suffixes: list[str]) -> list[str]:
@@ -289,13 +289,13 @@ def _walk_folder(folder: Path, suffixes: list[str]) -> list[str]:
     endings = tuple(suffix.lower() for suffix in suffixes)
     files: list[str] = []
     other_suffixes: Counter[str] = Counter()
-    visited: set[str] = set()
+    visited_folders: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         # A link can point to one of its parent folders: visit each folder once.
-        if os.path.realpath(parent) in visited:
+        if os.path.realpath(parent) in visited_folders:
             folders.clear()
             continue
-        visited.add(os.path.realpath(parent))
+        visited_folders.add(os.path.realpath(parent))
         folders[:] = sorted(filter(_is_data, folders))
         for name in filter(_is_data, names):
             if name.lower().endswith(endings) or strip_compression_suffix(name).endswith(endings):

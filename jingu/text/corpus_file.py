@@ -72,18 +72,18 @@ class CorpusFile:
     def open(self) -> IO[bytes]:
         """Open the file and decompress it while it is read. Raises OSError, or JinguError if a package is missing."""
         if is_url(self.path):
-            stored = cast(IO[bytes], open_filesystem(self.path)[0].open(self.path, "rb"))
+            raw_file = cast(IO[bytes], open_filesystem(self.path)[0].open(self.path, "rb"))
         else:
-            stored = open(self.path, "rb")  # noqa: PTH123, SIM115 (the caller closes it)
+            raw_file = open(self.path, "rb")  # noqa: PTH123, SIM115 (the caller closes it)
         if self.compression == "gzip":
-            return cast(IO[bytes], gzip.open(stored))
+            return cast(IO[bytes], gzip.open(raw_file))
         if self.compression == "bzip2":
-            return cast(IO[bytes], bz2.open(stored))
+            return cast(IO[bytes], bz2.open(raw_file))
         if self.compression == "xz":
-            return cast(IO[bytes], lzma.open(stored))
+            return cast(IO[bytes], lzma.open(raw_file))
         if self.compression == "zstd":
-            return cast(IO[bytes], io.BufferedReader(_ZstdReader(stored, self.path), 1 << 20))
-        return stored
+            return cast(IO[bytes], io.BufferedReader(_ZstdReader(raw_file, self.path), 1 << 20))
+        return raw_file
 
 
 class _ZstdReader(io.RawIOBase):
@@ -103,14 +103,14 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            compressed = self._compressed or self._stored.read(1 << 17)
-            if not compressed:
+            chunk = self._compressed or self._stored.read(1 << 17)
+            if not chunk:
                 if self._frame is not None:
                     raise EOFError("its last frame is truncated")
                 return 0
             if self._frame is None:
                 self._frame = self._zstd.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
-            self._output = self._frame.decompress(compressed)
+            self._output = self._frame.decompress(chunk)
             self._compressed = b""
             if self._frame.eof:
                 # Bytes after the frame belong to the next one.
@@ -142,13 +142,13 @@ def check_archive(path: str) -> None:
 
 def is_misnamed(file: CorpusFile) -> bool:
     """Return whether a file that should be in a binary format is text, or begins like another format."""
-    expected = file.compression or (file.kind if file.kind in ("parquet", "arrow") else "")
-    if not expected or is_url(file.path):
+    expected_format = file.compression or (file.kind if file.kind in ("parquet", "arrow") else "")
+    if not expected_format or is_url(file.path):
         return False
-    with suppress(OSError, UnicodeDecodeError), open(file.path, "rb") as stored:  # noqa: PTH123
-        start = stored.read(256)
+    with suppress(OSError, UnicodeDecodeError), open(file.path, "rb") as raw_file:  # noqa: PTH123
+        start = raw_file.read(256)
         if (name := next((name for name, magic in _MAGIC.items() if start.startswith(magic)), None)) is not None:
-            return name != expected
+            return name != expected_format
         # The last character may be cut.
         return bool(start) and "\0" not in start[:-3].decode()
     return False

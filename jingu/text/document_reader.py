@@ -341,8 +341,8 @@ def _select(value: Any, path: list[str]) -> Any:
     for index, part in enumerate(path):
         if part == "[*]":
             texts = [_select(item, path[index + 1 :]) for item in value]
-            others = [text for text in texts if not isinstance(text, str)]
-            return others[0] if others else "\n".join(texts)
+            non_texts = [text for text in texts if not isinstance(text, str)]
+            return non_texts[0] if non_texts else "\n".join(texts)
         value = value[part]
     return value
 

@@ -62,20 +62,20 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if tokenizer.prompt_prefix_ids:
         metadata["bos_token_id"] = tokenizer.prompt_prefix_ids[0]
     metadata["add_eos_token"] = False
-    named = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    prefixed_metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
     if tokenizer.chat_template is not None:
-        named["tokenizer.chat_template"] = tokenizer.chat_template
-    return named
+        prefixed_metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return prefixed_metadata
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
     """Return the text and type of each token, in the order of the ids."""
     texts = {number: text for text, number in tokenizer.vocab().items()}
-    added = {**tokenizer.added_tokens}
-    texts |= {number: text for text, number in added.items()}
+    added_tokens = {**tokenizer.added_tokens}
+    texts |= {number: text for text, number in added_tokens.items()}
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(max(vocab_size, len(texts)))]
     types = [_NORMAL if number in texts else _UNUSED for number in range(len(tokens))]
-    for text, number in added.items():
+    for text, number in added_tokens.items():
         types[number] = _CONTROL if text in tokenizer.special_tokens else _USER
     return tokens, types
 

@@ -63,17 +63,17 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         raise
     except Exception as error:  # the library raises bare Exception for bad content
         raise JinguError(f"the file's tokenizer is damaged ({error}).") from error
-    named = {}
+    special_names = {}
     for name in _TOKENS:
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
-            named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
+            special_names[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
     has_bos = kind == "llama" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _LLAMA3)
-    if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in named:
-        prepend_token(inner, named["bos_token"])
+    if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in special_names:
+        prepend_token(inner, special_names["bos_token"])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **named,
+        **special_names,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }

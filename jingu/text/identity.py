@@ -55,9 +55,9 @@ class Identity:
 
     def check_inputs(self) -> None:
         """Raise JinguError if a local file has changed since its content was recorded."""
-        known = {record.path: record for record in self.inputs}
+        known_records = {record.path: record for record in self.inputs}
         for record in self.inputs:
-            if not is_url(record.path) and record_file(record.path, known).xxh3 != record.xxh3:
+            if not is_url(record.path) and record_file(record.path, known_records).xxh3 != record.xxh3:
                 what = "the file changed while the corpus was read."
                 raise JinguError(what, where=record.path, fix="Run the command again.")
 
@@ -75,18 +75,18 @@ class Identity:
         Args:
             what: beginning of the message, before "with other settings".
         """
-        ignored = self.unknown(stored)
+        ignored_keys = self.unknown(stored)
         # What contents show need not be compared; if there are none, the settings are.
         for key, content in TABLE["shown"].items():
             if content in self.settings and name_of(key) != content:
-                ignored.add(name_of(key))
+                ignored_keys.add(name_of(key))
         new = self.settings
         if "listing" in (stored.get("corpus") or {}):
             # Older versions recorded of a corpus only names and sizes, and fewer settings.
             new = {**new, "corpus": describe_listing(self.inputs)}
-            ignored |= new.keys() - stored.keys() - {"version", "mixture"} | {"base"}
+            ignored_keys |= new.keys() - stored.keys() - {"version", "mixture"} | {"base"}
         stored, new = ({**each, "input": as_list(each.get("input"))} for each in (stored, new))
-        old, new = ({key: value for key, value in each.items() if key not in ignored} for each in (stored, new))
+        old, new = ({key: value for key, value in each.items() if key not in ignored_keys} for each in (stored, new))
         refuse_changes(old, new, what, where, fix)
 
 

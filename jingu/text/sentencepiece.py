@@ -97,11 +97,11 @@ def read_sentencepiece(data: bytes, *, add_bos_token: bool = True) -> tuple[str,
     )
     ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "pad_token": trainer.pad_id}
     ids["unk_token"] = pieces.types.index(_UNKNOWN) if _UNKNOWN in pieces.types else -1
-    named = {name: pieces.pieces[id_] for name, id_ in ids.items() if 0 <= id_ < len(pieces.pieces)}
+    special_tokens = {name: pieces.pieces[id_] for name, id_ in ids.items() if 0 <= id_ < len(pieces.pieces)}
     inner = build_sentencepiece(pieces)
-    if add_bos_token and not pieces.unigram and "bos_token" in named:
-        prepend_token(inner, named["bos_token"])
-    return inner.to_str(), named
+    if add_bos_token and not pieces.unigram and "bos_token" in special_tokens:
+        prepend_token(inner, special_tokens["bos_token"])
+    return inner.to_str(), special_tokens
 
 
 @cache

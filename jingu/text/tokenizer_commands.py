@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jingu.config.legacy import migrate_tokenizer_record
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, SpanCorruptionSettings
 from jingu.errors import JinguError
@@ -51,13 +50,13 @@ def extend(config: RunConfig) -> None:
         raise JinguError("there is nothing to extend.", where="tokenizer.base", fix=fix)
     base = Tokenizer.load(Path(config.tokenizer.base))
     _store_tokenizer(config, lambda texts: extend_tokenizer(base, texts, config.tokenizer.vocab_size))
-    extended = Tokenizer.load(Path(config.tokenizer.path))
+    new_tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     print(f"  The first {base.vocab_size:,} are those of {config.tokenizer.base}; bytes per token before and after:")
     for source in config.data.all_sources:
         for name in [source.input] if isinstance(source.input, str) else source.input:
             alone = config.data.for_source(source.model_copy(update={"input": name}))
             texts = [text for text, _ in sample_texts(find_files(alone), alone, 1 << 20)]
-            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, extended))
+            before, after = (_bytes_per_token(tokenizer, texts)[0] for tokenizer in (base, new_tokenizer))
             print(f"  {before:.2f} → {after:.2f}  {name}")
 
 
@@ -75,10 +74,9 @@ def _store_tokenizer(config: RunConfig, make_tokenizer: Callable[[Iterator[str]]
     settings = config.tokenizer
     base = None if settings.base is None else Tokenizer.load(Path(settings.base))
     old = read_record(path, RECORD_NAME, "jingu tokenizer train")
-    known = parse_records((old or {}).pop(_INPUTS_KEY, None))
-    identity = identify_tokenizer(settings, special_tokens(config), base, config.data, files, known)
+    known_records = parse_records((old or {}).pop(_INPUTS_KEY, None))
+    identity = identify_tokenizer(settings, special_tokens(config), base, config.data, files, known_records)
     if old is not None:
-        old = migrate_tokenizer_record(old)
         fix = "Delete the folder to train it again (then data sets must be built again too), or set tokenizer.path"
         what = "the tokenizer here was trained"
         identity.refuse_changes(old, what, path, f"{fix} to another folder.")
@@ -146,17 +144,17 @@ def split_line(tokenizer: Tokenizer, line: str) -> str:
 def special_tokens(config: RunConfig) -> list[str]:
     """Return the special tokens in `tokenizer.special_tokens`, and the sentinels that span corruption needs."""
     objective = config.data.objective
-    added = sentinel_tokens(objective.num_sentinels) if isinstance(objective, SpanCorruptionSettings) else []
-    return [*config.tokenizer.special_tokens, *added]
+    sentinels = sentinel_tokens(objective.num_sentinels) if isinstance(objective, SpanCorruptionSettings) else []
+    return [*config.tokenizer.special_tokens, *sentinels]
 
 
 def _with_bar(files: list[CorpusFile], settings: DataSettings, sample_bytes: int) -> Iterator[str]:
     """Yield the texts of the sample, and show a progress bar over the corpus."""
     total = sum(file.size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizer", disable=None) as bar:
-        for text, seen in sample_texts(files, settings, sample_bytes):
+        for text, bytes_read in sample_texts(files, settings, sample_bytes):
             yield text
-            bar.update(seen - bar.n)
+            bar.update(bytes_read - bar.n)
 
 
 def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> tuple[float, str]:

@@ -59,13 +59,13 @@ def _new_characters(words: Counter[tuple[str, ...]], vocab: dict[str, int]) -> l
             if symbol not in vocab and len(symbol.encode()) > 1:
                 counts[symbol] += count
     target = COVERAGE * sum(counts.values())
-    covered = 0
+    covered_count = 0
     characters = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if covered >= target:
+        if covered_count >= target:
             break
         characters.append(character)
-        covered += count
+        covered_count += count
     return characters
 
 

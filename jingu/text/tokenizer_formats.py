@@ -77,7 +77,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
     """
     if file.suffix == ".json":
         return file.read_text(encoding="utf-8"), {}
-    named: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     special: dict[str, int] = {}
     if file.name == "merges.txt":
         content = _from_merges(file, config)
@@ -85,7 +85,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
         data = file.read_bytes()
         ranks = _parse_ranks(data)
         if ranks is None:
-            content, named = read_sentencepiece(data, add_bos_token=config.get("add_bos_token") is not False)
+            content, special_tokens = read_sentencepiece(data, add_bos_token=config.get("add_bos_token") is not False)
         else:
             content, special = _from_ranks(file, ranks)
     spec = json.loads(content)
@@ -95,7 +95,7 @@ def read_tokenizer(file: Path, config: Mapping[str, Any], eos_names: tuple[str, 
     special |= {f"<extra_id_{n}>": len(spec["model"]["vocab"]) + number - 1 - n for n in range(number)}
     names = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)]
     _add_tokens(spec, special | _added_tokens(file.parent, config), [*names, *special, *eos_names])
-    return json.dumps(spec, ensure_ascii=False), named
+    return json.dumps(spec, ensure_ascii=False), special_tokens
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
@@ -121,8 +121,8 @@ def _add_tokens(spec: dict[str, Any], tokens: Mapping[str, int], special: list[s
     existing = {token["content"] for token in spec["added_tokens"]}
     # Unigram stores a list of pieces with scores; other models store a table of ids.
     ids = pieces if isinstance(pieces, dict) else {piece: id_ for id_, (piece, _) in enumerate(pieces)}
-    added = {**{name: ids[name] for name in special if name in ids}, **tokens}
-    for content, id_ in sorted(added.items(), key=lambda item: item[1]):
+    added_tokens = {**{name: ids[name] for name in special if name in ids}, **tokens}
+    for content, id_ in sorted(added_tokens.items(), key=lambda item: item[1]):
         if ids.setdefault(content, id_) != id_ or (pieces is not ids and id_ > len(pieces)):
             raise ValueError(f"the added token {content} cannot have the id {id_}")
         if pieces is not ids and id_ == len(pieces):

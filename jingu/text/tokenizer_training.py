@@ -69,9 +69,11 @@ def train_tokenizer(
     tokenizer = Tokenizer(train(texts, options | {"show_progress": False}), config)
     # WordPiece and unigram encode a word that is in the vocabulary as one token, even if it is a special token. Text
     # could then end a document.
-    matched = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
-    if matched:
-        what = f"{', '.join(matched)} would be recognized in text, because {algorithm} takes a known word whole."
+    matching_tokens = [token for token, id_ in tokenizer.special_tokens.items() if id_ in tokenizer.encode(token)]
+    if matching_tokens:
+        what = (
+            f"{', '.join(matching_tokens)} would be recognized in text, because {algorithm} takes a known word whole."
+        )
         raise JinguError(what, where="tokenizer.special_tokens", fix="Use names that are not words, such as <|end|>.")
     return tokenizer
 

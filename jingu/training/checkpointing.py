@@ -30,22 +30,20 @@ from jingu.checkpoint.store import MismatchError, load, run_on_all_ranks, save
 from jingu.config.schema import RunConfig
 from jingu.data.sample_hash import SampleHash, check_sample_hash, extend_sample_hash
 from jingu.errors import JinguError
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.collective_stop import StopDecision
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, broadcast_from_first, gather_from_all, wait_until_all_done
 from jingu.training.initialize import load_initial_weights
-from jingu.training.optimizer import QUANTIZATION_BLOCK, QUANTIZATION_SCALES, REPLICATED_STATE, named_optimizer_state
+from jingu.training.optimizer import ShardedOptimizer, named_optimizer_state
 from jingu.training.precision import LossScale, initial_loss_scale
 from jingu.training.run import Run
 from jingu.version import __version__
 
 # Returns the tensors of a checkpoint, by logical name.
 GetTensors = Callable[[], dict[str, TensorBlock]]
-# Keys of `progress` in checkpoints of earlier versions, and their current names.
-_OLD_KEYS = {"receipt": "sample_hash", "fresh_since": "optimizer_reset_step"}
 
 
 @dataclass
@@ -125,7 +123,7 @@ class Progress:
         return self.mean_loss > limit and not was_high
 
 
-def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, TensorBlock]:
+def checkpoint_tensors(model: ParallelModel, optimizer: ShardedOptimizer) -> dict[str, TensorBlock]:
     """Return all tensors of a checkpoint, by logical name.
 
     The names are `model/PARAMETER` and `optimizer/SLOT/PARAMETER`. A model with adapters contributes only its trained
@@ -138,11 +136,10 @@ def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -
         for name, parameter in model.named_parameters()
         if is_whole or is_trained(name, model.spec)
     }
-    for key, tensor in named_optimizer_state(optimizer, model):
-        slot, _, name = key.partition("/")
-        group_size = QUANTIZATION_BLOCK if slot in QUANTIZATION_SCALES else 1
-        replicated = slot in REPLICATED_STATE
-        tensors[f"optimizer/{key}"] = plan.block(name, tensor, replicated=replicated, group_size=group_size)
+    for key, tensor, slot in named_optimizer_state(optimizer, model):
+        name = key.partition("/")[2]
+        replicated = slot.layout != "sharded"
+        tensors[f"optimizer/{key}"] = plan.block(name, tensor, replicated=replicated, group_size=slot.group_size)
     return tensors
 
 
@@ -408,8 +405,8 @@ def resume(
 
 
 def read_progress(state: dict[str, Any]) -> Progress:
-    """Return the progress that is stored in a checkpoint's `state`, also by an earlier version of jingu."""
-    values = {_OLD_KEYS.get(key, key): value for key, value in state["progress"].items()}
+    """Return the progress that is stored in a checkpoint's `state`."""
+    values = dict(state["progress"])
     values["loss_scale"] = LossScale(**values["loss_scale"])
     values["sample_hash"] = SampleHash(**values["sample_hash"])
     return Progress(**values)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import xxhash
@@ -15,12 +16,18 @@ import xxhash
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.explain import closest_match
 from jingu.config.introspect import all_keys
-from jingu.config.load import dump_yaml
+from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.formats.run_inputs import RunInputs
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
+from jingu.plan.forecast import describe_rejection, layout_settings
+from jingu.plan.machine import nominal_machine
+from jingu.plan.search import describe_layout
+from jingu.plan.workload import Workload
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import find_device_type
 from jingu.runtime.files import PACKAGE_ROOT
@@ -31,20 +38,23 @@ from jingu.runtime.ranks import (
     RankInfo,
     all_ranks_agree,
     check_equal_on_all_ranks,
+    choose_device,
+    count_ranks,
     find_ranks_that_share,
     gather_from_all,
+    is_first_process,
     is_launched,
     join_process_group,
 )
 from jingu.runtime.signals import StopRequest, catch_stop_signals
 from jingu.tables import flatten
-from jingu.training.auto_layout import choose_layout
 from jingu.training.checkpointing import library_versions
+from jingu.training.plan_commands import resolve_spec, search_run
 from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, open_run
 from jingu.training.run_folder import lock_run, record_run_inputs, write_run_files
 from jingu.training.session import train_run
-from jingu.training.task import TaskFactory
+from jingu.training.task import TaskFactory, find_task_factory
 from jingu.training.trace import Trace
 from jingu.watch.activity import watch_rank
 
@@ -58,10 +68,6 @@ NODE_KEYS = frozenset(
 )
 
 
-TASK_FACTORIES = {"pretraining": PRETRAINING}
-"""Factories of the tasks that this package provides, by `task.type`."""
-
-
 def train(
     config: RunConfig,
     processes: int | None = None,
@@ -70,7 +76,6 @@ def train(
     resume_options: ResumeOptions = RESUME_UNCHANGED,
     weights_only_from: str | None = None,
     auto_layout: bool = False,
-    task_factories: Mapping[str, TaskFactory] = TASK_FACTORIES,
 ) -> int:
     """Train the run, on `processes` local ranks or on the ranks that a launcher started.
 
@@ -82,7 +87,6 @@ def train(
         weights_only_from: overrides `initialize.from`, the model whose weights a new run starts from.
         auto_layout: whether to replace the layout by the fastest one that fits; a run that resumes keeps its stored
             layout.
-        task_factories: factories of tasks, by `task.type`.
 
     Returns:
         The exit code: 0 if the run is complete; 130 if a person stopped it, and 75 if a scheduler did, both with the
@@ -101,7 +105,7 @@ def train(
     if weights_only_from is not None:
         initialize = config.initialize.model_copy(update={"from_": weights_only_from})
         config = config.model_copy(update={"initialize": initialize})
-    task_factory = task_factories[config.task.type]
+    task_factory = find_task_factory(config.task)
     gpus = None
     if devices is not None:
         gpus = _select_gpus(config, devices, processes)
@@ -287,3 +291,82 @@ def _launch_ranks(
         file.flush()
         words = ["train", f"/dev/fd/{file.fileno()}", *arguments]
         return launch_local_ranks(processes, words, gpus=gpus, inherit=[file.fileno()])
+
+
+# `jingu train --auto-layout`: choose the layout of a run before its ranks start.
+
+
+def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int = 1) -> RunConfig:
+    """Return a run in the fastest layout that fits on this machine, or in the layout with which it has started before.
+
+    The layout is the section `parallel`, `batch.micro_batch_size` and `train.activation_checkpointing`.
+
+    Args:
+        processes: number of ranks to start, unless a launcher has started them.
+        rows_per_group: number of neighboring rows that must be in one micro-batch (`TaskFactory.rows_per_group`).
+
+    Raises:
+        JinguError: no layout fits; the message says why.
+    """
+    ranks, local_ranks = count_ranks(processes)
+    spec, _ = resolve_spec(config)
+    # 1. A run that resumes keeps its stored layout, as long as it is possible on this number of ranks.
+    stored = Path(config.runs_dir) / config.name / "config.yaml"
+    prefix = ""
+    if stored.exists():
+        old = load_stored_config(stored)
+        layout = (old.parallel, old.batch.micro_batch_size, old.train.activation_checkpointing)
+        config = _replace_layout(config, *layout)
+        try:
+            plan_layout(config, ranks, spec, rows_per_group)
+        except JinguError as error:
+            prefix = f"the stored layout does not suit {pluralize(ranks, 'rank')} ({error.what}); "
+        else:
+            _announce(f"the layout of {stored}, because the run has started before.")
+            return config
+    # 2. Search. The search ignores `rows_per_group`, so each layout is checked once more.
+    machine = nominal_machine(choose_device(config.device.type, 0)).with_nodes(local_ranks)
+    result = search_run(config, spec, machine, ranks)
+    plans, rejected = [], [describe_rejection(result, reason) for reason, _ in result.rejected.most_common()]
+    for plan in result.best:
+        try:
+            plan_layout(_apply_work(config, plan.work), ranks, spec, rows_per_group)
+            plans.append(plan)
+        except JinguError as error:
+            rejected.insert(0, f"{describe_layout(plan.work)}: {error.what}")
+    if not plans:
+        raise JinguError(
+            f"no layout of {pluralize(ranks, 'rank')} fits on this machine. {'; '.join(rejected)}",
+            where="--auto-layout",
+            fix="Change the batch, the model or the number of ranks; `jingu plan FILE --search` compares machines.",
+        )
+    # 3. Announce the layout that was chosen, and why it is better than the next best one.
+    best, *others = plans
+    reason = f"no other fits ({rejected[0]})" if rejected else "there is no other"
+    if others:
+        reason = f"next is {describe_layout(others[0].work)}, {others[0].step / best.step:.3g} times its estimated step"
+    _announce(f"{prefix}{describe_layout(best.work)} ({layout_settings(best.work)}); {reason}.")
+    return _apply_work(config, best.work)
+
+
+def _replace_layout(
+    config: RunConfig,
+    parallel: ParallelSettings,
+    micro_batch: int | Literal["auto"],
+    checkpointing: ActivationCheckpointingSettings,
+) -> RunConfig:
+    """Return the settings of a run in another layout."""
+    batch = config.batch.model_copy(update={"micro_batch_size": micro_batch})
+    train = config.train.model_copy(update={"activation_checkpointing": checkpointing})
+    return config.model_copy(update={"parallel": parallel, "batch": batch, "train": train})
+
+
+def _apply_work(config: RunConfig, work: Workload) -> RunConfig:
+    """Return the settings of a run in the layout of a workload."""
+    return _replace_layout(config, work.parallel, work.micro_batch, work.checkpointing)
+
+
+def _announce(text: str) -> None:
+    """Print the layout to stderr, in the first process only."""
+    if is_first_process():
+        print(f"Layout: {text}", file=sys.stderr, flush=True)

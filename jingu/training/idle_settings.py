@@ -7,8 +7,8 @@ from typing import Any
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import RowSettings
+from jingu.config.sections.pairs import DpoSettings
 from jingu.config.sections.policies import RolloutSettings
-from jingu.config.sections.tasks import DpoSettings
 from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, join_words
 from jingu.model.spec import ModelSpec
@@ -74,6 +74,9 @@ def _conditions(config: RunConfig) -> list[str]:
     holds = {
         "rows": isinstance(config.data.objective, RowSettings) and not isinstance(task, RolloutSettings),
         "prompts": isinstance(task, RolloutSettings),
+        "single_source": len(config.data.all_sources) == 1 and not isinstance(task, RolloutSettings),
+        # The heads of rewards and critics are new.
+        "initialized": config.initialize.from_ is not None and task.type not in ("reward", "ppo"),
         "unevaluated": not config.evaluation.every,
         "unsampled": not config.evaluation.sample_prompts,
         "untested": not config.evaluation.tasks,
@@ -86,7 +89,7 @@ def _conditions(config: RunConfig) -> list[str]:
         "not_in_memory": not config.checkpoint.in_memory.every,
         "unranked": not (config.checkpoint.keep_best or config.evaluation.patience),
         "other_divergence": isinstance(task, DpoSettings) and task.divergence != "alpha",
-        "unsmoothed": isinstance(task, DpoSettings) and task.loss in ("hinge", "ipo"),
+        "unsmoothed": isinstance(task, DpoSettings) and task.loss not in ("sigmoid", "robust"),
     }
     return [condition for condition in TABLE["idle"] if holds[condition]]
 

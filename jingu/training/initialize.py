@@ -17,9 +17,9 @@ from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, r
 from jingu.model.adapter_layers import initial_factors
 from jingu.model.decoder import parameter_shapes
 from jingu.model.layers import Linear
-from jingu.model.parameter_table import is_adapter, is_trained
 from jingu.model.quantized_weight import quantizing_reader
 from jingu.model.spec import Lora
+from jingu.model.trainable import is_adapter, is_trained
 from jingu.model.weight_init import generator_for_name
 from jingu.parallel.pipeline import ParallelModel
 from jingu.text.tokenizer import Tokenizer

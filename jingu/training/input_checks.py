@@ -20,7 +20,8 @@ from jingu.errors import JinguError
 from jingu.evaluate.task_mixture import describe_mixture, find_mixture
 from jingu.formats.models import open_model
 from jingu.formats.run_inputs import BASE, RunInput, RunInputs, record_model
-from jingu.runtime.checksums import Records, record_file
+from jingu.runtime.checksums import Records, digest_records, record_file
+from jingu.runtime.code_files import find_code_files
 from jingu.text.corpus import find_files
 from jingu.text.identity import Identity, hash_value, identify_documents, identify_rows, load_inputs, settings_for
 from jingu.text.tokenizer import Tokenizer
@@ -173,14 +174,33 @@ def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: t
         # "task.rewards[0].function" belongs to the section task.rewards.
         is_allowed = f"{key}.".replace("[", ".").startswith(tuple(f"{name}." for name in allow))
         if key in stored.inputs and not is_allowed:
-            now = read(RunInputs(files=dict(stored.files)), folder)
-            if now.content != stored.inputs[key].content:
+            current = RunInputs(files=dict(stored.files))
+            now = read(current, folder)
+            if now.content != stored.inputs[key].content and not _names_one_file(stored.inputs[key], now, current):
+                changes = _describe_changes(stored, stored.inputs[key], current, now)
                 raise JinguError(
-                    f"{now.path} is not what the run was started with: its contents have changed.",
+                    f"{now.path} is not what the run was started with: its contents have changed{changes}.",
                     where=key,
                     fix="Restore it, start a new run (name=...), or, if the change is intended, resume with --allow "
                     f"{key.partition('[')[0]}.",
                 )
+
+
+def _names_one_file(old: RunInput, now: RunInput, current: RunInputs) -> bool:
+    """Return whether an input was recorded before the modules that its file imports were, and the file is the same."""
+    return not old.files and len(now.files) > 1 and digest_records([current.files[now.files[0]]]) == old.content
+
+
+def _describe_changes(stored: RunInputs, old: RunInput, current: RunInputs, now: RunInput) -> str:
+    """Return the files of an input that have changed, to end a sentence; empty if they are not known."""
+    changes = []
+    for path in dict.fromkeys([*old.files, *now.files]):
+        before = stored.files[path].xxh3 if path in old.files and path in stored.files else ""
+        after = current.files[path].xxh3 if path in now.files else ""
+        if before != after:
+            added = "" if before else " is new"
+            changes.append(f"{Path(path).name}{added if after else ' is missing'}")
+    return f" ({', '.join(changes)})" if old.files and changes else ""
 
 
 def record_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> RunInputs:
@@ -225,13 +245,13 @@ def _readers(config: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, _In
         yield "task.template", _InputReader(Path(config.task.template), content=hash_value(text))
     for number, reward in enumerate(config.task.rewards):
         if isinstance(reward, PythonReward) and (file := _code_file(reward.function)):
-            yield f"task.rewards[{number}].function", _InputReader(file)
+            yield f"task.rewards[{number}].function", _InputReader(file, files=tuple(find_code_files(file)))
         if isinstance(reward, ModelReward):
             yield f"task.rewards[{number}].model", _InputReader(Path(reward.model), is_model=True)
     environment = config.task.environment
     for name in [] if environment is None else [environment.path, *environment.tools]:
         if name is not None and (file := _code_file(name)):
-            yield f"task.environment[{name}]", _InputReader(file)
+            yield f"task.environment[{name}]", _InputReader(file, files=tuple(find_code_files(file)))
 
 
 def _code_file(name: str) -> Path | None:

@@ -32,7 +32,7 @@ from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, count_ranks, gather_from_all
 from jingu.training.checkpointing import Checkpointer, Progress
 from jingu.training.evaluate import measure_tasks
-from jingu.training.optimizer import set_learning_rate
+from jingu.training.optimizer import ShardedOptimizer, set_learning_rate
 from jingu.training.plan_task import add_task
 from jingu.training.precision import choose_precision
 from jingu.training.profile import profile_steps
@@ -171,7 +171,7 @@ class Trainer:
     ranks: RankInfo
     task: Task
     model: ParallelModel
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
     meter: ThroughputMeter
     is_compiled: bool
     plan_check: PlanCheck = field(default_factory=PlanCheck)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib import import_module
 from math import prod, sqrt
 from typing import Any
 
@@ -21,13 +22,15 @@ from torch.optim.adamw import adamw
 
 from jingu.compat.torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 from jingu.config.schema import RunConfig
-from jingu.config.sections.train import (
+from jingu.config.sections.optimizers import (
     AdafactorSettings,
     AdamWSettings,
     LionSettings,
     MuonSettings,
     Optimizer,
     ParamGroupSettings,
+    Slot,
+    Slots,
 )
 from jingu.config.sections.tune import LoraSettings
 from jingu.errors import JinguError
@@ -37,11 +40,6 @@ from jingu.parallel.offload import DiskStorage, stream_optimizer_steps
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import ParameterSharding, all_reduce_shards, local_tensor
 
-# Slots of optimizer state that every rank holds whole, whatever part of the parameter it holds.
-REPLICATED_STATE = frozenset({"row_var", "col_var"})
-# Number of elements of 8-bit state in a row that share a scale, and the slots that hold these scales.
-QUANTIZATION_BLOCK = 256
-QUANTIZATION_SCALES = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
 # Coefficients and number of iterations of Muon's quintic Newton-Schulz iteration (Jordan, 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -57,6 +55,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settings: the section `optimizer` of the configuration.
         shardings: how each parameter is divided over ranks.
         zeros_like: allocates state of the shape of a tensor, in memory or on disk.
+
+    Attributes:
+        slots: the state of each parameter by name, as the settings declare it.
     """
 
     settings: Any
@@ -72,9 +73,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settings = settings
         self.shardings = shardings
         self.zeros_like = zeros_like
+        self.slots: dict[nn.Parameter, Slots] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = self.init_state(parameter, group)
+                slots = self.settings.slots(tuple(self.shape(parameter)), is_in_block=group["is_in_block"])
+                self.slots[parameter] = slots
+                self.state[parameter] = {name: self._allocate(slot, parameter) for name, slot in slots.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -85,9 +89,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if params:
                 self.update(params, group)
 
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        """Return the state of a parameter before the first step, by slot."""
-        raise NotImplementedError
+    def _allocate(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """Return the zeros of a slot on this rank."""
+        if slot.layout == "counter":
+            # PyTorch's kernels expect an fp32 scalar on the device of the parameter.
+            device = torch.device("cpu") if slot.on_host else parameter.device
+            return torch.zeros((), dtype=torch.float32, device=device)
+        dtype = {"master": parameter.dtype, "fp32": torch.float32, "uint8": torch.uint8}[slot.dtype]
+        shard = local_tensor(parameter)
+        if slot.layout == "replicated":
+            return shard.new_zeros(slot.shape, dtype=dtype)
+        if dtype == parameter.dtype and slot.group_size == 1:
+            return self.zeros_like(parameter)
+        return self.zeros_like(shard.new_empty((*shard.shape[:-1], shard.shape[-1] // slot.group_size), dtype=dtype))
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         """Update parameters of one group, all of which have gradients."""
@@ -102,10 +116,6 @@ class AdamW(ShardedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), computed by PyTorch's fused kernels."""
 
     settings: AdamWSettings | MuonSettings
-
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        moments = {slot: self.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
-        return {"step": step_counter(parameter), **moments}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         states = [self.state[parameter] for parameter in params]
@@ -139,30 +149,22 @@ class AdamW8bit(AdamW):
         import_bitsandbytes()
         super().__init__(*arguments)
 
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        """Return the state of a parameter.
+    def _allocate(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """Return the zeros of a slot on this rank.
 
         Raises:
             JinguError: the rows of a matrix consist of whole blocks, but the parts of rows that ranks of `tensor` hold
                 do not.
         """
-        columns = self.shape(parameter)[-1]
-        if len(self.shape(parameter)) < 2 or columns % QUANTIZATION_BLOCK:
-            return super().init_state(parameter, group)
-        shard = local_tensor(parameter)
-        if shard.shape[-1] % QUANTIZATION_BLOCK:
+        columns, local = self.shape(parameter)[-1], local_tensor(parameter).shape[-1]
+        if local % slot.group_size:
             raise JinguError(
-                f"ranks of `tensor` divide rows of {columns:,} elements into parts of {shard.shape[-1]:,}, and each "
-                f"{QUANTIZATION_BLOCK} elements of 8-bit moments share a scale.",
+                f"ranks of `tensor` divide rows of {columns:,} elements into parts of {local:,}, and each "
+                f"{slot.group_size} elements of 8-bit moments share a scale.",
                 where="parallel.tensor",
                 fix="Choose another number of ranks, or set optimizer.state_dtype=fp32.",
             )
-        codes = torch.empty_like(shard, dtype=torch.uint8)
-        scales = shard.new_empty((*shard.shape[:-1], shard.shape[-1] // QUANTIZATION_BLOCK), dtype=torch.float32)
-        slots = {"exp_avg": codes, "exp_avg_scale": scales, "exp_avg_sq": codes, "exp_avg_sq_scale": scales}
-        moments = {slot: self.zeros_like(tensor) for slot, tensor in slots.items()}
-        # The kernel takes the step as a number of the host. Reading a counter on the device would make the host wait.
-        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
+        return super()._allocate(slot, parameter)
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         super().update([parameter for parameter in params if "exp_avg_scale" not in self.state[parameter]], group)
@@ -216,9 +218,6 @@ class Lion(ShardedOptimizer):
 
     settings: LionSettings
 
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        return {"exp_avg": self.zeros_like(parameter)}
-
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         weights = [local_tensor(parameter) for parameter in params]
         gradients = [local_gradient(parameter) for parameter in params]
@@ -238,15 +237,6 @@ class Adafactor(ShardedOptimizer):
     """
 
     settings: AdafactorSettings
-
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        shape = self.shape(parameter)
-        if len(shape) == 1:
-            return {"step": step_counter(parameter), "variance": self.zeros_like(parameter)}
-        shard = local_tensor(parameter)
-        row_var = shard.new_zeros(shape[:-1])
-        col_var = shard.new_zeros((*shape[:-2], shape[-1]))
-        return {"step": step_counter(parameter), "row_var": row_var, "col_var": col_var}
 
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
         shardings = [self.shardings[parameter] for parameter in params]
@@ -325,7 +315,7 @@ class Adafactor(ShardedOptimizer):
 
 
 class Muon(AdamW):
-    """Muon (Jordan, 2024) for groups whose key `matrices` is true, and AdamW for the others.
+    """Muon (Jordan, 2024) for parameters whose only slot is the momentum, and AdamW for the others.
 
     The momentum of a matrix is orthogonalized, as in `torch.optim.Muon`, and scaled to the root mean square of AdamW's
     updates (Liu et al., 2025, arXiv:2502.16982).
@@ -333,16 +323,12 @@ class Muon(AdamW):
 
     settings: MuonSettings
 
-    def init_state(self, parameter: nn.Parameter, group: ParamGroup) -> dict[str, Tensor]:
-        if not group["matrices"]:
-            return super().init_state(parameter, group)
-        return {"exp_avg": self.zeros_like(parameter)}
-
     def update(self, params: list[nn.Parameter], group: ParamGroup) -> None:
-        if not group["matrices"]:
-            super().update(params, group)
-            return
-        for number, parameter in enumerate(params):
+        matrices = [parameter for parameter in params if "exp_avg_sq" not in self.slots[parameter]]
+        adamw_params = [parameter for parameter in params if "exp_avg_sq" in self.slots[parameter]]
+        if adamw_params:
+            super().update(adamw_params, group)
+        for number, parameter in enumerate(matrices):
             gradient = local_gradient(parameter)
             momentum = local_tensor(self.state[parameter]["exp_avg"])
             momentum.lerp_(gradient, 1.0 - self.settings.momentum)
@@ -386,18 +372,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x.reshape(matrix.shape).to(matrix.dtype)
 
 
-def step_counter(parameter: nn.Parameter) -> Tensor:
-    """Return a zero counter of a parameter's steps: an fp32 scalar on its device, as PyTorch's kernels expect."""
-    return torch.zeros((), dtype=torch.float32, device=parameter.device)
-
-
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a parameter's gradient."""
     assert parameter.grad is not None
     return local_tensor(parameter.grad)
-
-
-OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"adamw": AdamW, "lion": Lion, "adafactor": Adafactor, "muon": Muon}
 
 
 def optimizer_settings(config: RunConfig) -> Optimizer:
@@ -413,7 +391,7 @@ def optimizer_settings(config: RunConfig) -> Optimizer:
     return config.optimizer.model_copy(update={"param_groups": [group, *config.optimizer.param_groups]})
 
 
-def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> torch.optim.Optimizer:
+def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> ShardedOptimizer:
     """Build the optimizer, with zero state, for all parameters that are trained.
 
     By default weight decay applies to matrices and embeddings, but not to norms and biases (parameters with one dim).
@@ -435,15 +413,14 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
             "layer": _layer_name(name) if disk else "",
             "lr_multiplier": lr_multiplier,
             "weight_decay": weight_decay,
-            "matrices": isinstance(settings, MuonSettings) and parameter.dim() > 1 and "blocks." in name,
+            "is_in_block": "blocks." in name,
         }
         groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(parameter)
     if not groups:  # a pipeline stage may have only frozen parameters, and PyTorch requires a group
-        groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "matrices": False}
+        groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "is_in_block": False}
     # 3. Create the optimizer and its state.
-    optimizer_type = OPTIMIZERS[settings.type]
-    if isinstance(settings, AdamWSettings) and settings.state_dtype == "int8":
-        optimizer_type = AdamW8bit
+    module, _, name = settings.implementation.partition(":")
+    optimizer_type: type[ShardedOptimizer] = getattr(import_module(module), name)
     zeros_like = torch.zeros_like if disk is None else disk.zeros_like
     optimizer = optimizer_type(list(groups.values()), settings, shardings, zeros_like)
     if disk is not None:
@@ -487,11 +464,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_multiplier"]
 
 
-def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every state tensor with its name SLOT/PARAMETER, such as `exp_avg/blocks.0.norm.weight`."""
+def named_optimizer_state(optimizer: ShardedOptimizer, model: nn.Module) -> Iterator[tuple[str, Tensor, Slot]]:
+    """Yield every state tensor with its name SLOT/PARAMETER, such as `exp_avg/blocks.0.norm.weight`, and its slot."""
     for name, parameter in model.named_parameters():
-        for slot, tensor in optimizer.state.get(parameter, {}).items():
-            yield f"{slot}/{name}", tensor
+        for slot_name, slot in optimizer.slots.get(parameter, {}).items():
+            yield f"{slot_name}/{name}", optimizer.state[parameter][slot_name], slot
 
 
 def check_state_dtype(config: RunConfig) -> None:

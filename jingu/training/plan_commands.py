@@ -13,8 +13,9 @@ from jingu.config.batch_plan import BatchPlan
 from jingu.config.load import config_from_tree, dump_yaml, load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.schedules import WsdSettings, resolve_steps
 from jingu.config.sections.tasks import PretrainingSettings
-from jingu.config.sections.train import PrecisionSettings, resolve_steps
+from jingu.config.sections.train import PrecisionSettings
 from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
@@ -96,7 +97,7 @@ def derive_plan(config: RunConfig, world: int) -> list[tuple[str, str]]:
         stages = split_blocks(config.parallel, sizes.pipeline, spec)
         blocks = ", ".join(str(len(stage)) for stage in stages)
         rows.insert(2, ("stages", f"{len(stages)} of {blocks} blocks ({config.parallel.pipeline_schedule})"))
-    if config.schedule.type == "wsd":
+    if isinstance(config.schedule, WsdSettings):
         rows.append(("decay", _format_steps(config.schedule.decay, steps)))
     memory = f"unknown until {missing} exists" if missing else _format_memory(config, spec, sizes, plan)
     return [*rows, ("memory per rank", memory)]

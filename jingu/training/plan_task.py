@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 
 from jingu.config.schema import RunConfig
 from jingu.config.sections.policies import (
-    DistillationSettings,
-    GenerationProcessesSettings,
     GrpoSettings,
     PolicySettings,
-    PpoSettings,
-    SeparateCriticSettings,
 )
-from jingu.config.sections.rewards import ModelReward
-from jingu.config.sections.tasks import DpoSettings, KtoSettings
 from jingu.model.spec import ModelSpec
 from jingu.runtime.hub import is_available
 
@@ -33,37 +27,32 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         result: forecast of one update of the trained model.
     """
     task = config.task
-    if isinstance(task, DpoSettings | KtoSettings):
-        result.assumptions.append("log-probabilities of the reference are computed before the first step")
-    if not isinstance(task, PolicySettings):
+    models = task.models(config.initialize.from_)
+    for model in models:
+        if model.role == "before":
+            result.assumptions.append(f"log-probabilities of the {model.name} are computed before the first step")
+    if "generation" not in task.PHASES:
         return result
+    assert isinstance(task, PolicySettings)
     from jingu.plan.alignment import Companion, Rollouts, add_rollouts
 
     # 1. Models beside the trained one.
-    companions = []
     base = spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
-    if isinstance(task, DistillationSettings):
-        companions.append(Companion("teacher", _spec_of(task.teacher, base, result), "frozen"))
-    elif task.penalty is not None:
-        path = task.penalty.reference or config.initialize.from_
-        companions.append(Companion("reference", _spec_of(path, base, result), "frozen"))
-    scalar = base.model_copy(update={"score_head": True})
-    if isinstance(task, PpoSettings) and isinstance(task.critic, SeparateCriticSettings):
-        path = task.critic.model or config.initialize.from_
-        critic = _spec_of(path, scalar, result).model_copy(update={"score_head": True})
-        companions.append(Companion("critic", critic, "trained"))
-    scorers = [reward.model for reward in task.rewards if isinstance(reward, ModelReward)]
-    for number, path in enumerate(scorers, start=1):
-        name = "reward model" + f" {number}" * (len(scorers) > 1)
-        companions.append(Companion(name, _spec_of(path, scalar, result), "whole"))
+    companions = []
+    for model in models:
+        if model.role == "before":
+            continue
+        default = base.model_copy(update={"score_head": True}) if model.has_score_head else base
+        companion = _spec_of(model.path, default, result)
+        if model.role == "trained":
+            # A model without a score head gets one, and is trained as a whole.
+            companion = companion.model_copy(update={"score_head": model.has_score_head})
+        companions.append(Companion(model.name, companion, model.role))
     # 2. What the forecast leaves out or simplifies.
     if task.rewards:
         result.assumptions.append("rewards take no time")
     if task.generation_source is not None:
         result.assumptions.append("generation counts as a part of the step, though it runs beside training")
-    if isinstance(task.generation_source, GenerationProcessesSettings):
-        copies = range(task.generation_source.processes)
-        companions += [Companion(f"generation process {number + 1}", base, "whole") for number in copies]
     # 3. Generation. ReMax generates one more answer per prompt, the greedy one.
     greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"
     rollouts = Rollouts(

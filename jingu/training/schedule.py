@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from jingu.config.schema import RunConfig
-from jingu.config.sections import train as settings
+from jingu.config.sections import schedules as settings
 from jingu.errors import JinguError, pluralize
 
 
@@ -22,10 +20,9 @@ def learning_rate(schedule: settings.Schedule, peak: float, step: int, steps: in
     warmup = settings.resolve_steps(schedule.warmup, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule.min_lr == 0 and not isinstance(schedule, settings.ExponentialSettings):
+    if schedule.min_lr == 0 and schedule.REACHES_MINIMUM:
         steps += 1
-    progress = (step + 1 - warmup) / max(1, steps - warmup)  # in (0, 1]
-    return max(schedule.min_lr, _decay(schedule, peak, step, steps, warmup, min(progress, 1.0)))
+    return max(schedule.min_lr, schedule.decayed_rate(settings.Moment(peak, step, steps, warmup)))
 
 
 def check_schedule(config: RunConfig) -> None:
@@ -44,27 +41,3 @@ def check_schedule(config: RunConfig) -> None:
             where="schedule.warmup",
             fix="Shorten it; a number with a decimal point is a fraction of the run.",
         )
-
-
-def _decay(schedule: settings.Schedule, peak: float, step: int, steps: int, warmup: int, progress: float) -> float:
-    """Return the learning rate of a step after warmup, before the minimum is applied.
-
-    Args:
-        warmup: number of warmup steps.
-        progress: share of the steps after warmup that are taken, including this one, in (0, 1].
-    """
-    range_ = peak - min(schedule.min_lr, peak)
-    if isinstance(schedule, settings.ConstantSettings):
-        return peak
-    if isinstance(schedule, settings.LinearSettings):
-        return peak - range_ * progress
-    if isinstance(schedule, settings.InverseSqrtSettings):
-        return peak * math.sqrt(max(1, warmup) / (step + 1))
-    if isinstance(schedule, settings.ExponentialSettings):
-        return peak * schedule.decay**progress
-    if isinstance(schedule, settings.WsdSettings):
-        # Warmup-stable-decay: constant, then linear over the last steps.
-        decay_steps = settings.resolve_steps(schedule.decay, steps)
-        remaining = (steps - step - 1) / max(1, decay_steps)
-        return peak - range_ * (1.0 - min(1.0, remaining))
-    return peak - range_ * 0.5 * (1.0 - math.cos(math.pi * progress))

@@ -28,7 +28,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_rounded
 from jingu.model.decoder import parameter_shapes
 from jingu.model.matmul_kernels import matmul_dtype
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh, data_rank, resolve_axis_sizes
@@ -52,7 +52,7 @@ from jingu.training.checkpointing import (
 )
 from jingu.training.loop import DivergenceError, Trainer, WriteMetrics, train_loop
 from jingu.training.metrics import MetricsFile
-from jingu.training.optimizer import build_optimizer, optimizer_settings
+from jingu.training.optimizer import ShardedOptimizer, build_optimizer, optimizer_settings
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
 from jingu.training.task import TaskFactory
@@ -287,7 +287,7 @@ def build_trainer(
 
 def build_model_and_optimizer(
     run: Run, mesh: DeviceMesh, precision: Precision, *, compile: bool
-) -> tuple[ParallelModel, torch.optim.Optimizer]:
+) -> tuple[ParallelModel, ShardedOptimizer]:
     """Return this rank's part of the model, with initial weights from the run's seed, and its optimizer."""
     config = run.config
     offload = config.parallel.offload

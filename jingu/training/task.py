@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.schema import RunConfig
+from jingu.config.sections.task_base import TaskBase
 from jingu.data.batch import Batch
 from jingu.errors import JinguError
 from jingu.parallel.pipeline import ParallelModel
@@ -135,7 +137,7 @@ class StatelessTask:
 
 @dataclass(frozen=True)
 class TaskFactory:
-    """Creates the task of a run. This package has the factory of pretraining; other packages pass their own to `train`.
+    """Creates the task of a run. The settings of the task name it (`TaskBase.FACTORY`).
 
     Attributes:
         create: creates the task, given the run, the mesh over which its model is laid out, and whether to compile the
@@ -148,3 +150,10 @@ class TaskFactory:
     create: Callable[[Run, DeviceMesh, bool], Task]
     rows_per_group: Callable[[RunConfig], int] = lambda config: 1
     check: Callable[[Run], object] = lambda run: None
+
+
+def find_task_factory(settings: TaskBase) -> TaskFactory:
+    """Return the factory that the settings of a task name. Packages above this one have most of them."""
+    module, _, name = settings.FACTORY.partition(":")
+    factory: TaskFactory = getattr(import_module(module), name)
+    return factory

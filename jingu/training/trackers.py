@@ -1,30 +1,19 @@
-"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow, Kubeflow Trainer."""
+"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections import deque
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.runtime.files import write_text_atomically
-from jingu.runtime.kubeflow import StatusServer, find_status_server
 from jingu.runtime.log import log_warning
 from jingu.tables import flatten
-
-# Number of lines of metrics from which the time left is estimated, and minimum seconds between reports to Kubeflow.
-_RATE_LINES = 50
-_SECONDS_BETWEEN_POSTS = 5.0
 
 
 class Tracker:
@@ -105,65 +94,6 @@ class MlflowTracker(Tracker):
         self._mlflow.end_run()
 
 
-class KubeflowTracker(Tracker):
-    """Reports progress, time left and the latest numbers to Kubeflow Trainer, from a separate thread.
-
-    Args:
-        steps: number of steps of the run.
-    """
-
-    def __init__(self, server: StatusServer, steps: int) -> None:
-        self._server = server
-        self._steps = steps
-        self._times: deque[tuple[int, float]] = deque(maxlen=_RATE_LINES)
-        self._metrics: dict[str, float] = {}
-        self._last_post = -math.inf
-        self._thread: Thread | None = None
-        self._error: Exception | None = None
-
-    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        if self._error is not None:
-            raise self._error
-        self._metrics |= numbers
-        if "train/seconds" in numbers:
-            self._times.append((step, numbers["train/seconds"]))
-        if time.monotonic() - self._last_post > _SECONDS_BETWEEN_POSTS:
-            self._post()
-
-    def _post(self) -> None:
-        """Start a thread that sends the status, unless one is still sending."""
-        if not self._times or (self._thread is not None and self._thread.is_alive()):
-            return
-        (first, begin), (step, end) = self._times[0], self._times[-1]
-        status = {
-            "progressPercentage": 100 * step // self._steps,
-            "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds"),
-            "metrics": [{"name": key, "value": f"{value:g}"} for key, value in self._metrics.items()],
-        }
-        if step > first:
-            status["estimatedRemainingSeconds"] = round((self._steps - step) * (end - begin) / (step - first))
-        self._last_post = time.monotonic()
-        self._thread = Thread(target=self._send, args=(status,), daemon=True)
-        self._thread.start()
-
-    def _send(self, status: Mapping[str, Any]) -> None:
-        """Send the status; keep an error for the next call of `log_numbers`, which raises it in the main thread."""
-        try:
-            self._server.post(status)
-        except (OSError, HTTPException, ValueError) as error:
-            self._error = error
-
-    def close(self) -> None:
-        """Report the last progress, and wait until the server has received it."""
-        if self._thread is not None:
-            self._thread.join()
-        self._post()
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 class Trackers:
     """All trackers of a run. A tracker that fails is removed with a warning, and training continues.
 
@@ -176,9 +106,6 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         if config.train.tensorboard:
             self._trackers["tensorboard"] = TensorBoardTracker(folder / "tensorboard", resume_step)
-        server = find_status_server()
-        if server is not None:
-            self._trackers["Kubeflow Trainer"] = KubeflowTracker(server, config.train.steps)
         # The ids of this run in the services, which later starts use again.
         path = folder / "trackers.json"
         ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -23,7 +23,7 @@ from jingu.config.batch_plan import divisors
 from jingu.config.load import config_from_tree, dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import resolve_steps
+from jingu.config.sections.schedules import resolve_steps
 from jingu.errors import JinguError, pluralize
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.parallel.stages import plan_layout

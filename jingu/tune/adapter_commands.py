@@ -10,15 +10,16 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
-from jingu.formats.models import load_adapters, open_adapter_run, open_model
-from jingu.formats.peft import ADAPTER_CONFIG, read_adapters
+from jingu.formats.models import load_adapters, open_adapter_run, open_model, read_peft_adapters
+from jingu.formats.peft import ADAPTER_CONFIG
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.provenance import copy_provenance
+from jingu.formats.run_inputs import write_base_record
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
 from jingu.model.decoder import parameter_shapes
-from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_trained
 from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.model.trainable import ADAPTER_PARAMETERS, is_trained
 from jingu.runtime.device import DTYPES
 
 # Parameters of adapters that replace values of the base model, and these values.
@@ -37,6 +38,7 @@ def export(run: Path, to: Path) -> None:
     """
     adapters, base, base_path = open_adapter_run(run)
     write_adapters(adapters, base, base_path, to)
+    write_base_record(to, base, base_path)
     copy_provenance(run, to)
     print(f"Wrote {to}: adapters, which peft loads onto {base_path} as exported.")
 
@@ -56,14 +58,14 @@ def merge(model: Path, to: Path, base: Path | None = None, dtype: str = "auto") 
     if base is not None:
         base_model = open_model(base)
         is_peft = (model / ADAPTER_CONFIG).is_file()
-        adapters = read_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
-        merged = apply_adapters(adapters, base_model)
+        adapters = read_peft_adapters(model, base_model) if is_peft else load_adapters(model, base_model)
+        merged_model = apply_adapters(adapters, base_model)
     elif (model / ADAPTER_CONFIG).is_file():
-        merged = open_model(model)
+        merged_model = open_model(model)
     else:
         adapters, base_model, _ = open_adapter_run(model)
-        merged = apply_adapters(adapters, base_model)
-    write_model(merged, to, dtype, False)
+        merged_model = apply_adapters(adapters, base_model)
+    write_model(merged_model, to, dtype, False)
     copy_provenance(model, to, base)
 
 
@@ -79,18 +81,18 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
     Raises:
         JinguError: the base cannot be restored, because merging rounded it too much or replaced some of its values.
     """
-    merged = open_model(model)
-    adapter_model = load_adapters(adapters, merged, is_merged=True)
+    merged_model = open_model(model)
+    adapter_model = load_adapters(adapters, merged_model, is_merged=True)
     adapter = adapter_model.spec.adapter
     assert adapter is not None
     adapter_names = parameter_shapes(adapter_model.spec)
     _require_restorable(adapter_names, adapter_model.spec, adapters)
-    base_dtype = DTYPES.get(dtype, merged.dtype)
+    base_dtype = DTYPES.get(dtype, merged_model.dtype)
 
     def read(name: str) -> Tensor:
         """Return a parameter of the base model; one without an adapter is that of the merged model."""
         # 1. The merged value, and the adapter's tensors for its module.
-        value = merged.read(name)
+        value = merged_model.read(name)
         module, _, leaf = name.rpartition(".")
         parts = {
             part: adapter_model.read(f"{module}.{part}")
@@ -101,17 +103,17 @@ def unmerge(model: Path, to: Path, adapters: Path, dtype: str = "auto") -> None:
         if not parts or not isinstance(adapter, Lora | Ia3):
             return value
         # 3. Undo the adapter.
-        restored = unmerge_adapter(value, leaf, parts, adapter.of_module(module), base_dtype)
-        if restored is None:
+        restored_weight = unmerge_adapter(value, leaf, parts, adapter.of_module(module), base_dtype)
+        if restored_weight is None:
             raise JinguError(
                 f"{name} cannot be restored: merging has rounded it too much.",
                 where=model,
                 fix="Merge into a wider dtype (`jingu tune merge --dtype fp32`), and pass the dtype of the base here "
                 "(--dtype bf16).",
             )
-        return restored
+        return restored_weight
 
-    write_model(replace(merged, read=read), to, dtype, False)
+    write_model(replace(merged_model, read=read), to, dtype, False)
 
 
 def _require_restorable(names: Iterable[str], spec: ModelSpec, adapters: Path) -> None:

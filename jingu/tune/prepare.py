@@ -114,15 +114,15 @@ class RowTokenizer:
                 counts.count(MENTIONS_SPECIAL)
             for part in parts:
                 # The first token is never predicted, so its weight does not count.
-                trained = part.weights[1:].nonzero()[0] + 1
-                if not len(trained):
+                trained_positions = part.weights[1:].nonzero()[0] + 1
+                if not len(trained_positions):
                     counts.count(f"{DROPPED_PREFIX}without a trained token")
                     continue
                 counts.count(TOKENIZED)
                 counts.count(TOKENS, len(part.ids))
-                counts.count(TRAINED_TOKENS, len(trained))
+                counts.count(TRAINED_TOKENS, len(trained_positions))
                 # A row of maximum length may have lost its end token to truncation, which `tokenize` counts.
-                if part.ids[trained[-1]] not in special_ids and len(part.ids) < self.max_length:
+                if part.ids[trained_positions[-1]] not in special_ids and len(part.ids) < self.max_length:
                     counts.count(WITHOUT_END)
                 yield number, part
 
@@ -179,18 +179,18 @@ class RowTokenizer:
         A round is a question with everything up to the next question.
         """
         system = row.messages[:1] if row.messages[0].role == "system" else ()
-        rest = row.messages[len(system) :]
-        while rest:
+        remaining_messages = row.messages[len(system) :]
+        while remaining_messages:
             # Take one round, then further rounds while the part fits.
-            ends = [index for index in range(1, len(rest)) if rest[index].role == "user"]
-            end, *longer_ends = [*ends, len(rest)]
+            ends = [index for index in range(1, len(remaining_messages)) if remaining_messages[index].role == "user"]
+            end, *longer_ends = [*ends, len(remaining_messages)]
             for longer_end in longer_ends:
-                candidate = replace(row, messages=system + rest[:longer_end])
+                candidate = replace(row, messages=system + remaining_messages[:longer_end])
                 if any(len(part.ids) > self.max_length for part in self._tokenize(candidate)):
                     break
                 end = longer_end
-            yield replace(row, messages=system + rest[:end])
-            rest = rest[end:]
+            yield replace(row, messages=system + remaining_messages[:end])
+            remaining_messages = remaining_messages[end:]
 
 
 class RowKind(NamedTuple):
@@ -345,22 +345,23 @@ def summarize(counts: ReadCounts, *, drops_duplicates: bool) -> list[str]:
     def list_counts(prefix: str, more: dict[str, int], limit: int | None = None) -> str:
         """Return the counts whose keys have a prefix, and further ones, by descending number; at most `limit`."""
         numbers = {key.removeprefix(prefix): n for key, n in counts.rows.items() if key.startswith(prefix)} | more
-        ranked = [item for item in sorted(numbers.items(), key=lambda item: -item[1]) if item[1]]
-        hidden = ["…"] if limit is not None and len(ranked) > limit else []
-        return ", ".join([f"{number:,} {name}" for name, number in ranked[:limit]] + hidden) or "none"
+        sorted_items = [item for item in sorted(numbers.items(), key=lambda item: -item[1]) if item[1]]
+        hidden = ["…"] if limit is not None and len(sorted_items) > limit else []
+        return ", ".join([f"{number:,} {name}" for name, number in sorted_items[:limit]] + hidden) or "none"
 
     rows = counts.rows.get(TOKENIZED, 0)
     tokens = counts.rows.get(TOKENS, 0)
-    trained = counts.rows.get(TRAINED_TOKENS, 0)
-    truncated = counts.rows.get(TRUNCATED, 0)
+    num_trained = counts.rows.get(TRAINED_TOKENS, 0)
+    num_truncated = counts.rows.get(TRUNCATED, 0)
     endless = counts.rows.get(WITHOUT_END, 0)
     mentions = counts.rows.get(MENTIONS_SPECIAL, 0)
-    note = ", so the model does not learn where they end" if truncated else ""
+    note = ", so the model does not learn where they end" if num_truncated else ""
     more = {"bad": len(counts.skipped), "duplicates": counts.copies if drops_duplicates else 0}
     lines = [
         f"read: {list_counts(READ_PREFIX, {})}",
-        f"tokenized: {rows:,} with {tokens:,} tokens, {trained:,} of them trained ({trained / max(tokens, 1):.0%})",
-        f"too long: {counts.rows.get(SPLIT, 0):,} split, {truncated:,} truncated{note}",
+        f"tokenized: {rows:,} with {tokens:,} tokens, {num_trained:,} of them trained"
+        f" ({num_trained / max(tokens, 1):.0%})",
+        f"too long: {counts.rows.get(SPLIT, 0):,} split, {num_truncated:,} truncated{note}",
         f"dropped: {list_counts(DROPPED_PREFIX, more)}",
         f"fields without effect: {list_counts(CARRIED_PREFIX, {}, MAX_CARRIED)}",
     ]

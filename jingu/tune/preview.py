@@ -67,11 +67,13 @@ def preview(
         tokenizer = row_tokenizer.tokenizer
         spans = (span for unit in plan_row_units(row_tokenizer.data) for span in unit)
         # Lazy: only as many rows are read and tokenized as are shown.
-        numbered = ((s, number, row) for s in spans for number, row in row_tokenizer.tokenize_span(s, ReadCounts()))
-        for span, number, row in islice(numbered, rows):
-            trained = int((row.weights[1:] != 0).sum())
+        numbered_rows = (
+            (s, number, row) for s in spans for number, row in row_tokenizer.tokenize_span(s, ReadCounts())
+        )
+        for span, number, row in islice(numbered_rows, rows):
+            num_trained = int((row.weights[1:] != 0).sum())
             location = f"{Path(span.file.path).name}, row {count_rows_before(span) + number} ({row.kind})"
-            title = f"{location}: {trained} of {len(row.ids)} tokens trained"
+            title = f"{location}: {num_trained} of {len(row.ids)} tokens trained"
             page.append(f"<h2>{html.escape(title)}</h2><pre>{_format_row(row, tokenizer, _mark_up)}</pre>")
             if as_json:
                 number_in_file = count_rows_before(span) + number
@@ -115,7 +117,7 @@ def _describe_row(row: TokenizedRow, tokenizer: Tokenizer, file: str | Path, num
 def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
     """Return lines of text with the counts of all rows of a corpus, and the first bad rows."""
     counts = ReadCounts()
-    seen = set[int]()
+    rows_seen = set[int]()
     drops_duplicates = row_tokenizer.data.duplicates == "drop"
     # Lengths of the rows that will be in the data set.
     lengths: list[int] = []
@@ -123,11 +125,11 @@ def _totals(config: RunConfig, row_tokenizer: RowTokenizer) -> list[str]:
     for unit_counts, hashes, unit_lengths in map_tasks(partial(_count_unit, encode), units, workers):
         counts.add(unit_counts)
         # Copies of rows in this unit or in earlier units.
-        counts.copies += len(hashes) - len(set(hashes) - seen)
+        counts.copies += len(hashes) - len(set(hashes) - rows_seen)
         for row_hash, length in zip(hashes, unit_lengths, strict=True):
-            if not (drops_duplicates and row_hash in seen):
+            if not (drops_duplicates and row_hash in rows_seen):
                 lengths.append(length)
-            seen.add(row_hash)
+            rows_seen.add(row_hash)
     lines = summarize(counts, drops_duplicates=drops_duplicates)
     lines += _describe_packing(lengths, config, row_tokenizer)
     lines += [f"  bad: {line}" for line in counts.skipped[:MAX_BAD_ROWS]]

@@ -328,8 +328,8 @@ def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
     Args:
         columns: names of fields in the row, by the names that jingu uses; an empty one leaves out the field.
     """
-    others = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
-    return others | {name: value[column] for name, column in columns.items() if column in value}
+    other_fields = {name: item for name, item in value.items() if name not in {*columns, *columns.values()}}
+    return other_fields | {name: value[column] for name, column in columns.items() if column in value}
 
 
 def describe_fields(scope: Scope, *, of_prompts: bool = False) -> str:
@@ -339,11 +339,11 @@ def describe_fields(scope: Scope, *, of_prompts: bool = False) -> str:
         of_prompts: only those that shape a prompt.
     """
     lines = ["| field | what it does |", "|---|---|"]
-    merged: dict[str, list[str]] = {}
+    fields_by_type: dict[str, list[str]] = {}
     for field in TABLES[scope]:
         if of_prompts and not field.shapes_prompt:
             continue
-        merged.setdefault(field.effect, []).extend(field.names)
-    for effect, names in merged.items():
+        fields_by_type.setdefault(field.effect, []).extend(field.names)
+    for effect, names in fields_by_type.items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {effect} |")
     return "\n".join(lines)

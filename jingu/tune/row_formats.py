@@ -134,8 +134,8 @@ def _multiply_weights(row: Row, weight: float) -> Row:
     messages = tuple(replace(message, weight=message.weight * weight) for message in row.messages)
     highest = max((message.weight for message in messages if message.role == "assistant"), default=0.0)
     if highest > MAX_WEIGHT:
-        expected = f"at most {MAX_WEIGHT:g} when multiplied with the weight of a message"
-        raise ConversationError(f"field weight: expected {expected}, not {highest:g}")
+        expected_value = f"at most {MAX_WEIGHT:g} when multiplied with the weight of a message"
+        raise ConversationError(f"field weight: expected {expected_value}, not {highest:g}")
     return replace(row, messages=messages, segments=tuple((text, factor * weight) for text, factor in row.segments))
 
 
@@ -155,8 +155,10 @@ def _parse_form(fields: Fields) -> Row:
                 return replace(parse(fields), kind=name)
     if kind is not None:
         raise _unexpected("type", ", ".join(_PARSERS_BY_TYPE), kind)
-    known = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
-    raise ConversationError(f"expected one of the fields {known}; it has {', '.join(map(str, fields)) or 'none'}")
+    known_fields = ", ".join([*(field for field, _ in _PARSERS_BY_FIELD.values()), "type"])
+    raise ConversationError(
+        f"expected one of the fields {known_fields}; it has {', '.join(map(str, fields)) or 'none'}"
+    )
 
 
 # Fields
@@ -409,8 +411,8 @@ def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
         keys = ("from", "value") if isinstance(turn, dict) and "from" in turn and "role" not in turn else None
         role_key, content_key = keys or ("role", "content")
         if not isinstance(turn, dict) or role_key not in turn:
-            expected = ("from", "value") if field == "conversations" else ("role", "content")
-            raise _unexpected(name, "an object with {} and {}".format(*expected), turn)
+            expected_keys = ("from", "value") if field == "conversations" else ("role", "content")
+            raise _unexpected(name, "an object with {} and {}".format(*expected_keys), turn)
         turn = Fields(turn, "message")
         message = _message(turn, name, role_key, content_key)
         if turn:
@@ -487,14 +489,14 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
         messages = _add_context(fields, messages)
         tools = _take_tools(fields)
         variables = _take_variables(fields)
-    merged = _continue_prefill(_merge(messages))
-    last = merged[-1]
+    messages_merged = _continue_prefill(_merge(messages))
+    last = messages_merged[-1]
     if not is_prompt and last.role != "assistant":
         raise ConversationError(f"expected an answer at the end; the last turn is of {last.role}")
     if is_prompt and (last.role == "system" or last.tool_calls):
         what = "a tool call without its result" if last.tool_calls else "the system message"
         raise ConversationError(f"an answer cannot follow the last message of the prompt, {what}")
-    return Row(kind, tuple(merged), tools, variables=variables)
+    return Row(kind, tuple(messages_merged), tools, variables=variables)
 
 
 def _add_context(fields: Fields, messages: list[Message]) -> list[Message]:
@@ -535,27 +537,28 @@ def _merge(messages: list[Message]) -> list[Message]:
     Raises:
         ConversationError: the roles are in a wrong order.
     """
-    merged: list[Message] = []
+    merged_messages: list[Message] = []
     for number, message in enumerate(messages, start=1):
-        last = merged[-1] if merged else None
+        last = merged_messages[-1] if merged_messages else None
         repeats = last is not None and last.role == message.role
         if last is not None and repeats and _can_merge(last, message):
             content = "\n".join(text for text in (last.content, message.content) if text)
             weight = min(last.weight, message.weight)
             calls = last.tool_calls + message.tool_calls
-            merged[-1] = replace(last, content=content, tool_calls=calls, weight=weight)
+            merged_messages[-1] = replace(last, content=content, tool_calls=calls, weight=weight)
             continue
         # These may follow each other unmerged: results of several calls, and answers with different weights.
         may_repeat = repeats and message.role in ("tool", "assistant")
         answers_no_call = message.role == "tool" and last is not None and last.role != "tool" and not last.tool_calls
-        allowed = _ALLOWED_NEXT[last.role if last else None]
-        if (message.role not in allowed and not may_repeat) or answers_no_call:
+        allowed_roles = _ALLOWED_NEXT[last.role if last else None]
+        if (message.role not in allowed_roles and not may_repeat) or answers_no_call:
             place = f"after {last.role}" if last else "first"
             raise ConversationError(
-                f"roles out of order: {message.role} stands {place}, as turn {number}; expected {' or '.join(allowed)}"
+                f"roles out of order: {message.role} stands {place}, as turn {number};"
+                f" expected {' or '.join(allowed_roles)}"
             )
-        merged.append(message)
-    return merged
+        merged_messages.append(message)
+    return merged_messages
 
 
 def _continue_prefill(messages: list[Message]) -> list[Message]:
@@ -577,13 +580,13 @@ def _continue_prefill(messages: list[Message]) -> list[Message]:
         raise ConversationError(f"{label}: that message cannot have {what}, only text")
     if answer.reasoning_content:
         raise ConversationError(f"{label}: reasoning cannot follow the text before it")
-    joined = replace(
+    joined_message = replace(
         answer,
         content=start.content + answer.content,
         name=answer.name or start.name,
         prefill_length=len(start.content),
     )
-    return [*messages[:place], joined, *messages[place + 2 :]]
+    return [*messages[:place], joined_message, *messages[place + 2 :]]
 
 
 def _is_continued(first: Message, second: Message) -> bool:

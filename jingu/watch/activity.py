@@ -123,7 +123,7 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
     if ranks.is_first:
         for sentence in describe_clocks(hosts, [clock for _, clock in everywhere]):
             print(f"jingu: {sentence}", file=sys.stderr, flush=True)
-    folders = [own for own, _ in everywhere]
+    folders = [folder_name for folder_name, _ in everywhere]
     slots = Path(folders[leader])
     with _open_slot(slots, ranks) as slot:
         gather_from_all(None)  # the watchdog must see the slots of all local ranks
@@ -227,8 +227,8 @@ def _describe_calls() -> dict[str, Any]:
         if not call["is_p2p"]:
             operation = call["profiling_name"].rpartition(":")[2]
             sizes = call["input_sizes"] or call["output_sizes"]
-            own = [call["collective_seq_id"], operation, sizes, call["retired"]]
-            calls.setdefault(call["process_group"][0], []).append(own)
+            call_key = [call["collective_seq_id"], operation, sizes, call["retired"]]
+            calls.setdefault(call["process_group"][0], []).append(call_key)
     groups = {}
     for name, description, members in process_groups():
         axis = "all ranks" if description == "default_pg" else description.removeprefix("mesh_")

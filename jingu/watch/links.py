@@ -70,11 +70,11 @@ def describe_slow_link(links: Sequence[Link], host: str | None = None) -> str | 
     Args:
         host: report only a link from this node; None reports any.
     """
-    used = [link for link in links if link.sent >= _MIN_BYTES]
-    if len(used) < 2:
+    used_links = [link for link in links if link.sent >= _MIN_BYTES]
+    if len(used_links) < 2:
         return None
-    slowest = min(used, key=lambda link: link.rate)
-    usual = median(link.rate for link in used if link is not slowest)
+    slowest = min(used_links, key=lambda link: link.rate)
+    usual = median(link.rate for link in used_links if link is not slowest)
     share = slowest.busy / slowest.seconds
     if slowest.rate > _SLOW_SHARE * usual or share < _BUSY_SHARE or host not in (None, slowest.host):
         return None
@@ -108,12 +108,12 @@ class LinkMeter:
         """Return the traffic since the start of the measurement."""
         seconds = time.monotonic() - self._start
         totals: dict[tuple[str, str], tuple[int, int]] = {}
-        for inode, (source, destination, sent, busy) in _read_connections(self._pids).items():
+        for inode, (source, destination, sent_bytes, busy) in _read_connections(self._pids).items():
             *_, sent_before, busy_before = self._before.get(inode, ("", "", 0, 0))
             # Connections may be busy at the same time, so their busy times must not be added up.
             all_sent, longest = totals.get((source, destination), (0, 0))
-            totals[source, destination] = (all_sent + sent - sent_before, max(longest, busy - busy_before))
-        return [Link(self._host, *ends, sent, busy / 1e6, seconds) for ends, (sent, busy) in totals.items()]
+            totals[source, destination] = (all_sent + sent_bytes - sent_before, max(longest, busy - busy_before))
+        return [Link(self._host, *ends, sent_bytes, busy / 1e6, seconds) for ends, (sent_bytes, busy) in totals.items()]
 
 
 def _read_connections(pids: Sequence[int]) -> dict[int, tuple[str, str, int, int]]:
@@ -130,9 +130,9 @@ def _read_connections(pids: Sequence[int]) -> dict[int, tuple[str, str, int, int
     # Some containers do not offer this interface: then there are no links.
     with suppress(OSError, struct.error):
         for family in (socket.AF_INET, socket.AF_INET6):
-            for inode, source, destination, sent, busy in _dump(family):
+            for inode, source, destination, sent_bytes, busy in _dump(family):
                 if inode in inodes and source != destination:
-                    connections[inode] = (source, destination, sent, busy)
+                    connections[inode] = (source, destination, sent_bytes, busy)
     return connections
 
 
@@ -153,8 +153,8 @@ def _dump(family: int) -> Iterator[tuple[int, str, str, int, int]]:
                 info = _find_attribute(message[_MESSAGE_BYTES:], _INFO)
                 if len(info) >= _BUSY_OFFSET + _SIZE.size:
                     source, destination = (_format_address(end, family) for end in _ADDRESSES.unpack_from(message))
-                    sent, busy = (_SIZE.unpack_from(info, offset)[0] for offset in (_ACKED_OFFSET, _BUSY_OFFSET))
-                    yield inode, source, destination, sent, busy
+                    sent_bytes, busy = (_SIZE.unpack_from(info, offset)[0] for offset in (_ACKED_OFFSET, _BUSY_OFFSET))
+                    yield inode, source, destination, sent_bytes, busy
 
 
 def _format_address(data: bytes, family: int) -> str:
@@ -167,8 +167,8 @@ def _format_address(data: bytes, family: int) -> str:
 def _find_attribute(data: bytes, kind: int) -> bytes:
     """Return the value of a netlink attribute; empty if there is none."""
     while len(data) >= 4:
-        length, own = struct.unpack_from("=HH", data)
-        if own == kind or length < 4:
+        length, attribute_kind = struct.unpack_from("=HH", data)
+        if attribute_kind == kind or length < 4:
             return data[4:length]
         data = data[-(-length // 4) * 4 :]
     return b""

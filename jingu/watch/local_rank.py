@@ -55,7 +55,7 @@ class LocalRank:
 
     def report(self) -> RankReport:
         """Return a report about the rank, from its slot and the files that it has written."""
-        _, phase, step, micro_batch, peer, changed = self.operation
+        _, phase, step, micro_batch, peer, change_time = self.operation
         now = time.monotonic()
         states = {"": "dead", "T": "stopped", "t": "stopped", "D": "disk"}
         state = states.get(self.process_state(), "running")
@@ -69,7 +69,7 @@ class LocalRank:
         stack = list(read_stack(text, self.process["thread"]))
         rank = self.process["rank"]
         host = self.process["host"]
-        return RankReport(rank, host, state, phase, step, micro_batch, peer, now - changed, groups, stack)
+        return RankReport(rank, host, state, phase, step, micro_batch, peer, now - change_time, groups, stack)
 
 
 def read_stack(text: str, thread: str) -> Iterator[str]:

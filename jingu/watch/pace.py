@@ -232,8 +232,11 @@ class PaceMeter:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(self._file(), json.dumps(asdict(own)))
-        others = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
-        return [own, *(window for window in others if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps)]
+        other_windows = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
+        return [
+            own,
+            *(window for window in other_windows if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps),
+        ]
 
     def _file(self) -> Path:
         return self._folder / f"pace-{self._ranks[0].process['rank']:05d}.json"

@@ -108,9 +108,9 @@ def _find_waits(by_rank: dict[int, RankReport]) -> Iterator[Wait]:
         for name, group in report.groups.items():
             for number, operation, _, is_done in group["calls"]:
                 absent = tuple(
-                    other
-                    for other in group["ranks"]
-                    if other != rank and other in by_rank and _last_call(by_rank[other], name) < number
+                    peer
+                    for peer in group["ranks"]
+                    if peer != rank and peer in by_rank and _last_call(by_rank[peer], name) < number
                 )
                 if absent and not is_done:
                     yield Wait(rank, f"{operation.replace('_', '-')} {number:,}", group["axis"], absent)
@@ -147,10 +147,11 @@ def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str
             continue
         usual, times = counts[0]
         suspects = tuple(rank for rank, call in sorted(by_member.items()) if call != usual)
-        own = by_member[suspects[0]]
-        others = "half of the ranks" if times == len(suspects) else "the other ranks"
+        suspect_call = by_member[suspects[0]]
+        peers = "half of the ranks" if times == len(suspects) else "the other ranks"
         reason = (
-            f"called {_describe_call(own)} as number {number:,} of {_format_axis(axes[name])}, where {others} called "
+            f"called {_describe_call(suspect_call)} as number {number:,} of {_format_axis(axes[name])},"
+            f" where {peers} called "
             f"{_describe_call(usual)}"
         )
         return suspects, reason
@@ -165,33 +166,33 @@ def _describe_call(call: tuple[str, str]) -> str:
 def _follow(waits: Sequence[Wait], by_rank: dict[int, RankReport]) -> tuple[int, ...]:
     """Return the awaited ranks that do not wait themselves; in a cycle of waits, the rank for which most wait."""
     waiting = {wait.rank for wait in waits}
-    awaited = Counter(rank for wait in waits for rank in set(wait.absent))
-    roots = tuple(rank for rank in sorted(awaited) if rank not in waiting)
+    wait_counts = Counter(rank for wait in waits for rank in set(wait.absent))
+    roots = tuple(rank for rank in sorted(wait_counts) if rank not in waiting)
     if roots:
         return roots
     # Prefer exchanges: a rank that has left the pipeline schedule is at fault, not its neighbor that still waits there.
-    awaited = Counter(rank for wait in waits if wait.is_exchange for rank in wait.absent) or awaited
-    if awaited:
-        return (awaited.most_common(1)[0][0],)
+    wait_counts = Counter(rank for wait in waits if wait.is_exchange for rank in wait.absent) or wait_counts
+    if wait_counts:
+        return (wait_counts.most_common(1)[0][0],)
     # Nobody waits for another rank: suspect the one that has been idle for the longest time.
     return (max(by_rank.values(), key=lambda report: report.seconds).rank,)
 
 
 def _describe(rank: int, report: RankReport | None, waits: Sequence[Wait], reason: str) -> str:
     """Return the lines about a rank: what the others wait for, and what it does instead."""
-    others = [wait for wait in waits if rank in wait.absent]
+    other_waits = [wait for wait in waits if rank in wait.absent]
     if report is None:
         place = f"rank {rank}, whose node does not report,"
     else:
         place = f"rank {rank} ({report.host})"
     if reason:
         text = f"  {place} {reason}"
-    elif others:
-        call, axis = Counter((wait.call, wait.axis) for wait in others).most_common(1)[0][0]
+    elif other_waits:
+        call, axis = Counter((wait.call, wait.axis) for wait in other_waits).most_common(1)[0][0]
         text = f"  {place} has not joined {call} of {_format_axis(axis)}"
     else:
         text = f"  {place} is the cause"
-    names = [str(number) for number in sorted({wait.rank for wait in others})]
+    names = [str(number) for number in sorted({wait.rank for wait in other_waits})]
     if names:
         noun = "rank" if len(names) == 1 else "ranks"
         text += f"; {noun} {join_words(names, 'and')} {'waits' if len(names) == 1 else 'wait'} for it"
@@ -211,11 +212,11 @@ def _describe_state(report: RankReport, waits: Sequence[Wait]) -> str:
         return f"A call{place} holds the interpreter's lock{since}."
     if report.state == "disk":
         return f"It waits for a disk{place}{since}."
-    own = next((wait for wait in waits if wait.rank == report.rank), None)
-    if own is not None:
-        peers = "rank" if len(own.absent) == 1 else "ranks"
-        names = join_words([str(rank) for rank in own.absent], "and")
-        return f"It waits for {peers} {names} in {own.call} of {_format_axis(own.axis)}{place}{since}."
+    own_wait = next((wait for wait in waits if wait.rank == report.rank), None)
+    if own_wait is not None:
+        peers = "rank" if len(own_wait.absent) == 1 else "ranks"
+        names = join_words([str(rank) for rank in own_wait.absent], "and")
+        return f"It waits for {peers} {names} in {own_wait.call} of {_format_axis(own_wait.axis)}{place}{since}."
     part = f", micro-batch {report.micro_batch + 1}" if report.micro_batch >= 0 else ""
     return f"It is{place}{since} ({PHASES[report.phase]}{part})."
 

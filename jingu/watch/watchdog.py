@@ -116,8 +116,8 @@ class Watchdog:
         if dead:
             deadline = min(deadline, _SECONDS_AFTER_DEATH)
         # After a death no rollout ends by itself.
-        unlimited = UNTIMED_PHASES if dead else _UNLIMITED_PHASES
-        idle_seconds = self._idle_seconds(running, unlimited)
+        untimed_phases = UNTIMED_PHASES if dead else _UNLIMITED_PHASES
+        idle_seconds = self._idle_seconds(running, untimed_phases)
         return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
 
     def _announce(self, sentences: list[str]) -> None:
@@ -176,8 +176,8 @@ class Watchdog:
             if not self._reaches_master():
                 reports = [replace(report, state="unreachable") for report in reports]
             reports[0] = replace(reports[0], links=self._pace.links.measure())
-            own = json.dumps([asdict(report) for report in reports])
-            write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", own)
+            report_json = json.dumps([asdict(report) for report in reports])
+            write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", report_json)
         self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
         # 3. If a rank has made progress, it was only slow.
         if [rank.operation[0] for rank in ranks] != changes:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jingu.align.commands import train
 from jingu.config.schema import RunConfig
+from jingu.training.commands import train
 from tests.align.policies import CRITICS
 from tests.conftest import Done, MakeRun
 from tests.limits import PATIENCE

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jingu.align.commands import TASKS, prepare, train
+from jingu.align.commands import prepare
 from jingu.config.schema import RunConfig
 from jingu.runtime.signals import StopRequest
-from jingu.training.commands import train_on_rank
+from jingu.training.commands import train, train_on_rank
+from jingu.training.task import find_task_factory
 from tests.conftest import peak_unmeasured, this_rank
 
 MakeRun = Callable[..., RunConfig]
@@ -55,7 +56,7 @@ def preference_run(tiny_run: MakeRun, folder: Path, changes: dict[str, Any], **m
 def train_on_ranks(rank: int, world: int, config: RunConfig) -> int:
     """Train a run of any task as a rank of a group that exists."""
     with peak_unmeasured():
-        return train_on_rank(config, this_rank(rank, world), StopRequest(), task_factory=TASKS[config.task.type])
+        return train_on_rank(config, this_rank(rank, world), StopRequest(), task_factory=find_task_factory(config.task))
 
 
 def train_here(config: RunConfig) -> None:

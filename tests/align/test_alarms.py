@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jingu.align.alarms import Alarms
-from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.report.page import render_page
 from jingu.report.record import read_run
+from jingu.training.commands import train
 from tests.conftest import Done, MakeRun
 from tests.report.test_report import checked
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from jingu.align import policy_learning
-from jingu.align.commands import train
-from jingu.align.generation_sources import GenerationServer
+from jingu.align.asynchronous import GenerationServer
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
@@ -26,6 +25,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.inference_model import load
 from jingu.model.decoder import Decoder
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.commands import train
 from tests.align.policies import rollout, train_here, train_with_kills
 from tests.conftest import Done, MakeRun
 from tests.rank_pool import RankPool

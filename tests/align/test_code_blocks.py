@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jingu.align.code_blocks import extract_code
+from jingu.align.code_reward import extract_code
 
 CODE = "def f(x):\n    return x * x"
 PYTHON = f"```python\n{CODE}\n```"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from jingu.align import policy_learning
-from jingu.align.commands import train
 from jingu.align.environment import Environments
 from jingu.align.policy_learning import POLICY_LEARNING
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
@@ -21,7 +20,7 @@ from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.runtime.signals import StopRequest
 from jingu.text.tokenizer import Tokenizer
-from jingu.training.commands import train_on_rank
+from jingu.training.commands import train, train_on_rank
 from tests.align.policies import LAYOUTS, rollout, train_here
 from tests.conftest import Done, MakeRun, peak_unmeasured, this_rank
 from tests.rank_pool import RankPool

@@ -14,10 +14,11 @@ import pytest
 import torch
 import xxhash
 
-from jingu.align.preference_losses import AnswerLogProbs, kto_losses
+from jingu.align.preference_losses import kto_losses
 from jingu.align.reference import _folder
 from jingu.config.schema import RunConfig
-from jingu.config.sections.tasks import DpoSettings, KtoSettings
+from jingu.config.sections.pairs import AnswerLogProbs, DpoSettings
+from jingu.config.sections.tasks import KtoSettings
 from jingu.data.open_sources import open_sources
 from jingu.data.supervised import PreferenceDataset
 from jingu.text.tokenizer import Tokenizer

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jingu.align.commands import train
 from jingu.align.rollouts import Generator
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.training.commands import train
 from tests.conftest import Done, MakeRun
 
 pytestmark = pytest.mark.usefixtures("peak")

@@ -16,7 +16,6 @@ import torch
 
 import jingu
 from jingu.align import policy_learning
-from jingu.align.commands import train
 from jingu.align.prompt_set import ANSWER_NAMES
 from jingu.align.reference import RECORD
 from jingu.align.rollout_commands import _best_rows, replay, score
@@ -27,6 +26,7 @@ from jingu.formats.models import open_model
 from jingu.report.page import render_page
 from jingu.report.record import read_run
 from jingu.training import loop
+from jingu.training.commands import train
 from jingu.tune.row_formats import parse_row
 from jingu.watch.activity import Activity
 from tests.align.policies import CRITICS, LAYOUTS, rollout, train_here, train_with_kills

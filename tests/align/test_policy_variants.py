@@ -11,7 +11,6 @@ import torch
 import yaml
 
 from jingu.align import policy_learning
-from jingu.align.commands import train
 from jingu.cli import main
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
@@ -19,6 +18,7 @@ from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
 from jingu.infer.kv_cache import PagedKVCache
+from jingu.training.commands import train
 from tests.align.policies import LAYOUTS, rollout, train_here
 from tests.align.test_asynchronous import own_logprobs
 from tests.conftest import Done, MakeRun

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from jingu.align import reference
-from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.training.commands import train
 from jingu.training.run import ResumeOptions
 from tests.align.preferences import preference_run, train_here, train_on_ranks
 from tests.conftest import MakeRun, peak_unmeasured

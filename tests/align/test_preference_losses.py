@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from jingu.align.answers import AnswerBatch
-from jingu.align.preference_losses import AnswerLogProbs, divergence_scores, pair_losses, reward_losses
-from jingu.config.sections.tasks import CpoSettings, DpoSettings, OrpoSettings, SimpoSettings
+from jingu.align.preference_losses import reward_losses
+from jingu.config.sections.pairs import (
+    AnswerLogProbs,
+    CpoSettings,
+    DpoSettings,
+    OrpoSettings,
+    SimpoSettings,
+    divergence_scores,
+)
 
 PAIRS = 3
 # Tokens of all answers: equal lengths, so that a mean over the batch is the mean of the answers' means.
@@ -25,6 +32,7 @@ SETTINGS = [
     DpoSettings(loss="robust", label_smoothing=0.2),
     DpoSettings(loss="hinge", beta=0.7),
     DpoSettings(loss="ipo", beta=0.2),
+    DpoSettings(loss="apo_zero", beta=0.3),
     DpoSettings(sft_weight=0.5),
     DpoSettings(divergence="forward_kl", beta=0.4),
     DpoSettings(divergence="js"),
@@ -48,7 +56,7 @@ def draw() -> tuple[Tensor, Tensor]:
 def compute(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
     tokens = torch.full((PAIRS,), TOKENS)
     chosen, rejected = (AnswerLogProbs(policy[side].sum(-1), reference[side].sum(-1), tokens) for side in (0, 1))
-    return pair_losses(settings, chosen, rejected).mean()
+    return settings.pair_losses(chosen, rejected).mean()
 
 
 def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
@@ -72,6 +80,9 @@ def from_paper(settings: Any, policy: Tensor, reference: Tensor) -> Tensor:
             "sigmoid": (1 - share) * right + share * swapped,
             "robust": ((1 - share) * right - share * swapped) / (1 - 2 * share),
             "hinge": torch.clamp(1 - margin, min=0),
+            "apo_zero": 1
+            - 1 / (1 + (policy - reference)[0].sum(-1).exp() ** -settings.beta)
+            + 1 / (1 + (policy - reference)[1].sum(-1).exp() ** -settings.beta),
             "ipo": ((ratio_chosen - ratio_rejected) / TOKENS - 1 / (2 * settings.beta)) ** 2,
         }[settings.loss]
         losses = losses - settings.sft_weight * chosen_mean
@@ -242,7 +253,7 @@ def test_length_desensitized_losses_equal_trl(weight: float) -> None:
         AnswerLogProbs(sums, side.sum(-1), lengths)
         for sums, side, lengths in zip(weigh_tails(policy, weight), reference, LENGTHS, strict=True)
     )
-    loss = pair_losses(settings, chosen, rejected).mean()
+    loss = settings.pair_losses(chosen, rejected).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
     gradients = [torch.autograd.grad(value, policy)[0] for value in (loss, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
@@ -312,7 +323,7 @@ def minimize(settings: DpoSettings, share: float) -> float:
         optimizer.zero_grad()
         first = AnswerLogProbs(difference, zero, one)
         second = AnswerLogProbs(zero, zero, one)
-        loss = share * pair_losses(settings, first, second) + (1 - share) * pair_losses(settings, second, first)
+        loss = share * settings.pair_losses(first, second) + (1 - share) * settings.pair_losses(second, first)
         loss.backward()
         return loss
 
@@ -342,8 +353,8 @@ def test_absent_pairs_have_finite_losses_and_gradients(settings: Any) -> None:
     policy = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(2, dtype=torch.float64)
     tokens = torch.tensor([0, 3])
-    losses = pair_losses(
-        settings, AnswerLogProbs(policy[0] - tokens, zero, tokens), AnswerLogProbs(policy[1], zero, tokens * 0)
+    losses = settings.pair_losses(
+        AnswerLogProbs(policy[0] - tokens, zero, tokens), AnswerLogProbs(policy[1], zero, tokens * 0)
     )
     losses[0].backward()
     assert losses.isfinite().all() and policy.grad is not None and policy.grad.isfinite().all()

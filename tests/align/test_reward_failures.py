@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.align.commands import train
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
+from jingu.training.commands import train
 from jingu.training.run import ResumeOptions
 from tests.align.policies import rollout
 from tests.conftest import Done, MakeRun

@@ -11,7 +11,6 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from jingu.align.commands import train
 from jingu.align.reference import References
 from jingu.align.reward_list import Rewards
 from jingu.config.sections.model import ModelSettings
@@ -28,6 +27,7 @@ from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.batch_transforms import model_inputs
+from jingu.training.commands import train
 from tests.align.preferences import preference_run, train_here
 from tests.conftest import Library, MakeRun
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.align.commands import train
 from jingu.align.rollout_commands import _tuning_row, score
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from jingu.training.commands import train
 from jingu.tune.row_formats import parse_row
 from tests.align.policies import rollout
 from tests.align.test_environment import MARKS

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from jingu.align.commands import train
 from jingu.align.policy_checks import check_policy_run
 from jingu.align.rollout_commands import score
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
 from jingu.formats.models import open_model
+from jingu.training.commands import train
 from jingu.training.run import ResumeOptions, open_run
 from tests.align.policies import rollout
 from tests.conftest import Done, MakeRun

@@ -14,8 +14,9 @@ from jingu.checkpoint.retention import Retention
 from jingu.checkpoint.store import CheckpointReader
 from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.errors import JinguError
 from jingu.infer.attention_backend import BackendName
 from jingu.infer.cuda_graphs import CudaGraphRunner

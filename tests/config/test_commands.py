@@ -14,7 +14,7 @@ from jingu.config.commands import print_schema
 from jingu.config.introspect import find_field
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
-from jingu.config.sections.train import resolve_steps
+from jingu.config.sections.schedules import resolve_steps
 from jingu.config.strict_yaml import parse_yaml
 from jingu.errors import JinguError
 

@@ -13,7 +13,8 @@ from jingu.config.introspect import AcceptedType, accepted_types, fields_by_key,
 from jingu.config.load import dump_yaml, load_config, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.base import Settings
-from jingu.config.sections.train import AdamWSettings, LionSettings, WsdSettings
+from jingu.config.sections.optimizers import AdamWSettings, LionSettings
+from jingu.config.sections.schedules import WsdSettings
 from jingu.errors import JinguError
 
 

@@ -15,8 +15,9 @@ from jingu.checkpoint import store
 from jingu.checkpoint.save_folder import tensor_names
 from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch, EncoderInputs
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import find_family

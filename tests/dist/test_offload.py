@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.config.sections.train import AdamWSettings
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.errors import JinguError
 from jingu.parallel.offload import DiskStorage
 from jingu.training.optimizer import build_optimizer

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch
 from jingu.model.decoder import Decoder
 from jingu.model.resolve import find_family

@@ -13,7 +13,7 @@ import scipy.stats
 
 from jingu.errors import JinguError
 from jingu.evaluate import evaluation
-from jingu.evaluate.comparison import compare, explain, read_records
+from jingu.evaluate.comparison import compare, explain, read_evaluations
 from jingu.evaluate.evaluation import evaluate_task, prepare_task, write_result
 from jingu.evaluate.result_files import read_results
 from jingu.evaluate.scoring import AnswerCache, Scorer
@@ -115,7 +115,7 @@ def test_texts_with_line_separators_are_read_back(
     sample = {"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": SEPARATORS, "arg_1": " b"}}, "resps": [[["-1", "x"]]]}
     line = json.dumps({**sample, "metrics": [], "filter": "none"}, ensure_ascii=False)
     (tmp_path / "samples_sums_2026-01-02T03-04-05.678.jsonl").write_text(line, encoding="utf-8")
-    assert read_records(tmp_path)["sums"][0]["pairs"] == [[SEPARATORS, " b"]]
+    assert read_evaluations(tmp_path)["sums"].records[0]["pairs"] == [[SEPARATORS, " b"]]
 
 
 def test_damaged_results_are_reported(tiny: InferenceModel, write_task: WriteTask, tmp_path: Path) -> None:

@@ -221,24 +221,3 @@ def test_unequal_settings_are_not_compared_in_silence(
     assert "b, sums: not the same question: " in printed and re.search(words, printed)
     first, second = (read_evaluations(tmp_path / name)["sums"] for name in "ab")
     assert describe_settings(first, first, []) != describe_settings(first, second, [])
-
-
-def test_a_model_whose_logits_are_no_numbers_never_scores(
-    tiny: InferenceModel, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jingu.errors import JinguError
-
-    weight = next(iter(tiny.module.parameters()))
-    values = weight.detach().clone()
-    weight.data.fill_(math.nan)
-    generation = {"output_type": "generate_until", "doc_to_target": "text", "doc_to_choice": None}
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_target": "text", "doc_to_choice": None}
-    last = {"output_type": "loglikelihood", "doc_to_target": "{{' ' ~ text}}", "doc_to_choice": None}
-    try:
-        for settings in (generation, rolling, last, {}):
-            settings = {**settings, "generation_kwargs": {"max_gen_toks": 4}}
-            prepared = prepare_task(load_task(write_task(**settings)))
-            with pytest.raises(JinguError, match="not finite"):
-                evaluate_task(prepared, Scorer(Engine(tiny), AnswerCache(None)))
-    finally:
-        weight.data.copy_(values)

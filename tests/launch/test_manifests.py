@@ -200,7 +200,7 @@ def test_a_node_finds_its_number_and_the_first_node(monkeypatch, variables, rank
         monkeypatch.setenv(name, value)
     calls = []
     monkeypatch.setattr(node, "run_node", lambda start, rank: calls.append((start.master, rank)))
-    node.main([])
+    node.main()
     assert calls == [(master, rank)]
 
 

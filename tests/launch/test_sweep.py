@@ -16,8 +16,7 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.errors import JinguError
 from jingu.launch import sweep as sweep_module
-from jingu.launch.search_space import Range, read_space
-from jingu.launch.sweep import SweepRun, plan_sweep
+from jingu.launch.sweep import Range, SweepRun, plan_sweep, read_space
 from tests.limits import PATIENCE
 
 GRID = ["--grid", "optimizer.lr=1e-2,1e-9", "--grid", "train.steps=2"]

@@ -13,7 +13,7 @@ import huggingface_hub
 import lm_eval
 import pytest
 
-from bench.harness_tasks import Comparison, Outcome, format_outcomes
+from bench.harness_tasks import Comparison, Outcome, format_outcomes, template_of
 from bench.task_rows import columns_of, make_rows
 from jingu.evaluate import statistics
 
@@ -57,3 +57,11 @@ def test_rows_have_what_templates_read() -> None:
     assert [row["a"] for row in rows] == ["no", "yes"] and all(row["choices"]["text"] for row in rows)
     table = format_outcomes([Outcome("x", "equal"), Outcome("y", "refused", "why")])
     assert "| equal in every document | 1 (50.0% of the others) |" in table
+
+
+def test_tasks_that_differ_in_words_have_one_template() -> None:
+    config = {"task": "a", "doc_to_text": "Q: {{q}} {{'A' if x else 'B'}}", "doc_to_choice": ["yes", "no"]}
+    words = {"task": "b", "doc_to_text": "F: {{q}} {{'C' if x else 'D'}}", "doc_to_choice": ["ja", "nein"]}
+    assert template_of(config) == template_of(words)
+    for change in ({"doc_to_text": "Q: {{q}}"}, {"doc_to_choice": ["a"]}, {"doc_to_text": "q"}, {"num_fewshot": 1}):
+        assert template_of(config) != template_of({**config, **change})

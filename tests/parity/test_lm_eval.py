@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from jingu.chat.template_sources import NAMED_TEMPLATES
 from jingu.chat.templates import ChatTemplate
 from jingu.evaluate import statistics
-from jingu.evaluate.comparison import explain, match_records, read_records
+from jingu.evaluate.comparison import explain, match_records, read_evaluations
 from jingu.evaluate.evaluation import (
     TaskResult,
     aggregate_group,
@@ -253,10 +253,11 @@ def test_results_are_those_of_the_harness(
     tracker.date_id = "2026-01-02T03-04-05.678"
     for name in TASKS:
         tracker.save_results_samples(name, theirs["samples"][name])
-    harness_results = read_records(tmp_path / "theirs")
+    harness_results = read_evaluations(tmp_path / "theirs")
     for name in ("endings", "last_word", "answers"):
         write_result(ours[name], tmp_path / "ours", {})
-        matches = match_records(read_records(tmp_path / "ours")[name], harness_results[name])
+        own_results = read_evaluations(tmp_path / "ours")
+        matches = match_records(own_results[name].records, harness_results[name].records)
         assert len(matches) == 23
         if kind != "t5":
             assert explain(matches) == "prompts, scores and metrics are equal."

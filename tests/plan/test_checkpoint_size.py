@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.type": "adamw"},
     "lion": {"optimizer.type": "lion"},
     "adafactor": {"optimizer.type": "adafactor"},
+    "sgd": {"optimizer.type": "sgd"},
     "muon": {"optimizer.type": "muon"},
     "untied muon": {"optimizer.type": "muon", "model.tie_word_embeddings": False},
 }

@@ -98,6 +98,7 @@ def bytes_on_fake_ranks(config: RunConfig, spec: ModelSpec, ranks: int, rank: in
         (LLAMA, 1, {}, "adamw"),
         (LLAMA, 6, {"zero_stage": 3}, "adamw"),
         (LLAMA, 6, {"zero_stage": 2, "shard": 3}, "lion"),
+        (LLAMA, 4, {"zero_stage": 2, "tensor": 2}, "sgd"),
         (LLAMA, 8, {"tensor": 2, "pipeline": 2}, "adamw"),
         (LLAMA, 4, {"tensor": 2, "context": 2, "context_method": "ring"}, "adafactor"),
         (LLAMA, 6, {"tensor": 6}, "muon"),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.align.commands import TASKS
 from jingu.config.schema import RunConfig
 from jingu.infer.engine import Engine
 from jingu.infer.request import Event
@@ -17,6 +16,7 @@ from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import StopRequest
 from jingu.training import loop
 from jingu.training.commands import train_on_rank
+from jingu.training.task import find_task_factory
 from tests.align.preferences import preference_run
 from tests.conftest import Done, MakeRun, peak_unmeasured
 from tests.rank_pool import RankPool
@@ -48,7 +48,7 @@ def train(rank: int, world: int, config: RunConfig, device: str) -> tuple[list[W
         patch.setattr(Engine, "step", watched_engine_step)
         patch.setattr(loop, "train_step", watched_train_step)
         ranks = RankInfo(rank, world, torch.device(device), "here")
-        assert train_on_rank(config, ranks, StopRequest(), task_factory=TASKS[config.task.type]) == 0
+        assert train_on_rank(config, ranks, StopRequest(), task_factory=find_task_factory(config.task)) == 0
     return decoding, updates
 
 

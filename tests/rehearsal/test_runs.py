@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.align.commands import TASKS
 from jingu.checkpoint.async_save import AsyncSaver
 from jingu.checkpoint.resume import step_folder
 from jingu.checkpoint.retention import Retention
@@ -20,6 +19,7 @@ from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import StopRequest
 from jingu.training import commands
 from jingu.training.commands import train_on_rank
+from jingu.training.task import find_task_factory
 from tests.conftest import Done, MakeRun, peak_unmeasured
 from tests.rank_pool import RankPool
 from tests.rehearsal import card
@@ -30,7 +30,7 @@ def train(rank: int, world: int, config: RunConfig, device: str) -> None:
     card.install()
     with peak_unmeasured():
         ranks = RankInfo(rank, world, torch.device(device), "here")
-        assert train_on_rank(config, ranks, StopRequest(), task_factory=TASKS[config.task.type]) == 0
+        assert train_on_rank(config, ranks, StopRequest(), task_factory=find_task_factory(config.task)) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 
 from jingu.config.batch_plan import plan_batch
 from jingu.config.schema import RunConfig
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import AdamWSettings, BatchSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision

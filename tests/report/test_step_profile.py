@@ -6,9 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from jingu.report.page import render_page
+from jingu.report.page import read_profile, render_page
 from jingu.report.record import read_run
-from jingu.report.step_profile import read_profile
 from tests.report.conftest import write_run
 from tests.report.test_report import checked
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jingu.serve.app import SECURITY_HEADERS, load_static_files
 from jingu.serve.mathml import convert
-from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
 
 Answer = Callable[[dict[str, Any]], Iterator[str | dict[str, Any]]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jingu.infer.inference_model import InferenceModel
-from jingu.serve.static_files import SECURITY_HEADERS, load_static_files
+from jingu.serve.app import SECURITY_HEADERS, load_static_files
 from tests.limits import PATIENCE
 from tests.serve.browser import Browser, find_browser
 from tests.serve.conftest import ScriptedEngine, Serve

@@ -12,7 +12,7 @@ from torch import nn
 
 from jingu.checkpoint.resume import step_folder
 from jingu.config.schema import RunConfig
-from jingu.config.sections.train import AdamWSettings
+from jingu.config.sections.optimizers import AdamWSettings
 from jingu.errors import JinguError
 from jingu.training.optimizer import build_optimizer
 from jingu.training.run import open_run

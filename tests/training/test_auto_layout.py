@@ -11,9 +11,8 @@ from jingu.cli import main
 from jingu.config.load import dump_yaml, load_stored_config
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
-from jingu.training import auto_layout, commands
-from jingu.training.auto_layout import choose_layout
-from jingu.training.commands import train
+from jingu.training import commands
+from jingu.training.commands import choose_layout, train
 
 
 def stored_config(config: RunConfig) -> RunConfig:
@@ -35,7 +34,7 @@ def test_two_ranks_take_a_layout_and_compute_what_one_does(tiny_run, train_on, d
 def test_a_resumed_run_keeps_its_layout(tiny_run, done, monkeypatch, capsys):
     config = tiny_run({"train.steps": 2, "schedule": {"type": "constant", "warmup": 0}}, name="a")
     # The run starts in the second best layout, which no search would take again.
-    search = auto_layout.search_run
+    search = commands.search_run
 
     def second_best(*arguments):
         result = search(*arguments)
@@ -43,7 +42,7 @@ def test_a_resumed_run_keeps_its_layout(tiny_run, done, monkeypatch, capsys):
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(auto_layout, "search_run", second_best)
+        patch.setattr(commands, "search_run", second_best)
         assert train(config, auto_layout=True) == 0
     first = stored_config(config)
     best = choose_layout(config.model_copy(update={"name": "b"}), 1)

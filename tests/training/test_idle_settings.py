@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {
     "data.document_mask": True,
     "data.stages": [{"start_step": 0, "weights": [1.0]}],
     "data.temperature": 2.0,
+    "model.initializer_range": 0.5,
     "data.drop": {"file": "x"},
     "data.local_cache": "x",
     "data.reader": "lazy",
@@ -67,6 +68,8 @@ OTHER: dict[str, Any] = {
 BASES = {
     "rows": ROWS,
     "prompts": PROMPTS,
+    "single_source": {},
+    "initialized": {"initialize.from": "x"},
     "unevaluated": {},
     **{key: {} for key in ("unsampled", "untested", "undropped", "stored_activations", "not_in_memory")},
     **{key: {} for key in ("without_pipeline", "without_context", "without_tensor")},

@@ -23,12 +23,13 @@ from jingu.formats.export import write_model
 from jingu.formats.models import load_adapters, open_model
 from jingu.formats.run_inputs import record_model
 from jingu.runtime import checksums, ranks
+from jingu.runtime.checksums import digest_records, parse_records
 from jingu.tables import read_table
 from jingu.text.tokenizer import Tokenizer
 from jingu.training import input_checks as inputs_module
 from jingu.training.commands import train
 from jingu.training.run import ResumeOptions, open_run
-from jingu.tune.adapter_commands import merge
+from jingu.tune.adapter_commands import export, merge
 from jingu.tune.prepare import prepare
 from tests.conftest import MakeRun
 
@@ -129,6 +130,42 @@ def test_one_changed_byte_is_another_model(base: Path) -> None:
     content[-3000] ^= 1
     path.write_bytes(content)
     assert checksums.digest_records(record_model(open_model(base))) != before
+
+
+@pytest.mark.parametrize("kind", ["bytes", "config", "precision"])
+def test_exported_adapters_know_their_base(
+    kind: str, base: Path, tiny_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The base may move together with them; other contents are refused, or named where the base is chosen."""
+    config = tiny_run({**LORA, "initialize.from": str(base)}, name="lora")
+    assert train(config) == 0
+    folder = tmp_path / "adapters"
+    export(Path(config.runs_dir) / "lora", folder)
+    open_model(folder)
+    load_adapters(folder, open_model(base))
+    assert "is not the model" not in caplog.text
+    if kind == "bytes":
+        scale_weights(base)
+    elif kind == "config":
+        settings = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(settings | {"rope_theta": 5000.0}))
+    else:
+        shutil.rmtree(base)
+        write_model(open_model(tmp_path / "runs" / "base"), base, "bf16", False)
+    with pytest.raises(JinguError, match="is not the model for which these adapters were trained") as caught:
+        open_model(folder)
+    assert "jingu tune merge --base" in str(caught.value)
+    merge(folder, tmp_path / "merged", base)
+    assert "is not the model for which the adapters in" in caplog.text
+    caplog.clear()
+    load_adapters(folder, open_model(base))
+    assert "is not the model for which the adapters in" in caplog.text
+    # The folders of other tools have no such record.
+    (folder / "base.json").write_text("[]")
+    with pytest.raises(JinguError, match="the file is damaged"):
+        open_model(folder)
+    (folder / "base.json").unlink()
+    open_model(folder)
 
 
 # Templates
@@ -316,3 +353,66 @@ def test_tasks_during_training_use_the_template_of_the_run(tiny_run: MakeRun) ->
     config = tiny_run({"data.objective": {"type": "supervised", "template": "chatml"}})
     tokenizer = Tokenizer.load(Path(config.tokenizer.path))
     assert inputs_module.load_run_template(config, tokenizer).source == NAMED_TEMPLATES["chatml"]
+
+
+CODE = {
+    "rewards.py": "from helper import score\n\ndef reward(completions):\n    return [score(c) for c in completions]",
+    "helper.py": "import deep.part\n\ndef score(text):\n    return float(len(text))",
+    "deep/part.py": "LIMIT = 3",
+    "room.py": "class Room:\n    def begin(self, row):\n        from lazy import start\n    step = score = begin",
+    "lazy.py": "def start(): ...",
+    "tools.py": "import units\n\ndef add(a: int) -> int:\n    '''Add.'''\n    return a",
+    "units.py": "K = 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("rewards.py", "task.rewards[0].function"),
+        ("helper.py", "task.rewards[0].function"),
+        ("deep/part.py", "task.rewards[0].function"),
+        ("lazy.py", "task.environment"),
+        ("units.py", "task.environment"),
+    ],
+)
+def test_all_code_that_a_run_imports_is_compared(
+    name: str, key: str, tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, text in CODE.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f"}\n')
+    task = {
+        "type": "grpo",
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "prompts_per_step": 4,
+        "answers_per_prompt": 2,
+        "max_new_tokens": 6,
+        "rewards": [{"type": "python", "function": f"{tmp_path}/rewards.py:reward"}],
+        "environment": {"path": f"{tmp_path}/room.py:Room", "tools": [f"{tmp_path}/tools.py:add"]},
+    }
+    config = tiny_run({"task": task, "batch.global_batch_size": 8})
+    tokenizer = Tokenizer.load(Path(config.tokenizer.path))
+    run = tmp_path / "run"
+    run.mkdir()
+    inputs_module.record_inputs(config, run, tokenizer).save(run)
+    monkeypatch.setattr(inputs_module, "complete_steps", lambda _: [1])
+    inputs_module.check_inputs(config, run, tokenizer, ())
+    stored = json.loads((run / "inputs.json").read_text())
+    (tmp_path / name).write_text(CODE[name] + "\nX = 2\n")
+    with pytest.raises(JinguError) as error:
+        inputs_module.check_inputs(config, run, tokenizer, ())
+    assert error.value.where is not None and str(error.value.where).startswith(key)
+    assert f"its contents have changed ({Path(name).name})" in str(error.value)
+    inputs_module.check_inputs(config, run, tokenizer, (key.partition("[")[0],))
+    # An earlier version recorded the file that is named, and nothing else.
+    for value in stored["inputs"].values():
+        if files := value.pop("files", None):
+            value["content"] = digest_records([parse_records(stored["files"])[files[0]]])
+    (run / "inputs.json").write_text(json.dumps(stored))
+    if name == "rewards.py":
+        with pytest.raises(JinguError, match="its contents have changed"):
+            inputs_module.check_inputs(config, run, tokenizer, ())
+    else:
+        inputs_module.check_inputs(config, run, tokenizer, ())

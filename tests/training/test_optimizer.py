@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from jingu.config.sections.train import AdafactorSettings, AdamWSettings, LionSettings, MuonSettings, ParamGroupSettings
+from jingu.config.sections.optimizers import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    ParamGroupSettings,
+    SgdSettings,
+)
 from jingu.errors import JinguError
 from jingu.training.optimizer import (
     build_optimizer,
@@ -167,10 +174,38 @@ def test_groups_by_name():
 def test_state_is_there_before_the_first_step_and_goes_by_name(settings):
     model = small(torch.float32)
     optimizer = build_optimizer(settings, model)
-    names = [name for name, _ in named_optimizer_state(optimizer, model)]
+    names = [name for name, *_ in named_optimizer_state(optimizer, model)]
     assert {"exp_avg/linear.weight", "row_var/linear.weight"} & set(names)
     model(torch.randn(2, 3)).backward()
     optimizer.step()
-    assert [name for name, _ in named_optimizer_state(optimizer, model)] == names
+    assert [name for name, *_ in named_optimizer_state(optimizer, model)] == names
     set_learning_rate(optimizer, 0.5)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, False)])
+def test_sgd_equals_torch(momentum, nesterov):
+    """torch adds weight decay to the gradient, so it is compared without; decay follows AdamW's rule."""
+    model, copy = small(), small()
+    optimizer = build_optimizer(SgdSettings(lr=0.01, momentum=momentum, nesterov=nesterov), model)
+    reference = torch.optim.SGD(copy.parameters(), lr=0.01, momentum=momentum, nesterov=nesterov)
+    for number in range(4):
+        x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        for net, step in ((model, optimizer), (copy, reference)):
+            net.zero_grad()
+            net(x).backward()
+            step.step()
+    for (name, ours), theirs in zip(model.named_parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_the_decay_of_sgd_is_decoupled():
+    model = small()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(SgdSettings(lr=0.01, weight_decay=0.5), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.01 * 0.5 if parameter.dim() == 2 else 1.0
+        torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-14, atol=0.0)

@@ -7,7 +7,8 @@ import pytest
 from jingu.config.load import load_config
 from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.config.sections.train import BatchSettings, PrecisionSettings, TrainSettings, WsdSettings
+from jingu.config.sections.schedules import WsdSettings
+from jingu.config.sections.train import BatchSettings, PrecisionSettings, TrainSettings
 from jingu.errors import JinguError
 from jingu.training import plan_commands
 from jingu.training.plan_commands import show_config

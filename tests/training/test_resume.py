@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from jingu.align.commands import train as train_any_task
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
 from jingu.data.build import build
@@ -19,6 +18,7 @@ from jingu.runtime.ranks import join_process_group
 from jingu.runtime.signals import StopRequest
 from jingu.training import loop as loop_module
 from jingu.training.commands import train, train_on_rank
+from jingu.training.commands import train as train_any_task
 from jingu.training.run import ResumeOptions
 
 TIMES = ("time", "seconds", "tokens_per_second", "peak_share", "memory_bytes")

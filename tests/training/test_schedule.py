@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jingu.config.sections.train import (
+from jingu.config.sections.schedules import (
     ConstantSettings,
+    CosineRestartsSettings,
     CosineSettings,
     ExponentialSettings,
     InverseSqrtSettings,
@@ -99,6 +100,26 @@ def test_linear_and_cosine_equal_transformers():
             reference.step()
             theirs = optimizer.param_groups[0]["lr"]
             assert learning_rate(schedule, PEAK, step, 53) == pytest.approx(theirs, rel=1e-9, abs=1e-15), step
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3, 7])
+def test_restarts_equal_transformers(cycles):
+    transformers = pytest.importorskip("transformers")
+    schedule = CosineRestartsSettings(warmup=7, cycles=cycles)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    options = {"num_warmup_steps": 7, "num_training_steps": 54, "num_cycles": cycles}
+    reference = transformers.get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, **options)
+    for step in range(53):
+        optimizer.step()
+        reference.step()
+        theirs = optimizer.param_groups[0]["lr"]
+        assert learning_rate(schedule, PEAK, step, 53) == pytest.approx(theirs, rel=1e-9, abs=1e-15), step
+
+
+def test_the_last_cycle_ends_at_the_minimum():
+    schedule = CosineRestartsSettings(warmup=0, min_lr=1e-5, cycles=4)
+    assert learning_rate(schedule, PEAK, 99, 100) == pytest.approx(1e-5)
+    assert learning_rate(schedule, PEAK, 24, 100) == pytest.approx(PEAK)
 
 
 @pytest.mark.parametrize(

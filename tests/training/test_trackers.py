@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +11,6 @@ from typing import Any
 import pytest
 
 from jingu.training.trackers import Trackers
-from tests.limits import free_port
 
 
 class StubRun:
@@ -89,52 +84,3 @@ def test_mlflow_has_the_numbers_of_metrics(tiny_run, train_on, done, tmp_path, m
     assert [metric.value for metric in sorted(history, key=lambda metric: metric.step)] == pytest.approx(losses)
     assert run.info.run_name == "a" and run.info.status == "FINISHED"
     assert (Path(run.info.artifact_uri.removeprefix("file://")) / "config.yaml").exists()
-
-
-@pytest.fixture
-def status_server(tmp_path, monkeypatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """A server in the place of Kubeflow Trainer's, and what it receives: token and status."""
-    received: list[tuple[str, dict[str, Any]]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            received.append((self.headers["Authorization"], body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_arguments: object) -> None:
-            pass
-
-    (tmp_path / "token").write_text("secret\n")
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{server.server_port}/status")
-        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
-        yield received
-        server.shutdown()
-
-
-def test_kubeflow_trainer_learns_progress_and_time_left(tiny_run, tmp_path, status_server):
-    trackers = Trackers(tmp_path, tiny_run({"train.steps": 200}), None)
-    for step in range(10, 60, 10):
-        trackers.log("train", {"loss": 1 / step, "seconds": 0.5 * step}, step)
-    trackers.close()
-    # More often than the server wishes it learns only the first progress, and the last.
-    assert [token for token, _ in status_server] == ["Bearer secret"] * 2
-    first, last = (body["trainerStatus"] for _, body in status_server)
-    assert first["progressPercentage"] == 5 and "estimatedRemainingSeconds" not in first
-    assert last["progressPercentage"] == 25 and last["estimatedRemainingSeconds"] == 75
-    assert {"name": "train/loss", "value": "0.02"} in last["metrics"]
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    for _, body in status_server:
-        request = models.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
-        assert request.to_dict()["trainerStatus"].keys() == body["trainerStatus"].keys()
-
-
-def test_a_run_goes_on_without_kubeflows_server(tiny_run, train_on, done, tmp_path, monkeypatch):
-    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{free_port()}/status")
-    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "missing"))
-    config = tiny_run({"train.steps": 3})
-    train_on(1, config)
-    assert len(done(config).column("loss")) == 3

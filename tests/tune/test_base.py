@@ -19,9 +19,9 @@ from jingu.formats.stored_model import StoredModel, fake_quantize, load_model
 from jingu.model.decoder import build_model
 from jingu.model.grouped_matmul import QuantizedGroupedMatmul, grouped_matmul
 from jingu.model.matmul_kernels import linear
-from jingu.model.parameter_table import is_adapter
 from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, QuantizedWeight, dequantize, quantize
 from jingu.model.spec import Lora, QuantizationFormat, replace_fields
+from jingu.model.trainable import is_adapter
 from jingu.parallel.stages import plan_layout
 from jingu.training.commands import open_run_with_plan
 from jingu.training.run import open_run

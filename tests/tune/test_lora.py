@@ -21,7 +21,7 @@ from jingu.formats.stored_model import StoredModel, apply_adapters, load_model, 
 from jingu.formatting import format_rounded
 from jingu.infer.multi_lora import read_lora_adapter
 from jingu.model.decoder import build_model, parameter_shapes
-from jingu.model.parameter_table import is_trained
+from jingu.model.trainable import is_trained
 from jingu.parallel import materialize
 from jingu.training.run import Run, open_run
 from jingu.tune.adapter_commands import export, merge, unmerge

@@ -24,7 +24,7 @@ from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.inputs import Inputs
-from jingu.model.parameter_table import is_adapter
+from jingu.model.trainable import is_adapter
 from jingu.text.tokenizer import Tokenizer
 from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from jingu.training.run import open_run

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from inspect import cleandoc
 from os.path import expanduser
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticUndefined
@@ -69,6 +69,19 @@ class Settings(BaseModel):
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
             default = vars(cls).get(name, PydanticUndefined)
             setattr(cls, name, Field(default, description=" ".join(text.split())))
+
+
+def union_of(base: type[Settings]) -> Any:
+    """Return the union of all subclasses of a section whose `type:` has a default, in the order of their definition."""
+    return Union[tuple(_find_variants(base))]  # noqa: UP007
+
+
+def _find_variants(base: type[Settings]) -> list[type[Settings]]:
+    variants = []
+    for section in base.__subclasses__():
+        variants += [section] * isinstance(section.model_fields["type"].default, str)
+        variants += _find_variants(section)
+    return variants
 
 
 def default_type(default: str) -> BeforeValidator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, model_validator
 
@@ -15,7 +15,8 @@ from jingu.config.sections.base import (
     Settings,
     default_type,
 )
-from jingu.config.sections.rewards import Reward
+from jingu.config.sections.rewards import ModelReward, Reward
+from jingu.config.sections.task_base import AuxiliaryModel, TaskBase
 
 Coefficient = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
@@ -159,7 +160,7 @@ Asynchronous = Annotated[
 ]
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(TaskBase):
     """Settings of every task that generates answers.
 
     Attributes:
@@ -185,6 +186,9 @@ class RolloutSettings(Settings):
         exact: Use the operations of generation in training, so that both compute the same log-probabilities: on CPUs
             bit for bit. The run stops if they differ. Training takes longer.
     """
+
+    FACTORY: ClassVar[str] = "jingu.align.policy_learning:POLICY_LEARNING"
+    PHASES: ClassVar[tuple[Literal["generation", "update"], ...]] = ("generation", "update")
 
     type: str
     prompts: PathText = "prompts.jsonl"
@@ -254,6 +258,12 @@ class PolicySettings(RolloutSettings):
         """The source of asynchronous rollouts; None if generation is synchronous."""
         return None if isinstance(self.asynchronous, SynchronousSettings) else self.asynchronous
 
+    def models(self, initial: str | None) -> tuple[AuxiliaryModel, ...]:
+        """Return the copies of the trained model that processes beside the run generate with."""
+        source = self.generation_source
+        copies = range(source.processes if isinstance(source, GenerationProcessesSettings) else 0)
+        return tuple(AuxiliaryModel(f"generation process {number + 1}", None, "whole") for number in copies)
+
     @property
     def penalty(self) -> KlSettings | None:
         """The KL penalty, if there is one."""
@@ -276,6 +286,9 @@ class DistillationSettings(PolicySettings):
     teacher: PathText = "runs/teacher"
     beta: Fraction | None = None
 
+    def models(self, initial: str | None) -> tuple[AuxiliaryModel, ...]:
+        return (AuxiliaryModel("teacher", self.teacher, "frozen"), *super().models(initial))
+
 
 class RewardedSettings(PolicySettings):
     """Settings of tasks that learn from rewards.
@@ -292,6 +305,21 @@ class RewardedSettings(PolicySettings):
     @property
     def penalty(self) -> KlSettings | None:
         return self.kl if isinstance(self.kl, KlSettings) else None
+
+    def models(self, initial: str | None) -> tuple[AuxiliaryModel, ...]:
+        models = []
+        if self.penalty is not None:
+            models.append(AuxiliaryModel("reference", self.penalty.reference or initial, "frozen"))
+        models += self.critics(initial)
+        paths = [reward.model for reward in self.rewards if isinstance(reward, ModelReward)]
+        for number, path in enumerate(paths, start=1):
+            name = "reward model" + f" {number}" * (len(paths) > 1)
+            models.append(AuxiliaryModel(name, path, "whole", has_score_head=True))
+        return (*models, *super().models(initial))
+
+    def critics(self, initial: str | None) -> list[AuxiliaryModel]:
+        """Return the separate critic in a list, if the task has one."""
+        return []
 
 
 class PpoSettings(RewardedSettings):
@@ -323,6 +351,11 @@ class PpoSettings(RewardedSettings):
     discount: Fraction = 1.0
     gae_lambda: Fraction = 0.95
     whiten: bool = True
+
+    def critics(self, initial: str | None) -> list[AuxiliaryModel]:
+        if isinstance(self.critic, SharedCriticSettings):
+            return []
+        return [AuxiliaryModel("critic", self.critic.model or initial, "trained", has_score_head=True)]
 
 
 class GrpoSettings(RewardedSettings):

@@ -9,7 +9,6 @@ config holds the `Experts` component of the spec.
 
 from __future__ import annotations
 
-from jingu.config.legacy import migrate_spec
 from jingu.model.families.family import ConfigKeys, Family, config_key
 from jingu.model.families.name_map import NameRule, name_rules
 from jingu.model.families.t5 import SHARED_KEYS, V1_1
@@ -27,7 +26,7 @@ CPM2 = Family(
         *SHARED_KEYS,
         config_key("max_position_embeddings", "n_positions", default=V1_1.max_position_embeddings),
         ConfigKeys(
-            lambda config: migrate_spec({"feed_forward": config["experts"]}) if config.get("experts") else {},
+            lambda config: {"feed_forward": config["experts"]} if config.get("experts") else {},
             lambda spec: {
                 "experts": spec.feed_forward.model_dump() if isinstance(spec.feed_forward, Experts) else None
             },

@@ -30,7 +30,14 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.name_map import name_rules
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import AlibiPositions, Experts, ModelSpec, RmsNorm, RotaryPositions, replace_fields
+from jingu.model.spec import (
+    AlibiPositions,
+    Experts,
+    ModelSpec,
+    RmsNorm,
+    RotaryPositions,
+    replace_fields,
+)
 
 
 def _feed_forward_size(width: int) -> int:
