@@ -34,9 +34,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4": lambda: components.glm4()[0],
     "phi3": lambda: components.phi3()[0],
     "phi3-short": lambda: components.config("Phi3", sliding_window=9, resid_pdrop=0.0),
-    "ministral": lambda: components.config(
-        "Ministral", sliding_window=7, layer_types=components.KINDS, rope_parameters=ROPE
-    ),
+    "ministral": lambda: components.config("Ministral", sliding_window=7, head_dim=20),
     "ministral3": lambda: components.ministral3()[0],
     "cohere": lambda: components.config("Cohere", logit_scale=0.3),
     "granite": lambda: components.granite()[0],
@@ -50,6 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "apertus": lambda: components.apertus()[0],
     "arcee": lambda: components.config("Arcee", attention_bias=True, mlp_bias=True),
     "nanochat": lambda: components.nanochat()[0],
+    "gpt_neox": lambda: components.neox()[0],
     "hunyuan_v1_dense": lambda: components.hunyuan()[0],
 }
 EACH = pytest.mark.parametrize("name", CONFIGS)

@@ -147,7 +147,9 @@ class RopeDefaults:
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
         rope = {"rope_theta": config.get("rope_theta") or self.theta, **rope}
-        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or self.partial_rotary_factor
+        # `rotary_pct` is the name in old files of GPT-NeoX.
+        named = config.get("partial_rotary_factor") or config.get("rotary_pct")
+        share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
         rope["partial_rotary_factor"] = share
         alpha = rope.get("alpha") if self.has_alpha and rope.get("rope_type", rope.get("type")) == "dynamic" else None
         if alpha:

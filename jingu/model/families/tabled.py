@@ -10,6 +10,9 @@ An entry has
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
 - `ignored`: suffixes of the names of tensors that are not parameters.
+- `base`: prefix of the body's tensors, if it is not `model.`; no names of Llama then apply.
+- `constant_tensors`, `renamed`: as in `Family`.
+- `transforms`: rearrangements (`name_map.TRANSFORMS`) of the tensors of some names.
 - `names`: modules beside those of Llama; false removes one.
 """
 
@@ -28,7 +31,7 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.layer_keys import layer_keys
 from jingu.model.families.llama import LLAMA
-from jingu.model.families.name_map import TABLES, rules_of_names
+from jingu.model.families.name_map import IDENTITY, TABLES, TRANSFORMS, NameRule, rules_of_names
 from jingu.model.families.rope import RopeDefaults
 from jingu.model.spec import replace_fields
 
@@ -48,7 +51,8 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     places = {**TABLES["llama"]["keys"], **table.get("keys", {})}
     # The conversion of layers reads the context length.
     places.pop("max_position_embeddings", None)
-    names = {**TABLES["llama"]["names"], **table.get("names", {})}
+    inherited = {} if table.get("base", "model.") != "model." else TABLES["llama"]["names"]
+    names = {**inherited, **table.get("names", {})}
     return Family(
         architectures=tuple(table["architectures"]),
         template=replace_fields(LLAMA.template, family=name, **table.get("template", {})),
@@ -58,14 +62,31 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             *(_keys(place, entry) for place, entry in places.items() if entry is not False),
             activation_key(table.get("activation_key", "hidden_act"), table.get("activation", "silu")),
             _layer_keys(table),
-            supported_options(**table.get("options", {})),
+            supported_options(
+                **{
+                    key: [None if value == "none" else value for value in values]
+                    for key, values in table.get("options", {}).items()
+                }
+            ),
             # The default id of padding in transformers may be beyond a small vocabulary.
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
-        rules=rules_of_names({key: value for key, value in names.items() if value is not False}),
-        base="model.",
+        rules=_rules(names, table.get("transforms", {})),
+        base=table.get("base", "model."),
+        constant_tensors=table.get("constant_tensors", {}),
+        renamed=table.get("renamed", {}),
         ignored=(".rotary_emb.inv_freq", *table.get("ignored", ())),
     )
+
+
+def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule, ...]:
+    """Return the rules of an entry's `names` and `transforms`."""
+    rules: list[NameRule] = []
+    for hf_name, jingu_name in names.items():
+        if jingu_name is not False:
+            transform = TRANSFORMS[transforms[hf_name]] if hf_name in transforms else IDENTITY
+            rules += rules_of_names({hf_name: jingu_name}, transform)
+    return tuple(rules)
 
 
 def _layer_keys(table: dict[str, Any]) -> ConfigKeys:
