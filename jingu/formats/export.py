@@ -22,7 +22,7 @@ from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
-from jingu.model.families import FAMILIES, Family, equivalent_spec, map_tensors
+from jingu.model.families import FAMILIES, Family, constant_tensors, equivalent_spec, map_tensors
 from jingu.model.families.name_map import IDENTITY, TensorMapping
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
@@ -165,7 +165,7 @@ def _require_empty(to: Path) -> None:
 
 def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write the weight files, and their index if there are several; return names of tensors with NaN or infinity."""
-    mappings = map_tensors(spec)
+    mappings = [*map_tensors(spec), *constant_tensors(spec)]
     sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
     shards = _split_into_shards(mappings, sizes, shard_bytes)
     read = _cache_last(read)
@@ -196,7 +196,7 @@ def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch
 
 def _chunks(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield tensors a few rows at a time: contiguous, in host memory, and cast to `dtype`."""
-    for part in parts:
+    for part in map(torch.atleast_1d, parts):
         for chunk in part.split(max(1, CHUNK_ELEMENTS * len(part) // max(1, part.numel()))):
             yield chunk.to("cpu", dtype).contiguous()
 

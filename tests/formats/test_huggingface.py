@@ -90,8 +90,13 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rope_parameters": "absent", "rope_scaling": {"type": "longrope", "factor": 2.0}},
-        "DIR/config.json: the model sets rope_scaling to 'longrope', which is not supported (known are linear, "
-        "dynamic, yarn, llama3). Without this option its numbers would be wrong, so it is not loaded.",
+        "DIR/config.json: this does not describe a model (scaling.longrope.short_factor: field required; "
+        "scaling.longrope.long_factor: field required). Restore the original file.",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "longer", "factor": 2.0}},
+        "DIR/config.json: the model sets rope_scaling to 'longer', which is not supported (known are linear, "
+        "dynamic, yarn, llama3, longrope). Without this option its numbers would be wrong, so it is not loaded.",
     ),
     (
         {"rope_parameters": {"full_attention": {"rope_theta": 50.0}}},
@@ -101,7 +106,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"hidden_act": "mish"},
         "DIR/config.json: the model sets hidden_act to 'mish', which is not supported (known are silu, swish, gelu, "
-        "gelu_new, gelu_pytorch_tanh, relu). Without this option its numbers would be wrong, so it is not loaded.",
+        "gelu_new, gelu_pytorch_tanh, relu, relu2, xielu). Without this option its numbers would be wrong, so it is "
+        "not loaded.",
     ),
     (
         {"quantization_config": {"bits": 4}},

@@ -56,6 +56,8 @@ def test_saved_bytes_are_those_that_autograd_counts(size: int) -> None:
         if not isinstance(spec.feed_forward, Experts):
             # The factor 1 + w of a norm is saved once for all tokens.
             tolerance = 0.01 if isinstance(spec.norm, RmsNorm) and spec.norm.offset else 0.0
+            # So are the numbers of xIELU.
+            tolerance = 1e-5 if spec.feed_forward.activation == "xielu" else tolerance
             expected = pytest.approx(_count_saved(spec, size), rel=tolerance, abs=0)
             assert saved_bytes(spec, spec.default_layer, size) == expected, spec.family
 

@@ -59,6 +59,31 @@ PUBLISHED = {
     "olmo-3-7b": 7_298_011_136,
     "smollm3-3b": 3_075_098_624,
     "command-r7b": 8_028_033_024,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "olmo-2-7b": 7_298_617_344,
+    "glm-4-9b-0414": 9_400_279_040,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "ministral-8b": 8_019_808_256,
+    "command-r": 34_980_831_232,
+    "granite-3.1-8b": 8_170_848_256,
+    "exaone-4.0-32b": 32_003_216_384,
+    "seed-oss-36b": 36_151_104_512,
+    "ernie-4.5-0.3b": 360_748_032,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "stablelm-3b-4e1t": 2_795_443_200,
+    "apertus-8b": 8_053_338_176,
+    "nanochat-d20": 560_988_160,
+    "pythia-160m": 162_322_944,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-6.9b": 6_857_302_016,
+    "gpt-neox-20b": 20_554_567_680,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -90,7 +115,8 @@ PUBLISHED = {
     "mt5-xxl": 12_921_057_280,
 }
 # arXiv 2106.10715, in billions; with 26,240 entries, and 32 experts in every block.
-ROUNDED = {"cpm2-11b": 11, "cpm2-moe-198b": 198}
+# The others are rounded as in the names and cards of the models.
+ROUNDED = {"cpm2-11b": 11, "cpm2-moe-198b": 198, "ministral-3-8b": 8.5, "hunyuan-7b": 7.5, "afm-4.5b": 4.6}
 
 
 def preset_spec(preset: str, **settings: Any) -> ModelSpec:

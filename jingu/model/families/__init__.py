@@ -3,7 +3,7 @@
 from jingu.errors import JinguError
 from jingu.model.families import bloom, chatglm3, cpm2, gpt2, llama, t5
 from jingu.model.families.family import Family
-from jingu.model.families.name_map import TensorMapping, expand_rules
+from jingu.model.families.name_map import CONSTANT, ConstantTensor, TensorMapping, expand_rules
 from jingu.model.families.tabled import tabled_families
 from jingu.model.spec import ModelSpec, replace_fields
 
@@ -26,6 +26,15 @@ def map_tensors(spec: ModelSpec) -> list[TensorMapping]:
     return expand_rules(FAMILIES[spec.family].rules, spec, parameter_shapes(spec))
 
 
+def constant_tensors(spec: ModelSpec) -> list[ConstantTensor]:
+    """Return the numbers that Hugging Face's files of a model contain as tensors."""
+    return [
+        ConstantTensor(name.replace("*", str(layer)), {}, CONSTANT, spec, None, value)
+        for name, value in FAMILIES[spec.family].constant_tensors.items()
+        for layer in range(spec.num_layers)
+    ]
+
+
 def equivalent_spec(spec: ModelSpec) -> ModelSpec:
     """Return the spec of an equal model in a family that transformers supports; otherwise the spec itself.
 
@@ -42,4 +51,4 @@ def equivalent_spec(spec: ModelSpec) -> ModelSpec:
     return same
 
 
-__all__ = ["FAMILIES", "Family", "equivalent_spec", "map_tensors"]
+__all__ = ["FAMILIES", "Family", "constant_tensors", "equivalent_spec", "map_tensors"]

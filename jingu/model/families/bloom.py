@@ -8,23 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jingu.model.families.family import Family, config_keys, load_template, supported_options
-from jingu.model.families.name_map import Transform, name_rules
-from jingu.model.spec import ModelSpec
+from jingu.model.families.name_map import INTERLEAVED_HEADS, name_rules
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def _to_jingu(tensor: Tensor, spec: ModelSpec) -> Tensor:
-    """Rearrange rows from [heads, 3, head size] to [3, heads, head size]: q, k and v are then separate."""
-    heads = spec.attention
-    return tensor.unflatten(0, (heads.num_heads, 3, heads.head_dim)).transpose(0, 1).flatten(0, 2)
-
-
-def _to_hf(tensor: Tensor, spec: ModelSpec) -> Tensor:
-    """The inverse of `_to_jingu`."""
-    heads = spec.attention
-    return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+    pass
 
 
 BLOOM = Family(
@@ -33,7 +20,7 @@ BLOOM = Family(
     keys=(supported_options(apply_residual_connection_post_layernorm=(False,)), *config_keys("bloom")),
     rules=(
         *name_rules("bloom"),
-        *name_rules("bloom", table="interleaved_names", transform=Transform(_to_jingu, _to_hf)),
+        *name_rules("bloom", table="interleaved_names", transform=INTERLEAVED_HEADS),
     ),
     base="transformer.",
 )

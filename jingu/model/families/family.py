@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -67,6 +67,8 @@ class Family:
         ignored: suffixes of the names of tensors that are not parameters (masks, tables).
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
+        constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
+        renamed: prefixes of tensor names in older files, and what they are now.
     """
 
     architectures: tuple[str, ...]
@@ -78,6 +80,8 @@ class Family:
     base: str = ""
     ignored: tuple[str, ...] = ()
     equivalent: str | None = None
+    constant_tensors: Mapping[str, float] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -206,7 +210,14 @@ def config_key(place: str, *names: str, default: Any = "required") -> ConfigKeys
             )
         return {} if default == "derived" else {place: default}
 
-    return ConfigKeys(read, lambda spec: {names[0]: field_value(spec, place)})
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        value = field_value(spec, place)
+        # A spec does not list fields that have their usual value.
+        if value is None and default not in ("required", "derived"):
+            value = default
+        return {names[0]: value}
+
+    return ConfigKeys(read, write)
 
 
 def config_keys(family: str) -> tuple[ConfigKeys, ...]:
@@ -256,9 +267,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 # The inverse. Of several names for a function, it has the one that all releases of transformers support.
-HF_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+HF_ACTIVATIONS: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:

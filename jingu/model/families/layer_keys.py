@@ -7,10 +7,11 @@ transformers 5 writes `layer_types`, and `rope_parameters` with one object for e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
-from jingu.model.families.rope import read_rope, write_rope
+from jingu.model.families.rope import RopeDefaults, write_rope
 from jingu.model.spec import LayerSpec, ModelSpec, NoPositions, RotaryPositions
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
@@ -20,50 +21,50 @@ _NO_ROPE = "_without_rope"
 def layer_keys(
     *,
     pattern: int = 1,
-    has_window: bool = True,
+    window: Literal["by_type", "uniform", "none"] = "by_type",
+    default_window: int | None = None,
     nested_rope: bool = False,
     local_theta: float | None = None,
-    interleaved: bool = False,
     without_rope: str | None = None,
     no_rope_interval: int | None = None,
+    position: RopeDefaults | None = None,
 ) -> ConfigKeys:
     """Return the conversion of the keys of a family whose layers may differ.
 
     Args:
         pattern: without `layer_types` and `sliding_window_pattern`, one of so many layers has no window.
-        has_window: whether the family has windows at all.
+        window: whether windows depend on the type of a layer, are the same in all layers (`sliding_window` alone), or
+            do not exist.
+        default_window: window of a config without the key.
         nested_rope: whether `rope_parameters` has one object for each type of layer.
         local_theta: base of layers with a window in files that do not nest; None: that of the others.
-        interleaved: whether rotated pairs are neighbors, which configs do not say.
-        without_rope: type of the layers without rotary positions.
+        without_rope: type of the layers without rotary positions, in models that have layers with windows.
         no_rope_interval: without `no_rope_layers`, every so many layers one has no rotary positions; None: the family
             does not have the key.
+        position: what the family's positions are where configs do not say it.
     """
+    defaults = position or RopeDefaults()
+    arguments = _Layers(pattern, window, default_window, without_rope, no_rope_interval)
 
     def read(config: HFConfig) -> SpecValues:
-        types = _read_types(config, pattern if has_window else 1)
-        rotates = [True] * len(types)
-        if no_rope_interval is not None:
-            every = config.get("no_rope_layer_interval") or no_rope_interval
-            flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
-            rotates = [bool(flag) for flag in flags]
-        names = [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, rotates, strict=True)]
+        names = arguments.read(config)
         if len(names) != config["num_hidden_layers"]:
             layers = config["num_hidden_layers"]
             raise ValueError(f"layer_types names {len(names)} layers, and num_hidden_layers is {layers}")
-        positions, context = _read_positions(config, nested_rope, local_theta)
-        positions = {name: place.model_copy(update={"interleaved": interleaved}) for name, place in positions.items()}
+        size = config.get("sliding_window", default_window)
+        positions, context = _read_positions(config, nested_rope, local_theta, defaults)
         base = positions[_FULL]
         kinds: dict[str, SpecValues] = {}
         for name in sorted(set(names)):
             kind = name.removesuffix(_NO_ROPE)
-            changes: SpecValues = {"attention.sliding_window": config["sliding_window"]} if kind == _WINDOW else {}
-            if name.endswith(_NO_ROPE) or kind == without_rope:
+            changes: SpecValues = {"attention.sliding_window": size} if kind == _WINDOW else {}
+            if name.endswith(_NO_ROPE) or (kind == without_rope and size is not None):
                 changes["position"] = NoPositions().model_dump()
             elif positions[kind] != base:
                 changes["position"] = positions[kind].model_dump()
             kinds[name] = changes
         values: SpecValues = {"position": base, "max_position_embeddings": context, "attention.sliding_window": None}
+        values |= defaults.read_query_scaling(config)
         if len(kinds) == 1:
             return {**values, **kinds.popitem()[1], "layer_kinds": {}, "layer_pattern": ()}
         return {**values, "layer_kinds": kinds, "layer_pattern": tuple(names)}
@@ -73,12 +74,14 @@ def layer_keys(
         types = [_type(layer) for layer in layers]
         windows = [layer.attention.sliding_window for layer in layers if layer.attention.sliding_window]
         keys: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings}
-        if has_window:
-            keys |= {"layer_types": types, "sliding_window": windows[0] if windows else None}
+        if window != "none":
+            keys["sliding_window"] = windows[0] if windows else None
+        if window == "by_type":
+            keys["layer_types"] = types
         if no_rope_interval is not None:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
         if isinstance(spec.position, RotaryPositions):
-            keys["rope_parameters"] = write_rope(spec.position)
+            keys |= defaults.write(spec)
         if nested_rope:
             # A type that no layer has gets the positions of the model.
             places = dict.fromkeys((_FULL, _WINDOW), spec.position) | {
@@ -89,6 +92,29 @@ def layer_keys(
         return keys
 
     return ConfigKeys(read, write)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The arguments of `layer_keys` that decide the kind of each layer."""
+
+    pattern: int
+    window: str
+    default_window: int | None
+    without_rope: str | None
+    no_rope_interval: int | None
+
+    def read(self, config: HFConfig) -> list[str]:
+        """Return the name of the kind of each layer."""
+        size = config.get("sliding_window", self.default_window)
+        types = _read_types(config, self.pattern if self.window == "by_type" else 1)
+        if size is not None and (self.window == "uniform" or (self.default_window and "layer_types" not in config)):
+            types = [_WINDOW] * len(types)
+        if self.no_rope_interval is None:
+            return types
+        every = config.get("no_rope_layer_interval") or self.no_rope_interval
+        flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
+        return [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, flags, strict=True)]
 
 
 def _type(layer: LayerSpec) -> str:
@@ -109,7 +135,7 @@ def _read_types(config: HFConfig, pattern: int) -> list[str]:
 
 
 def _read_positions(
-    config: HFConfig, nested: bool, local_theta: float | None
+    config: HFConfig, nested: bool, local_theta: float | None, defaults: RopeDefaults
 ) -> tuple[dict[str, RotaryPositions], int]:
     """Return the positions of both types of layers, and the context length."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -123,5 +149,5 @@ def _read_positions(
         by_type = {_FULL: rope, _WINDOW: local}
     positions, context = {}, 0
     for name in (_WINDOW, _FULL):
-        positions[name], context = read_rope(by_type.get(name) or by_type[_FULL], config)
+        positions[name], context = defaults.read(by_type.get(name) or by_type[_FULL], config)
     return positions, context

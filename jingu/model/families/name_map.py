@@ -40,6 +40,36 @@ class Transform:
 IDENTITY = Transform(lambda tensor, spec: tensor, lambda tensor, spec: tensor)
 TRANSPOSE = Transform(lambda tensor, spec: tensor.t(), lambda tensor, spec: tensor.t())
 
+# The transform of tensors that hold no parameter.
+CONSTANT = Transform(lambda tensor, spec: tensor, lambda tensor, spec: tensor)
+
+
+def _swap_halves(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Exchange the halves of each head, for files whose rotary pairs turn in the other direction."""
+    half = spec.attention.head_dim // 2
+    return tensor.unflatten(0, (-1, 2, half)).flip(1).flatten(0, 2)
+
+
+def _join_heads(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Rearrange the rows q, k and v of each head to those of all heads' q, k and v."""
+    heads = spec.attention
+    return tensor.unflatten(0, (heads.num_heads, 3, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+def _interleave_heads(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_join_heads`."""
+    heads = spec.attention
+    return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+INTERLEAVED_HEADS = Transform(_join_heads, _interleave_heads)
+# Transforms by their names in families.toml.
+TRANSFORMS = {
+    "swap_halves": Transform(_swap_halves, _swap_halves),
+    "interleaved_heads": INTERLEAVED_HEADS,
+    "transpose": TRANSPOSE,
+}
+
 
 @dataclass(frozen=True)
 class NameRule:
@@ -101,6 +131,24 @@ class TensorMapping:
         return self.transform.to_hf(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)), self.spec)
 
 
+@dataclass(frozen=True)
+class ConstantTensor(TensorMapping):
+    """A tensor of Hugging Face's files that holds a number and no parameter of jingu."""
+
+    value: float = 0.0
+
+    @property
+    def shape(self) -> torch.Size:
+        import torch
+
+        return torch.Size(())
+
+    def to_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        return torch.tensor(self.value)
+
+
 def name_rules(
     *families: str,
     table: str = "names",
@@ -124,9 +172,15 @@ def rules_of_names(
     transform: Transform = IDENTITY,
     when: Callable[[ModelSpec], bool] = lambda spec: True,
 ) -> tuple[NameRule, ...]:
-    """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face."""
+    """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face.
+
+    A name of jingu that ends with `.weight` is that of a parameter instead of a module.
+    """
     rules: list[NameRule] = []
     for hf_name, jingu_name in names.items():
+        if jingu_name.endswith(".weight"):
+            rules.append(NameRule(hf_name, (jingu_name,), transform, when))
+            continue
         one, several = _expand_braces(hf_name), _expand_braces(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
         for kind in ("weight", "bias"):

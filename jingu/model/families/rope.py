@@ -6,7 +6,8 @@ The keys are `rope_theta` and `rope_scaling`, or since release 5 of transformers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log
+from dataclasses import dataclass
+from math import log, sqrt
 from typing import Any, get_args
 
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
@@ -22,7 +23,7 @@ from jingu.model.spec import (
 
 # Components of scaling by the value of `rope_type`.
 _KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])
-SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS if kind not in (AlphaScaling, LongropeScaling)}
+SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS if kind is not AlphaScaling}
 
 
 def _read(config: HFConfig) -> SpecValues:
@@ -64,11 +65,21 @@ def _scaling(kind: str, rope: HFConfig, config: HFConfig, context: int) -> dict[
         # With dynamic scaling, transformers ignores original_max_position_embeddings.
         "original_max_position_embeddings": (original if kind != "dynamic" else None) or context,
     }
+    if kind == "longrope":
+        factor = rope.get("factor") or context / values["original_max_position_embeddings"]
+        values["attention_factor"] = rope.get("attention_factor") or _longrope_factor(
+            factor, values["original_max_position_embeddings"]
+        )
     if kind == "yarn":
         values["factor"] = factor = rope.get("factor") or context / values["original_max_position_embeddings"]
         values["attention_factor"] = rope.get("attention_factor") or _attention_factor(factor, rope)
     fields = {name: values[name] for name in SCALINGS[kind].model_fields if values.get(name) is not None}
     return {**fields, "type": kind}
+
+
+def _longrope_factor(factor: float, original: int) -> float:
+    """Return √(1 + ln(factor) / ln(original context)) (LongRoPE, Ding et al., 2024)."""
+    return sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
 
 
 def _attention_factor(factor: float, rope: HFConfig) -> float:
@@ -111,3 +122,68 @@ def write_rope(position: RotaryPositions) -> dict[str, Any]:
 
 # Positions and context length. They are one conversion, because the context length depends on the scaling.
 ROPE = ConfigKeys(_read, _write)
+
+
+@dataclass(frozen=True)
+class RopeDefaults:
+    """What the rotary positions of a family are where its configs do not say it.
+
+    Attributes:
+        theta: base of a config without one.
+        partial_rotary_factor: rotated share of a head in a config without one.
+        interleaved: whether rotated pairs are neighbors, which no config says.
+        has_alpha: whether `dynamic` scaling with `alpha` has a fixed base (Hunyuan).
+        names_original_context: whether the original context of longrope is a key of the config itself, too (Phi-3).
+        has_query_scaling: whether `llama_4_scaling_beta` scales queries by their positions.
+    """
+
+    theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    interleaved: bool = False
+    has_alpha: bool = False
+    names_original_context: bool = False
+    has_query_scaling: bool = False
+
+    def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
+        """Return the positions of an object `rope_parameters`, and the context length."""
+        rope = {"rope_theta": config.get("rope_theta") or self.theta, **rope}
+        # `rotary_pct` is the name in old files of GPT-NeoX.
+        named = config.get("partial_rotary_factor") or config.get("rotary_pct")
+        share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
+        rope["partial_rotary_factor"] = share
+        alpha = rope.get("alpha") if self.has_alpha and rope.get("rope_type", rope.get("type")) == "dynamic" else None
+        if alpha:
+            rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
+        if self.names_original_context and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            rope["rope_type"] = "longrope"  # names of early releases of Phi-3
+        position, context = read_rope(rope, config)
+        scaling = AlphaScaling(alpha=alpha) if alpha else position.scaling
+        return position.model_copy(update={"interleaved": self.interleaved, "scaling": scaling}), context
+
+    def read_query_scaling(self, config: HFConfig) -> SpecValues:
+        """Return the fields of queries that grow with the position."""
+        rope = config.get("rope_parameters") or {}
+        beta = rope.get("llama_4_scaling_beta")
+        if beta and not self.has_query_scaling:
+            raise unsupported_option("llama_4_scaling_beta", beta, "expected none")
+        if not self.has_query_scaling:
+            return {}
+        length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        return {"attention.query_scaling": {"beta": beta, "length": length} if beta else None}
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys of the positions of a model."""
+        position = spec.position
+        assert isinstance(position, RotaryPositions)
+        keys: dict[str, Any] = {"rope_parameters": write_rope(position)}
+        if isinstance(position.scaling, AlphaScaling):
+            scaling = {"rope_type": "dynamic", "alpha": position.scaling.alpha, "factor": 1.0}
+            keys["rope_parameters"] = {"rope_theta": position.theta, **scaling}
+        if self.partial_rotary_factor != 1.0:
+            keys["rope_parameters"]["partial_rotary_factor"] = position.partial_rotary_factor
+        if self.names_original_context and isinstance(position.scaling, LongropeScaling):
+            keys["original_max_position_embeddings"] = position.scaling.original_max_position_embeddings
+        if spec.attention.query_scaling is not None:
+            keys["rope_parameters"]["llama_4_scaling_beta"] = spec.attention.query_scaling.beta
+            keys["rope_parameters"].setdefault("original_max_position_embeddings", spec.attention.query_scaling.length)
+        return keys
