@@ -148,9 +148,9 @@ def test_a_run_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         jingu.train({"model": {"width": 3}})
     with pytest.raises(JinguError, match="there is no such file"):
         jingu.train("missing.yaml")
-    monkeypatch.setattr("jingu.align.commands.train", lambda config, processes: 130)
+    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 130)
     with pytest.raises(KeyboardInterrupt):
         jingu.train({})
-    monkeypatch.setattr("jingu.align.commands.train", lambda config, processes: 75)
+    monkeypatch.setattr("jingu.training.commands.train", lambda config, processes: 75)
     with pytest.raises(JinguError, match="exit code 75"):
         jingu.train({})

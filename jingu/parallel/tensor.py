@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import all_gather, all_reduce, all_to_all
-from jingu.compat.torch_ring_attention import ring_attention
 from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear
 from jingu.model.attention import Attention, AttentionMask, BlockContext, CrossAttention, SelfAttention
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
@@ -414,6 +413,9 @@ def _attend_tokens(
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]
         k_BHCK = k_BGCK.repeat_interleave(groups, 1)
         v_BHCK = v_BGCK.repeat_interleave(groups, 1)
+        # Imported late, because it takes longer to import than generation takes to start.
+        from jingu.compat.torch_ring_attention import ring_attention
+
         y_BHCK = ring_attention(q_BHCK, k_BHCK, v_BHCK, attention.scale, sharding.context_group)
         return attention.output(y_BHCK.transpose(1, 2).flatten(2))
     # Otherwise, gather all keys and values, and use the mask rows of this rank's queries.

@@ -33,8 +33,20 @@ MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors", "README.md")
 # Weights for other frameworks, and copies of a model in formats that no library of this package reads.
 _IGNORED_FILES = ("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "*.msgpack", "*.onnx", "consolidated*")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Names like these are outputs of jingu or files beside a command, not repositories.
-_LOCAL_FOLDERS = ("runs", "data", "models", "checkpoints")
+# Paths like these are outputs of commands or files beside them, not repositories.
+_LOCAL_FOLDERS = (
+    "runs",
+    "data",
+    "models",
+    "checkpoints",
+    "build",
+    "dist",
+    "out",
+    "output",
+    "outputs",
+    "exports",
+    "tmp",
+)
 _CONNECTION_HINT = "Check the connection, or set HF_ENDPOINT to a mirror; with HF_HUB_OFFLINE=1 only the cache is read."
 
 

@@ -40,7 +40,7 @@ from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
 from jingu.plan.workload import Software, Workload, num_parameters
-from jingu.runtime.hub import CONFIG_FILES, is_available, local_path
+from jingu.runtime.hub import CONFIG_FILES, is_available, local_path, parse_name
 from jingu.training.plan_task import add_task
 from jingu.training.schedule import check_schedule
 
@@ -111,20 +111,29 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     initial_model = config.initialize.from_
     tokenizer = Path(config.tokenizer.path)
     vocabulary, length = config.tokenizer.vocab_size, config.batch.sequence_length
-    if is_available(tokenizer):
+    # 1. A model on a hub: its config says all that a plan needs.
+    if initial_model is not None and not Path(initial_model).exists() and parse_name(initial_model) is not None:
+        from jingu.formats.huggingface import spec_from_config
+
+        described = spec_from_config(local_path(initial_model, CONFIG_FILES) / "config.json")
+        spec = spec_from_settings(config.model, described.vocab_size, config.document_length, described)
+        return _add_tuning(spec, config), None
+    # 2. Random weights, or a model that exists here.
+    if tokenizer.exists():
         from jingu.text.tokenizer import Tokenizer
 
         if initial_model is None:
             vocabulary, length = Tokenizer.load(tokenizer).vocab_size, config.document_length
-        elif is_available(initial_model):
+        elif Path(initial_model).exists():
             from jingu.training.run_spec import build_run_spec
 
             spec = build_run_spec(config, Path(config.runs_dir) / config.name, Tokenizer.load(tokenizer))
             return _add_tuning(spec, config), None
+    # 3. What does not exist yet: the settings describe the model.
     spec = spec_from_settings(config.model, vocabulary, length)
     if initial_model is None or config.model.preset is not None:
         return _add_tuning(spec, config), None
-    return _add_tuning(spec, config), str(tokenizer) if is_available(initial_model) else initial_model
+    return _add_tuning(spec, config), str(tokenizer) if Path(initial_model).exists() else initial_model
 
 
 def _add_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:

@@ -21,7 +21,7 @@ from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch, EncoderInputs
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import find_family
-from jingu.model.spec import BalancedRouter, ModelSpec, replace_fields
+from jingu.model.spec import BalancedRouter, ModelSpec, repeat_pattern, replace_fields
 from jingu.model.weight_init import initial_tensor
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -35,8 +35,10 @@ ROWS, TOKENS, STEPS = 8, 13, 2
 """Rows of 13 tokens, which no number of ranks divides."""
 
 
-def tiny(family: str, *, heads: int = 4, kv_heads: int | None = None, size: int = 22, **others: Any) -> ModelSpec:
-    """Return the spec of two blocks of awkward sizes: a vocabulary of 41, an intermediate size of 22."""
+def tiny(
+    family: str, *, heads: int = 4, kv_heads: int | None = None, size: int = 22, layers: int = 2, **others: Any
+) -> ModelSpec:
+    """Return the spec of a few blocks of awkward sizes: a vocabulary of 41, an intermediate size of 22."""
     template = find_family(family).template
     attention = {"num_heads": heads, "num_kv_heads": kv_heads or heads, "head_dim": 8}
     part = template.feed_forward.model_copy(update={"intermediate_size": size, **others.pop("feed_forward", {})})
@@ -44,7 +46,8 @@ def tiny(family: str, *, heads: int = 4, kv_heads: int | None = None, size: int 
         template,
         vocab_size=41,
         hidden_size=24,
-        num_layers=2,
+        num_layers=layers,
+        layer_pattern=repeat_pattern(template.layer_pattern, layers),
         max_position_embeddings=16,
         attention=template.attention.model_copy(update=attention),
         feed_forward=part,

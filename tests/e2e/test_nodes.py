@@ -102,7 +102,7 @@ def train_with_other_inputs(rank: int, world: int, config: RunConfig, kind: str)
         if rank == 1 and kind == "library":
             patch.setattr(commands, "library_versions", lambda: {"torch": "1.2.3"})
         elif rank == 1 and kind == "code":
-            patch.setattr(jingu, "__file__", __file__)
+            patch.setattr(commands, "PACKAGE_ROOT", Path(__file__).parent)
         elif rank == 1 and kind == "data":
             patch.setattr(Run, "data_checksums", "of other data")
         try:

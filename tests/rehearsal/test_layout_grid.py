@@ -56,7 +56,7 @@ def spec_of(family: str, layers: int) -> ModelSpec:
         changes["num_encoder_layers"] = layers
     if isinstance(template.feed_forward, Experts):
         changes["feed_forward"] = EXPERTS
-    return tiny(family, **changes).model_copy(update={"num_layers": layers})
+    return tiny(family, layers=layers, **changes)
 
 
 def walk(_rank: int, _world: int, name: str) -> Waits:

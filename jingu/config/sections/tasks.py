@@ -48,7 +48,7 @@ class KtoSettings(TaskBase):
         reference: The reference model: a run, a checkpoint, or a Hugging Face folder; null: `initialize.from`.
     """
 
-    FACTORY: ClassVar[str] = "jingu.align.kto:KTO_LEARNING"
+    FACTORY: ClassVar[str] = "jingu.align.preference_learning:KTO_LEARNING"
 
     type: Literal["kto"] = "kto"
     loss: Literal["kto", "bco"] = "kto"
