@@ -44,21 +44,6 @@ def server(serve: Serve, tiny_model: InferenceModel) -> Running:
     return serve(ScriptedEngine(tiny_model, says))
 
 
-@pytest.fixture(scope="module")
-def claude(server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def llama(server: Running) -> ollama.Client:
-    return ollama.Client(host=server.url)
-
-
 # Anthropic
 
 
