@@ -202,7 +202,10 @@ def test_steps_have_few_different_numbers_of_rows(tokenizer: Tokenizer) -> None:
 def test_answers_in_steps_of_many_rows(kind: str, tokenizer: Tokenizer) -> None:
     """With 37 and 69 sequences, steps are padded beyond the multiple of rows."""
     model = model_of(kind, tokenizer, prepacked=True)
-    requests = [Request((5 + number, 9, 4), max_tokens=3, ignore_eos=True) for number in range(69)]
+    requests = [
+        Request((5 + number, 9, 4), max_tokens=3, ignore_eos=True, sampling=SamplingParams(temperature=0.0))
+        for number in range(69)
+    ]
 
     def generate(requests: list[Request], max_num_seqs: int) -> list[list[int]]:
         engine = Engine(model, EngineSettings(max_num_seqs=max_num_seqs))
