@@ -6,10 +6,8 @@ NAME=tiny runs a small version, if the benchmark has one, and does not update th
 from __future__ import annotations
 
 import importlib
-import platform
 import re
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 # Headings of the page, by module.
@@ -58,25 +56,12 @@ on one machine, with both sides measured in turn. Absolute figures depend on the
 """
 
 
-def describe_machine() -> str:
-    """Return cores, CPU, vector instructions, versions of Python and torch, and the date as one line."""
-    import torch
-
-    from jingu.runtime.gpus import num_usable_cores
-
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
-    return (
-        f"{num_usable_cores()} cores of {model} ({torch.backends.cpu.get_cpu_capability()}), "
-        f"Python {platform.python_version()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
-    )
-
-
 def run_benchmark(name: str, argument: str = "") -> str:
     """Run one benchmark and return its section of the page."""
     module = importlib.import_module(f"bench.{name}")
     table = module.run(argument) if argument else module.run()
+    from bench.machine import describe_machine
+
     return f"\n## {TITLES[name]}\n\n`python -m bench {name}` · {describe_machine()}\n\n{table}\n"
 
 

@@ -65,7 +65,7 @@ def has_results(record: dict[str, Any] | None) -> bool:
 
 def write_report(out: Path) -> None:
     """Write the results of all parts so far as JSON and as Markdown."""
-    from bench.__main__ import describe_machine
+    from bench.machine import describe_machine
 
     records = [record for name in PARTS if (record := read_record(out, name)) is not None]
     machine = describe_machine()

@@ -13,6 +13,7 @@ import torch
 
 from jingu.model.experts import MoELayer
 from jingu.model.layers import FeedForwardLayer
+from jingu.model.parts import feed_forward_rows
 from jingu.model.spec import Experts, GatedFeedForward
 
 WIDTH, SIZE, EXPERTS, ACTIVE, ROWS, SEQUENCE, THREADS = 384, 512, 8, 2, 8, 512, 2
@@ -34,11 +35,11 @@ def one_pass(layer: torch.nn.Module, x_BTD: torch.Tensor, upstream_BTD: torch.Te
 
 def compare(dtype: torch.dtype, rounds: int) -> list[str]:
     """Return rows of the table for a dtype: tokens/s, absolute and relative to the dense layer."""
+    dense = GatedFeedForward(intermediate_size=ACTIVE * SIZE)
+    experts = Experts(num_experts=EXPERTS, num_experts_per_token=ACTIVE, intermediate_size=SIZE, z_loss_coef=1e-3)
     layers = {
-        "dense": FeedForwardLayer(GatedFeedForward(intermediate_size=ACTIVE * SIZE), WIDTH),
-        "experts": MoELayer(
-            Experts(num_experts=EXPERTS, num_experts_per_token=ACTIVE, intermediate_size=SIZE, z_loss_coef=1e-3), WIDTH
-        ),
+        "dense": FeedForwardLayer(dense, feed_forward_rows(dense, WIDTH)),
+        "experts": MoELayer(experts, feed_forward_rows(experts, WIDTH)),
     }
     for layer in layers.values():
         for parameter in layer.parameters():

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from jingu.version import __version__
 
 __all__ = [
     "Config",

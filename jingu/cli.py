@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from jingu import __version__
 from jingu.command import parse
 from jingu.command_table import COMMANDS
 from jingu.errors import JinguError, join_words
 from jingu.runtime.spinning import sleep_on_busy_machine
+from jingu.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

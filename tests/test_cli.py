@@ -333,8 +333,8 @@ def test_long_words_are_wrapped_to_the_terminal(capsys: Any, monkeypatch: pytest
         ("verify run.yaml --against", "--against needs a value. See `jingu verify --help`."),
         ("export model --to", "--to needs a value. See `jingu export --help`."),
         (
-            "export model --to x --dtype int8",
-            "--dtype takes auto, fp32, bf16 or fp16, not int8. See `jingu export --help`.",
+            "import model --to x --dtype int8",
+            "--dtype takes auto, fp32, bf16 or fp16, not int8. See `jingu import --help`.",
         ),
         ("train run.yaml --proceses 2", "there is no option --proceses. Did you mean --processes?"),
         (

@@ -88,7 +88,7 @@ JUSTIFIED_GETATTR = {
     ("compat/torch_distributed.py", "all_gather_single_autograd"): "the name since PyTorch 2.12",
     ("compat/torch_distributed.py", "reduce_scatter_single_autograd"): "the name since PyTorch 2.12",
     ("model/adapter_layers.py", "dropout_seeds"): "only some modules have it",
-    ("model/sharding_table.py", "SHARDING"): "only modules with a sharding table have it",
+    ("model/sharding_table.py", "sharding"): "only modules with a sharding table have it",
     ("runtime/device.py", "mallopt"): "missing in other C libraries than glibc",
     ("serve/middleware.py", "fields"): "only log records of requests have it",
 }

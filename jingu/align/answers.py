@@ -84,7 +84,7 @@ class AnswerScorer:
 
     def __init__(self, spec: ModelSpec, mesh: DeviceMesh, *, compile: bool, tail_weight: float = 1.0) -> None:
         self._tail_weight = tail_weight
-        self._log_probs = TokenLogProbs(spec.vocab_size, mesh, compile=compile)
+        self._log_probs = TokenLogProbs(spec.vocab_size, mesh, compile=compile, softcap=spec.logit_softcap)
         self.share = self._log_probs.share
 
     def compute(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> AnswerLogProbs:

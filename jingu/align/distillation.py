@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import all_reduce
 from jingu.data.batch import IGNORE_INDEX
+from jingu.model.decoder import cap_logits
 from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import matmul
+from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding
@@ -65,12 +67,13 @@ class TeacherDivergence:
     """
 
     def __init__(
-        self, teacher: ParallelModel, mesh: DeviceMesh, vocab_size: int, beta: float, temperature: float
+        self, teacher: ParallelModel, mesh: DeviceMesh, spec: ModelSpec, beta: float, temperature: float
     ) -> None:
         self._teacher = teacher
         self._tokens = TokenSharding(mesh)
-        self._vocab = VocabShard.of(mesh, vocab_size)
+        self._vocab = VocabShard.of(mesh, spec.vocab_size)
         self._shard = self._vocab if mesh["tensor"].size() > 1 else None
+        self._softcap = spec.logit_softcap
         self._beta = beta
         self._temperature = temperature
 
@@ -86,7 +89,9 @@ class TeacherDivergence:
             # The teacher calls this inside the model's own loss, so the weights of both heads are gathered here.
             chunk = partial(self._chunk, teacher_BCD.flatten(0, 1), teacher_VD)
             with torch.enable_grad():
-                totals.append(linear_cross_entropy(hidden_BCD, weight_VD, number_BC, chunk, self._vocab.most))
+                most, softcap = self._vocab.most, self._softcap
+                total = linear_cross_entropy(hidden_BCD, weight_VD, number_BC, chunk, most, softcap=softcap)
+                totals.append(total)
             return totals[0].detach()
 
         with eval_mode(self._teacher):
@@ -98,6 +103,7 @@ class TeacherDivergence:
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(logits_MV.dtype, torch.float32)
         teacher_MV = matmul(teacher_ND[number_M.clamp_min(0)], teacher_VD.to(teacher_ND.dtype).t())
+        teacher_MV = cap_logits(self._teacher.spec, teacher_MV)
         student_MV, teacher_MV = (logits.to(wide) / self._temperature for logits in (logits_MV, teacher_MV))
         losses_M, gradient_MV = generalized_jsd(student_MV, teacher_MV, self._beta, self._shard)
         return losses_M, (gradient_MV / self._temperature).to(logits_MV.dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jingu.config.sections.policies import GenerationServerSettings, PolicySettings
 from jingu.errors import JinguError
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def choose_bounds(settings: PolicySettings, spec: ModelSpec, precision: str, sta
         bounds = _NARROW
     else:
         bounds = _WIDE.get(precision, _NARROW)
-        if isinstance(spec.feed_forward, Experts):
+        if spec.experts is not None:
             # Rounding can choose another expert where two are nearly equal, which changes single tokens by much.
             bounds = replace(bounds, largest=_NARROW.largest)
     if settings.max_mean_mismatch is not None:

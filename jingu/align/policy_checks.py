@@ -20,7 +20,7 @@ from jingu.config.sections.policies import (
 )
 from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
-from jingu.model.spec import BalancedRouter, Experts, Lora
+from jingu.model.spec import BalancedRouter, Lora
 from jingu.runtime.ranks import is_first_process
 from jingu.training.run import Run
 
@@ -131,10 +131,10 @@ def can_share_prompts(run: Run) -> bool:
     """Return whether the answers to a prompt can share one copy of it in training."""
     settings = run.config.task
     assert isinstance(settings, PolicySettings)
-    experts = run.spec.feed_forward
+    experts = run.spec.experts
     # Exact training computes row by row. With a capacity or a balancing router, the routing of a token depends on the
     # other tokens of its row.
-    depends_on_row = isinstance(experts, Experts) and (
+    depends_on_row = experts is not None and (
         experts.capacity_factor is not None or isinstance(experts.router, BalancedRouter)
     )
     return not (settings.exact or depends_on_row)

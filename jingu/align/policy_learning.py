@@ -104,7 +104,7 @@ class PolicyLearning:
         environments = Environments(settings.environment) if settings.environment is not None else None
         prompts = load_run_prompts(run, environments)
         self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
-        self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile)
+        self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile, softcap=run.spec.logit_softcap)
         # Only the first rank scores answers, and sends the rewards to the others.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None
         audits = [f"rewards/{name}" for name in self._rewards.audit_names] if self._rewards else []
@@ -133,7 +133,7 @@ class PolicyLearning:
                     what = "pipeline parallelism does not support distillation from the teacher's full distribution."
                     raise JinguError(what, where="task.beta", fix="Set it to null, or parallel.pipeline=1.")
                 self._divergence = TeacherDivergence(
-                    self._reference, mesh, run.spec.vocab_size, settings.beta, settings.temperature
+                    self._reference, mesh, run.spec, settings.beta, settings.temperature
                 )
         elif settings.penalty is not None:
             path = settings.penalty.reference

@@ -27,7 +27,6 @@ from jingu.data.permutation import Int64Array
 from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.model.experts import RoutingStats, auxiliary_losses
-from jingu.model.spec import Experts
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
@@ -128,8 +127,8 @@ class PreferenceLearning(StatelessTask):
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
         terms = {name: float(name == "loss") for name in self.TERMS}
-        experts = model.spec.feed_forward
-        if isinstance(experts, Experts):
+        experts = model.spec.experts
+        if experts is not None:
             terms |= {"balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
         return terms
 
@@ -141,8 +140,8 @@ class PreferenceLearning(StatelessTask):
             return self._sum_terms(answer_batch, hidden_BCD, weight_VD) * self.scorer.share
 
         def auxiliary(routings: list[RoutingStats]) -> Tensor:
-            assert isinstance(model.spec.feed_forward, Experts)
-            return auxiliary_losses(routings, model.spec.feed_forward, self.units_per_row(answer_batch))
+            assert model.spec.experts is not None
+            return auxiliary_losses(routings, model.spec.experts, self.units_per_row(answer_batch))
 
         total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
         return total

@@ -205,7 +205,11 @@ def _parse_answer(fields: Fields, answer: Any) -> Row:
     if "messages" in rest:
         # It has to repeat what the prompt and the answer say.
         rest["conversations"] = rest.pop("messages")
-    return parse_row({**rest, "messages": _join_messages(name, prompt, answer)})
+    messages = _join_messages(name, prompt, answer)
+    size = len(prompt) if isinstance(prompt, list) else 0
+    # If a prompt ends with a message of the assistant, the answer continues it.
+    is_continued = size > 0 and [_role(item) for item in messages[size - 1 : size + 1]] == ["assistant", "assistant"]
+    return parse_row({**rest, "messages": messages}, num_prompt=size if is_continued else 0)
 
 
 def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
@@ -215,8 +219,7 @@ def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
         name: the field of the prompt.
 
     Raises:
-        ConversationError: the prompt is neither a text nor messages, it ends with a message of the assistant that the
-            answer would continue, or the answer begins with another prompt.
+        ConversationError: the prompt is neither a text nor messages, or the answer begins with another prompt.
     """
     # A list that starts with an assistant message is only the answer; otherwise it is a conversation with its prompt.
     is_answer = _role(answer[0]) not in ("user", "system")
@@ -234,12 +237,6 @@ def _join_messages(name: str, prompt: Any, answer: list[Any]) -> list[Any]:
         return answer
     repeats_prompt = answer[: len(prompt)] == prompt
     messages = answer if repeats_prompt else [*prompt, *answer]
-    if [_role(message) for message in messages[len(prompt) - 1 : len(prompt) + 1]] == ["assistant", "assistant"]:
-        # Templates render both as one turn, of which the prompt's part would be trained, too.
-        raise ConversationError(
-            f"field {name}: it ends with a message of the assistant, which an answer cannot continue; move the text "
-            "into the answers"
-        )
     if is_answer or repeats_prompt:
         return messages
     # A question may follow a system message or an answer. Anything else would merge two prompts into one.
@@ -300,7 +297,7 @@ class PreferenceTokenizer(RowTokenizer):
 
     def tokenize(self, row: PreferenceRow, counts: ReadCounts) -> Sequence[TokenizedRow]:
         parts = [self.tokenize_conversation(answer, "last_assistant") for answer in row.answers]
-        if row.segments:
+        if row.segments or row.messages[-1].prefill_length:
             parts = _align_prompts(parts)
         if len(parts) < 2:
             return self._tokenize_answers(row, parts, counts)

@@ -122,10 +122,6 @@ def _tuning_row(row: Mapping[str, Any]) -> dict[str, Any]:
     prompt, answer = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         return {"prompt": prompt, "completion": answer, "reward": row["reward"]}
-    if prompt[-1]["role"] == "assistant":
-        # The answer continues a message that the prompt begins.
-        *prompt, beginning = prompt
-        answer = beginning["content"] + answer
     names = {name for field in ROW_FIELDS if field.name in ("tools", "chat_template_kwargs") for name in field.names}
     shape = {name: value for name, value in row.items() if name in names}
     completion = [{"role": "assistant", "content": answer}]

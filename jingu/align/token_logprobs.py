@@ -28,12 +28,21 @@ class TokenLogProbs:
     Args:
         mesh: the mesh of the model; None for one rank.
         compile: whether to compile the operations on a chunk of logits.
+        softcap: soft cap of the logits, `ModelSpec.logit_softcap`.
 
     Attributes:
         share: 1 / the ranks of `context`.
     """
 
-    def __init__(self, vocab_size: int, mesh: DeviceMesh | None = None, *, compile: bool = False) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        mesh: DeviceMesh | None = None,
+        *,
+        compile: bool = False,
+        softcap: float | None = None,
+    ) -> None:
+        self._softcap = softcap
         self._tokens = None if mesh is None else TokenSharding(mesh)
         self._max_columns = vocab_size
         self._shard = None
@@ -65,7 +74,7 @@ class TokenLogProbs:
         index_M = torch.arange(len(labels_N), device=labels_N.device)
         if labels_N.device.type == "cpu":
             index_M = labels_N.ge(0).nonzero().flatten()
-        head = chunked_head(hidden_BCD, self._max_columns, self._chunk)
+        head = chunked_head(hidden_BCD, self._max_columns, self._chunk, self._softcap)
         hidden_MD = hidden_BCD.flatten(0, 1)[index_M]
         values_2M = _TokenLogProbs.apply(hidden_MD, weight_VD, labels_N[index_M], head, temperature, self._shard)
         values_2N = values_2M.new_zeros(2, len(labels_N)).index_copy(1, index_M, values_2M)
@@ -111,7 +120,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
         ctx.head = head
         ctx.temperature = temperature
-        losses_N, _, _ = ChunkedHead(head.rows, chunk).compute(
+        losses_N, _, _ = ChunkedHead(head.rows, chunk, head.softcap).compute(
             hidden_ND, weight_VD, labels_N, torch.ones_like(labels_N), False, False
         )
         return torch.stack([-losses_N, torch.cat(entropies) if entropies else losses_N])
@@ -126,7 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
         # The loss is the negative log-probability.
         factors_N = (upstream[0][0] / -ctx.temperature).to(hidden_ND.dtype)
-        _, hidden, weight = ChunkedHead(ctx.head.rows, chunk).compute(
+        _, hidden, weight = ChunkedHead(ctx.head.rows, chunk, ctx.head.softcap).compute(
             hidden_ND, weight_VD, labels_N, factors_N, *ctx.needs_input_grad[:2]
         )
         return hidden, None if weight is None else weight.to(weight_VD.dtype), None, None, None, None

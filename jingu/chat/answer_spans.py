@@ -189,10 +189,10 @@ def find_missing(message: JsonObject, text: str, needs_reasoning: bool) -> str:
     position = 0
     for call in message.get("tool_calls", []):
         function = call["function"]
-        found_at = text.find(function["name"], position)
-        if found_at < 0 or not all(_contains(text, leaf) for leaf in _leaves(function["arguments"])):
+        place = text.find(function["name"], position)
+        if place < 0 or not all(_contains(text, leaf) for leaf in _leaves(function["arguments"])):
             return "tools"
-        position = found_at + len(function["name"])
+        position = place + len(function["name"])
     return ""
 
 

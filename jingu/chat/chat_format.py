@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jingu.chat.messages import JsonObject, Message, check_characters
-from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.template_sources import load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.chat.tokenization import encode_rendered
 from jingu.config.load import load_stored_config
 from jingu.config.sections.data import RowSettings

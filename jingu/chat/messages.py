@@ -36,6 +36,7 @@ class Message:
         tool_call_id: id of the call that this message answers; empty if it has none.
         is_prompt: whether it belongs to the prompt of a row of prompt and completion. Nothing of it is trained, unless
             the loss is on all tokens.
+        prefill_length: number of characters at the start of an assistant's content that belong to the prompt.
     """
 
     role: Role
@@ -46,6 +47,7 @@ class Message:
     name: str = ""
     tool_call_id: str = ""
     is_prompt: bool = False
+    prefill_length: int = 0
 
 
 @dataclass(frozen=True)

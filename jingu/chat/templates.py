@@ -1,8 +1,8 @@
 """Chat templates: render a conversation as text, and locate the assistant's answers in it.
 
-Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox. They come from the tokenizer, from
-this package or from a file. The positions of answers decide which tokens are trained, so they are computed, never
-guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
+Templates are Jinja, with the extensions of transformers, and run in Jinja's sandbox
+(`jingu.chat.template_environment`). The positions of answers decide which tokens are trained, so they are computed,
+never guessed: the trace of a rendered text (`jingu.chat.tracing`) says which message wrote which piece of it, and
 `jingu.chat.answer_spans` finds in the piece of an answer what a model generates there. What cannot be located is
 refused, and so is a conversation of which the template leaves out a part.
 
@@ -13,22 +13,14 @@ after rendering, it is restored, and its position is recorded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache, cached_property
-from importlib.resources import files
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
-from jinja2.environment import Template
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Output, Scope, TemplateData
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jingu.chat.answer_spans import (
     EMPTY_WORDS,
@@ -43,18 +35,13 @@ from jingu.chat.answer_spans import (
     skip_empty_reasoning,
 )
 from jingu.chat.messages import ConversationError, JsonObject, Message, UnsupportedToolsError
+from jingu.chat.template_environment import compile_template, to_json
 from jingu.chat.tracing import (
-    ANSWER_END,
-    ANSWER_START,
     TRACE,
     Span,
     TracedMessage,
-    TracedMessages,
     TracedText,
     WriterTrace,
-    add_filters,
-    has_constant_prompt,
-    instrument,
 )
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
@@ -69,28 +56,6 @@ _MENTION = re.compile(f"{_MENTION_MARK}(.){_MENTION_MARK}", re.DOTALL)
 _FIRST_MENTION = 0xF0000
 # A template that contains one of these has a place for reasoning.
 _REASONING_WORDS = ("reasoning", "thinking", "</think>")
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-
-_TEMPLATES = files("jingu.chat").joinpath("jinja")
-NAMED_TEMPLATES = {
-    file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8")
-    for file in sorted(_TEMPLATES.iterdir(), key=lambda file: file.name)
-    if file.name.endswith(".jinja")
-}
-# BLOOMZ was trained on the bare texts.
-NAMED_TEMPLATES["bloomz-plain"] = NAMED_TEMPLATES["plain"]
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`, which writes marks around an answer."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (Output([TemplateData(mark)]) for mark in (ANSWER_START, ANSWER_END))
-        return Scope([start, *body, end]).set_lineno(line)
 
 
 @dataclass(frozen=True)
@@ -116,6 +81,7 @@ class _Conversation(NamedTuple):
         messages: the messages as variables of the template, with mentions escaped.
         tools: the tools as a variable.
         options: further variables.
+        prefills: by the indices of messages of which the start belongs to the prompt, that start.
     """
 
     messages: list[TracedMessage]
@@ -123,6 +89,7 @@ class _Conversation(NamedTuple):
     options: dict[str, Any]
     traced: TracedText
     prompts: dict[int, _Prompt]
+    prefills: dict[int, str]
 
 
 class _Prompt(NamedTuple):
@@ -146,12 +113,14 @@ class _Answer(NamedTuple):
         span: start and end of what a model generates.
         header_length: length of the header before it.
         continues_prompt: whether the text before the answer is that of its prompt.
+        prefill_length: number of characters at the start of the span that belong to the prompt.
     """
 
     text: str
     span: Span
     header_length: int
     continues_prompt: bool
+    prefill_length: int = 0
 
 
 class ChatTemplate:
@@ -194,7 +163,7 @@ class ChatTemplate:
                 train_empty_reasoning=train_empty_reasoning,
             )
         try:
-            self._template, self._has_constant_prompt = _compile(source)
+            self._template, self._has_constant_prompt = compile_template(source)
         except TemplateError as error:
             raise JinguError(f"the chat template is not valid Jinja ({error}).", where=where) from error
         self._has_prompt = "add_generation_prompt" in source
@@ -366,12 +335,13 @@ class ChatTemplate:
             traced is None or any(call["arguments"] and str(call["arguments"]) in traced.text for call in calls)
         ):
             for call in calls:
-                call["arguments"] = _to_json(call["arguments"])
+                call["arguments"] = to_json(call["arguments"])
             traced = self._trace(entries, tool_entries, options)
         if traced is None:
             assert error is not None
             raise error
-        conversation = _Conversation(entries, tool_entries, options, traced, {})
+        prefills = {index: self._escape_prefill(item) for index, item in enumerate(messages) if item.prefill_length}
+        conversation = _Conversation(entries, tool_entries, options, traced, {}, prefills)
         if tool_entries and not self._writes_tools(conversation):
             raise UnsupportedToolsError(f"the chat template {self.where} does not support tools")
         return conversation
@@ -429,7 +399,7 @@ class ChatTemplate:
         """Return the first messages of a conversation."""
         messages = conversation.messages[:count]
         traced = self._trace(messages, conversation.tools, conversation.options)
-        return _Conversation(messages, conversation.tools, conversation.options, traced, conversation.prompts)
+        return conversation._replace(messages=messages, traced=traced)
 
     def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
         """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
@@ -453,10 +423,7 @@ class ChatTemplate:
         for index in answers:
             answer = self._locate(conversation, index)
             text = answer.text
-            start, end = answer.span
-            if self._skips_empty_reasoning:
-                start = skip_empty_reasoning(text, start, end, conversation.messages[index])
-            spans.append((start, end))
+            spans.append((self._trained_start(conversation, index, answer), answer.span[1]))
         return self._restore_mentions(text, spans, answers)
 
     def _finish_one(self, conversation: _Conversation, index: int) -> RenderedChat:
@@ -470,9 +437,15 @@ class ChatTemplate:
         before = prompt.text[: len(prompt.text) - len(prompt.tail) + answer.header_length]
         text = before + answer.text[start:]
         shift = len(before) - start
-        if self._skips_empty_reasoning:
-            start = skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
+        start = self._trained_start(conversation, index, answer)
         return self._restore_mentions(text, [(start + shift, end + shift)], [index])
+
+    def _trained_start(self, conversation: _Conversation, index: int, answer: _Answer) -> int:
+        """Return where an answer begins, after a prefill or an empty block of reasoning."""
+        start, end = answer.span
+        if answer.prefill_length or not self._skips_empty_reasoning:
+            return start + answer.prefill_length
+        return skip_empty_reasoning(answer.text, start, end, conversation.messages[index])
 
     def _locate(self, conversation: _Conversation, index: int) -> _Answer:
         """Return what a model generates as an answer.
@@ -513,7 +486,59 @@ class ChatTemplate:
         span = (start, turn[1] if end is None else end)
         if traced.marks:
             check_mark(traced, turn, span, message, self.where)
-        return _Answer(text, span, header_length, continues_prompt)
+        prefill_length = 0
+        if index in conversation.prefills:
+            prefill_length = self._find_prefill_end(conversation, index, turn) - start
+        return _Answer(text, span, header_length, continues_prompt, prefill_length)
+
+    def _find_prefill_end(self, conversation: _Conversation, index: int, turn: Span) -> int:
+        """Return where the prefill of an answer ends in the text.
+
+        Args:
+            turn: start and end of what the answer's message wrote.
+
+        Raises:
+            ConversationError: the template changes the text where the prefill ends, or writes it otherwise in a prompt
+                that a model continues.
+        """
+        changed = ConversationError(
+            f"the chat template {self.where} changes the text of message {index + 1}, so it cannot be located where "
+            "the answer continues the prompt"
+        )
+        prefill = conversation.prefills[index]
+        messages = conversation.messages[: index + 1]
+        message = messages[index]
+        rest = _plain_content(message)[len(prefill) :]
+        # 1. Mark the end of the prefill. Nothing else may change.
+        marked = {**message, "content": self._probe_content(prefill + _MESSAGE_END + rest)}
+        following = conversation.messages[index + 1 :]
+        marked_text = self._trace([*messages[:-1], marked, *following], conversation.tools, conversation.options).text
+        end = marked_text.find(_MESSAGE_END)
+        is_unique = marked_text.count(_MESSAGE_END) == 1 and turn[0] < end <= turn[1]
+        if not is_unique or marked_text.replace(_MESSAGE_END, "") != conversation.traced.text:
+            raise changed
+        # 2. A model that continues the prompt sees the same, but for white space that a template trims at the end.
+        start = TracedMessage({**message, "content": self._probe_content(prefill)})
+        start.pop("tool_calls", None)
+        traced = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
+        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced))
+        if not prompt.rstrip().endswith(marked_text[turn[0] : end].rstrip()):
+            raise changed
+        return end
+
+    def _escape_prefill(self, message: Message) -> str:
+        """Return the part of a message's content that belongs to the prompt, as the template takes it.
+
+        Raises:
+            ConversationError: it ends inside a special token.
+        """
+        prefill, rest = (
+            self._escape_mentions(part)
+            for part in (message.content[: message.prefill_length], message.content[message.prefill_length :])
+        )
+        if prefill + rest != self._escape_mentions(message.content):
+            raise ConversationError("the text that an answer continues ends inside a special token")
+        return str(prefill)
 
     def _header_length(self, tail: str, written: str) -> int | None:
         """Return the length of the header in what an answer's message wrote; None if it does not continue the prompt.
@@ -532,7 +557,7 @@ class ChatTemplate:
         """Return the prompt of an answer."""
         # The text before a settled message is the begin of its prompt.
         if self._has_constant_prompt and 0 < index <= conversation.traced.num_settled:
-            key = _to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
+            key = to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
             key += "tools" if conversation.tools else ""
             if key not in self._constant_prompts:
                 prompt = self._trace_prompt(conversation, 1)
@@ -648,7 +673,7 @@ class ChatTemplate:
         text = conversation.traced.text
         others = [*conversation.messages[:index], *conversation.messages[index + 1 :], conversation.tools or []]
         part = content.strip()
-        if part not in self.source and part not in _to_json(others) and len(part) > 12:
+        if part not in self.source and part not in to_json(others) and len(part) > 12:
             return True
         # Change the content; the text must change with it.
         changed = {**conversation.messages[index]}
@@ -743,95 +768,6 @@ class ChatTemplate:
         )
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which finds keys of dictionaries at once: it would try attributes first, which is slow.
-
-    Messages note what is read.
-    """
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if isinstance(obj, dict) and attribute not in _DICT_ATTRIBUTES:
-            if attribute not in obj:
-                return self.undefined(obj=obj, name=attribute)
-            return obj.read(attribute) if type(obj) is TracedMessage else obj[attribute]
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(obj) is TracedMessage and isinstance(argument, str) and argument in obj:
-            return obj.read(argument)
-        return super().getitem(obj, argument)
-
-
-@cache
-def _compile(source: str) -> tuple[Template, bool]:
-    """Return an instrumented template, and whether its generation prompt does not depend on the conversation."""
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    add_filters(environment)
-    tree = environment.parse(source)
-    is_constant = has_constant_prompt(tree)
-    instrument(tree, environment)
-    code = environment.compile(tree)
-    return Template.from_code(environment, code, environment.make_globals(None)), is_constant
-
-
-def load_template(
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    parse_special_tokens: bool = False,
-    train_empty_reasoning: bool = False,
-    where: str = "data.objective.template",
-) -> ChatTemplate:
-    """Load a chat template.
-
-    Args:
-        name: `auto` for the tokenizer's default template; the name of another template of the tokenizer; a name in
-            `NAMED_TEMPLATES`; or a file.
-        parse_special_tokens: as for `ChatTemplate`.
-        train_empty_reasoning: as for `ChatTemplate`.
-        where: the setting that contains the name, for error messages.
-
-    Raises:
-        JinguError: there is no such template, or it is not valid Jinja.
-    """
-    label = name
-    tools_source = None
-    if name == "auto":
-        if tokenizer.chat_template is None:
-            raise JinguError(
-                "the tokenizer has no chat template.",
-                where=where,
-                fix=f"Name one: {', '.join(NAMED_TEMPLATES)}, or a file.",
-            )
-        source = tokenizer.chat_template
-        tools_source = tokenizer.chat_templates.get("tool_use")
-        label = "of the tokenizer"
-    elif name in tokenizer.chat_templates:
-        source = tokenizer.chat_templates[name]
-    elif name in NAMED_TEMPLATES:
-        source = NAMED_TEMPLATES[name]
-    else:
-        try:
-            source = Path(name).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise JinguError(
-                f"there is no chat template {name}.",
-                where=where,
-                fix=f"Use auto (the tokenizer's own), {', '.join(NAMED_TEMPLATES)}, or a file.",
-            ) from error
-    return ChatTemplate(
-        source,
-        tokenizer,
-        label,
-        tools_source=tools_source,
-        parse_special_tokens=parse_special_tokens,
-        train_empty_reasoning=train_empty_reasoning,
-    )
-
-
 def _content_parts(text: str) -> list[JsonObject]:
     return [{"type": "text", "text": text}]
 
@@ -839,17 +775,3 @@ def _content_parts(text: str) -> list[JsonObject]:
 def _plain_content(message: JsonObject) -> str:
     content = message["content"]
     return content if isinstance(content, str) else str(content[0]["text"])
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Templates may write their messages, which are no list while they are traced.
-    options.setdefault("default", lambda item: list(item) if isinstance(item, TracedMessages) else _raise_type(item))
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_type(item: Any) -> NoReturn:
-    raise TypeError(f"{type(item).__name__} cannot be written as JSON")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import jingu
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.checkpoint.retention import Retention
@@ -35,6 +34,7 @@ from jingu.checkpoint.store import StateTensors, local_blocks
 from jingu.compat.torch import foreach_copy_
 from jingu.parallel.sharding import TensorBlock
 from jingu.runtime.device import device_module
+from jingu.runtime.files import PACKAGE_ROOT
 
 CopyPair = tuple[Tensor, Tensor]  # target and value
 
@@ -109,7 +109,7 @@ class AsyncSaver:
     def _start_process(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "jingu.checkpoint.writer_process", str(self._descriptor)],
-            cwd=Path(jingu.__file__).parents[1],
+            cwd=PACKAGE_ROOT.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._descriptor],

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jingu import __version__
-from jingu.chat.templates import load_template
+from jingu.chat.template_sources import load_template
 from jingu.errors import JinguError, pluralize
 from jingu.evaluate.evaluation import (
     PreparedTask,
@@ -42,6 +41,7 @@ from jingu.infer.generate import InferenceOptions
 from jingu.infer.inference_model import model_name
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
+from jingu.version import __version__
 
 # Keys of `metadata` in the list of tasks.
 _LISTED_KEYS = ("language", "task_cluster", "licence", "description")

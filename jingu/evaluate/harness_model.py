@@ -16,7 +16,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from jingu.chat.messages import ConversationError, Message
-from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.template_sources import load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.config.sections.parallel import DeviceType
 from jingu.evaluate.scoring import AnswerCache, Scorer, generation_request
 from jingu.evaluate.task_file import TaskSettings

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from jingu.chat.chat_format import find_chat_format
-from jingu.chat.templates import load_template
+from jingu.chat.template_sources import load_template
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import RowSettings
 from jingu.config.sections.policies import RolloutSettings

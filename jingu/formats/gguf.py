@@ -38,7 +38,7 @@ from jingu.text.gguf_tokenizer import write_gguf_tokenizer
 # Value types of the metadata: scalars with their `struct` codes, strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 # Tensor types that need no dequantization.
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 # Tensor types with 16 equidistant levels per block of 32 elements of a row, as in `--precision int4`.
@@ -47,8 +47,8 @@ _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 Metadata = Mapping[str, Any]
 
 
-_ARCHITECTURES = read_table(__file__, "gguf.toml")
-_METADATA = _ARCHITECTURES.pop("metadata")
+ARCHITECTURES = read_table(__file__, "gguf.toml")
+_METADATA = ARCHITECTURES.pop("metadata")
 
 
 def open_gguf(path: Path) -> StoredModel:
@@ -98,15 +98,15 @@ def _open_weights(
         config: the model's config in Hugging Face's form, from `_hf_config`.
         expected: shapes by Hugging Face's names.
     """
-    permuted, transposed = (tuple(_ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    permuted, transposed = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
     used = {"rope_freqs.weight"}
     for hf_name in expected:
         # GGUF stores the matrices of all experts in one tensor.
-        expert = _EXPERT.search(hf_name)
-        gguf_name = table.get_name(_EXPERT.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
+        expert = EXPERT_NUMBER.search(hf_name)
+        gguf_name = table.get_name(EXPERT_NUMBER.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name in infos:
             used.add(gguf_name)
             info = infos[gguf_name]
@@ -282,9 +282,9 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     """Return the contents of the config.json that a Hugging Face folder of this model would have."""
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
-    if name not in _ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
-        similar = get_close_matches(name, _ARCHITECTURES, n=3, cutoff=0.4) or list(_ARCHITECTURES)
-        with_experts = " with experts" if name in _ARCHITECTURES else ""
+    if name not in ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
+        similar = get_close_matches(name, ARCHITECTURES, n=3, cutoff=0.4) or list(ARCHITECTURES)
+        with_experts = " with experts" if name in ARCHITECTURES else ""
         raise JinguError(
             f"jingu does not support the architecture {name}{with_experts} in GGUF.",
             where=path,
@@ -296,8 +296,8 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     def get(key: str) -> Any:
         return metadata.get(f"{name}.{key}")
 
-    architecture = _ARCHITECTURES[name]
-    keys = architecture.get("keys", _ARCHITECTURES["llama"]["keys"])
+    architecture = ARCHITECTURES[name]
+    keys = architecture.get("keys", ARCHITECTURES["llama"]["keys"])
     is_mixtral = experts and name == "llama"
     config = {
         "architectures": ["MixtralForCausalLM" if is_mixtral else architecture["hugging_face"]],
@@ -329,7 +329,7 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
         config: the model's config in Hugging Face's form, from `_hf_config`.
     """
     name = metadata["general.architecture"]
-    table = _ARCHITECTURES[name].get("keys", _ARCHITECTURES["llama"]["keys"])
+    table = ARCHITECTURES[name].get("keys", ARCHITECTURES["llama"]["keys"])
     known = {*table.values(), *_METADATA["harmless"]}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}

@@ -18,11 +18,12 @@ from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
 from jingu.formats.safetensors import TensorLocation, read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
+from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import read_json
-from jingu.runtime.log import log_warning
+from jingu.runtime.log import log_info, log_warning
 from jingu.text.tokenizer_formats import find_tokenizer_file
 
 INDEX = "model.safetensors.index.json"
@@ -68,7 +69,9 @@ def open_hf(folder: Path) -> StoredModel:
             weights are pickled, damaged, or not those that the config describes.
     """
     config = read_model_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
-    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, config))
+    is_part = is_composite(config)
+    config = decoder_config(config, folder / "config.json")
+    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, config, is_part))
     generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         model = replace(model, generation_config=read_model_json(generation_config))
@@ -162,7 +165,7 @@ def _are_equal(weights: StoredWeights, first: str, second: str) -> bool:
 
 def spec_from_config(path: Path) -> ModelSpec:
     """Return the spec of the model that a config.json describes. Raises JinguError if it describes none."""
-    return _read_spec(read_model_json(path), path)[1]
+    return _read_spec(decoder_config(read_model_json(path), path), path)[1]
 
 
 def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, ModelSpec]:
@@ -209,16 +212,24 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
     )
 
 
-def _open_weights(folder: Path, config: Mapping[str, Any], family: Family, expected: Shapes) -> StoredWeights:
+def _open_weights(
+    folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, expected: Shapes
+) -> StoredWeights:
     """Open the weight files of a Hugging Face folder. FP8 matrices are dequantized to fp32 as they are read.
 
     Args:
+        is_part: whether the model is the decoder of a composite model.
         expected: shapes by Hugging Face's names.
     """
     # Rows and columns of an FP8 block, which shares a scale. Without them, the scales divide a matrix evenly.
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     files = _weight_files(folder, config.get("transformers_weights"))
     tensors = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
+    if is_part:
+        tensors, omitted = decoder_tensors(tensors)
+        modules = sorted({key.removeprefix("model.").partition(".")[0] for key in omitted})
+        log_info(f"{folder}: only the decoder is read, without {', '.join(modules) or 'other parts'}.")
+    tensors = divide_experts(tensors, expected)
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
     scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
     scales = set(scale_keys.values())

@@ -108,6 +108,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "tie_word_embeddings": spec.tie_word_embeddings,
         },
         "position": spec.position.model_dump(exclude_none=True),
+        **({"layers": _layer_kinds(spec)} if spec.layer_pattern else {}),
         "parameters": {"total": count.total, "active": count.active, "embedding": count.embedding},
         "bytes": {"in_bf16": 2 * count.total, "in_fp32": 4 * count.total},
         "flops_per_token": {
@@ -119,6 +120,14 @@ def _facts(path: Path) -> dict[str, Any]:
         "problems": problems,
         "tensors": {what.replace(" ", "_"): names for what, names in wrong_tensors.items()},
     }
+
+
+def _layer_kinds(spec: ModelSpec) -> dict[str, Any]:
+    """Return for each kind of layer the numbers of its layers, and the fields in which it differs."""
+    numbers: dict[str, list[int]] = {}
+    for number, name in enumerate(spec.layer_pattern):
+        numbers.setdefault(name, []).append(number)
+    return {name: {"numbers": numbers[name], **spec.layer_kinds[name]} for name in numbers}
 
 
 def _flat(facts: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -34,7 +34,8 @@ from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_ad
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
-from jingu.model.spec import DeepPrompt, Experts, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.parts import cached_numbers
+from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
 from jingu.runtime.hub import is_available, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
@@ -377,8 +378,8 @@ class _AdapterReader:
         """
         modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
         if mapping.expert is not None:
-            assert isinstance(self.spec.feed_forward, Experts)
-            shape = (self.spec.feed_forward.num_experts, *tensor.shape)
+            assert self.spec.experts is not None
+            shape = (self.spec.experts.num_experts, *tensor.shape)
             self.parameters.setdefault(f"{modules[0]}.{leaf}", tensor.new_zeros(shape))[mapping.expert] = tensor
             return
         sizes = [shape[0] for shape in mapping.jingu_shapes.values()]
@@ -462,8 +463,7 @@ def _read_prompt(
     is_prefix = config["peft_type"] == "PREFIX_TUNING"
     # In an encoder-decoder, every second pair of keys and values is for cross-attention, and is not used.
     pairs_per_layer = 2 if has_encoder else 1
-    pairs = spec.num_layers * pairs_per_layer
-    columns = 2 * pairs * spec.attention.num_kv_heads * spec.attention.head_dim if is_prefix else spec.hidden_size
+    columns = pairs_per_layer * sum(map(cached_numbers, spec.layers)) if is_prefix else spec.hidden_size
     if prompt.shape != (tokens, columns):
         raise JinguError(
             f"the prompt has shape {list(prompt.shape)}, and for this model it would be {[tokens, columns]}.",
@@ -473,7 +473,7 @@ def _read_prompt(
     if not is_prefix:
         name = "encoder.prompt.embedding.weight" if has_encoder else "prompt.embedding.weight"
         return SoftPrompt(num_virtual_tokens=tokens), {name: prompt}
-    pieces = prompt.chunk(2 * pairs, 1)
+    pieces = prompt.chunk(2 * pairs_per_layer * spec.num_layers, 1)
     parameters: dict[str, Tensor] = {}
     for layer in range(spec.num_layers):
         first = 2 * pairs_per_layer * layer

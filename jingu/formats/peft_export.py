@@ -252,12 +252,16 @@ def _convert_prompt(
     }
     if isinstance(adapter, DeepPrompt):
         prefix = _convert_prefix(adapters, adapter)
-        heads = spec.attention.num_kv_heads
+        sizes = {(part.num_kv_heads, part.head_dim) for part in (layer.attention for layer in spec.layers)}
+        if len(sizes) > 1:
+            what = "peft has no prefixes for layers with different key-value heads."
+            raise JinguError(what, where=adapters.where, fix=_USE_THE_RUN)
+        heads, head_dim = sizes.pop()
         config |= {
             "peft_type": "PREFIX_TUNING",
-            "num_layers": prefix.shape[1] // (2 * heads * spec.attention.head_dim),
+            "num_layers": prefix.shape[1] // (2 * heads * head_dim),
             "num_attention_heads": heads,
-            "token_dim": heads * spec.attention.head_dim,
+            "token_dim": heads * head_dim,
             "num_transformer_submodules": 1 if spec.num_encoder_layers is None else 2,
         }
         return config, {PROMPT_KEY: prefix}
@@ -287,7 +291,7 @@ def _convert_prefix(adapters: StoredModel, adapter: DeepPrompt) -> Tensor:
         raise JinguError("peft has no prompts in the blocks of an encoder.", where=adapters.where, fix=_USE_THE_RUN)
     parts: list[Tensor] = []
     for number in range(spec.num_layers):
-        layer = DeepPromptLayer(adapter, spec)
+        layer = DeepPromptLayer(adapter, spec, spec.layer(number))
         _load_parameters(layer, f"blocks.{number}.attention.prompt", adapters)
         keys_and_values = [x.flatten(1).detach() for x in layer.keys_and_values()]
         parts += keys_and_values

@@ -17,7 +17,7 @@ from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_pa
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.parameter_table import is_adapter, is_trained
 from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
-from jingu.model.spec import Experts, Ia3, Lora, ModelSpec, replace_fields
+from jingu.model.spec import Ia3, Lora, ModelSpec, replace_fields
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 
@@ -170,7 +170,7 @@ def add_bias(spec: ModelSpec, name: str, where: CheckpointPath) -> ModelSpec:
     if name in parameter_shapes(spec):
         return spec
     field = _BIAS_FIELDS.get(name.split(".")[-2])
-    if field is None or (isinstance(spec.feed_forward, Experts) and field == "feed_forward.bias"):
+    if field is None or (spec.experts is not None and field == "feed_forward.bias"):
         raise JinguError(
             f"the adapter adds a bias {name}, which the model cannot have.",
             where=where,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from jingu.compat.torch import has_triton
 from jingu.errors import JinguError
-from jingu.model.attention import attention_bias
+from jingu.model.attention import attention_bias, capped_attention, has_biases
 from jingu.model.matmul_kernels import dot_product_attention
-from jingu.model.spec import AlibiPositions, ModelSpec, RelativeBias
+from jingu.model.spec import LayerSpec, ModelSpec
 
 BackendName = Literal["auto", "gather", "flash", "flex"]
 KV_SPAN = 128
@@ -51,8 +51,8 @@ class AttentionGroup:
         contiguous: the same blocks as a slice if the group is one sequence whose blocks are contiguous in memory.
         positions: positions of the tokens [N, Q].
         bidirectional: positions that attend to each other, in a prefix LM.
-        mask: the backend's attention mask, which the first layer creates and the others reuse. For `gather` it is a
-            bias that is added to the scores [N, G or 1, M, S].
+        masks: by kind of layer, the backend's attention mask, which the first layer of the kind creates and the others
+            reuse. For `gather` it is a bias that is added to the scores [N, G or 1, M, S].
     """
 
     num_seqs: int
@@ -62,7 +62,7 @@ class AttentionGroup:
     contiguous: slice | None
     positions: Tensor
     bidirectional: range
-    mask: Any = None
+    masks: dict[int, Any] = field(default_factory=dict)
 
 
 class AttentionBackend(Protocol):
@@ -74,12 +74,15 @@ class AttentionBackend(Protocol):
 
     relative_bias: Tensor | None = None
 
-    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+    def attend(
+        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
+    ) -> Tensor:
         """Return the attention output of a group's tokens [1, X, H, K].
 
         Args:
             q_BXHK: queries of the group, X = N·Q.
             store: keys and values of all blocks [P, block size, 2, G, K].
+            kind: index of the layer among `ModelSpec.kinds`.
             first_head: index of the first head on this rank among all heads.
         """
 
@@ -88,31 +91,34 @@ class GatherBackend(AttentionBackend):
     """Gathers the blocks of sequences and calls scaled dot-product attention with an additive mask."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
+        self._layers = spec.kinds
 
-    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+    def attend(
+        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
+    ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.mask is None:
+        if kind not in group.masks:
             heads = range(first_head, first_head + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
-            group.mask = self.bias(group, heads, num_keys, store.shape[3], q_BXHK.dtype)
+            group.masks[kind] = self.bias(group, self._layers[kind], heads, num_keys, store.shape[3], q_BXHK.dtype)
         # Contiguous blocks need no copy.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.mask, scale)
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale, self._layers[kind].attention.softcap)
 
-    def bias(self, group: AttentionGroup, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    def bias(
+        self, group: AttentionGroup, layer: LayerSpec, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype
+    ) -> Tensor:
         """Return the additive mask of the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
         keys_S = torch.arange(num_keys, device=group.positions.device)
         positions_NQ1 = group.positions[:, :, None]
-        distance = positions_NQ1 - keys_S
-        visible = distance >= 0
+        visible = positions_NQ1 >= keys_S
         prefix = group.bidirectional
         if prefix:
             visible |= (positions_NQ1 >= prefix.start) & (positions_NQ1 < prefix.stop) & (keys_S < prefix.stop)
         wide = torch.promote_types(dtype, torch.float32)
-        bias = attention_bias(self._spec, distance, visible, wide, self.relative_bias)
+        bias = attention_bias(layer, positions_NQ1, keys_S, visible, wide, self.relative_bias)
         if bias.dim() == 4:  # one bias for each head of the whole model, of which this rank may have a part
             bias = bias.narrow(1, heads.start, len(heads)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
         else:
@@ -123,7 +129,7 @@ class GatherBackend(AttentionBackend):
 class FlashBackend(GatherBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded.
 
-    Bidirectional prefixes fall back to `gather`.
+    Bidirectional prefixes, chunks and soft caps fall back to `gather`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -132,12 +138,15 @@ class FlashBackend(GatherBackend):
         from torch.nn.attention.varlen import varlen_attn
 
         self._varlen_attn = varlen_attn
-        self._window = (-1 if spec.attention.sliding_window is None else spec.attention.sliding_window - 1, 0)
 
-    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+    def attend(
+        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
+    ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional:
-            return super().attend(q_BXHK, store, group, scale, first_head)
+        if group.bidirectional or _needs_gather(self._layers[kind]):
+            return super().attend(q_BXHK, store, group, kind, scale, first_head)
+        size = self._layers[kind].attention.sliding_window
+        window = (-1 if size is None else size - 1, 0)
         block_table = group.blocks.view(group.num_seqs, -1).int()
         tokens = group.num_seqs * group.num_tokens
         y_THK = self._varlen_attn(
@@ -149,7 +158,7 @@ class FlashBackend(GatherBackend):
             group.num_tokens,
             block_table.shape[1] * store.shape[1],
             scale=scale,
-            window_size=self._window,  # aligned to the last key, so that a chunk of a prompt is causal
+            window_size=window,  # aligned to the last key, so that a chunk of a prompt is causal
             enable_gqa=True,
             seqused_k=(group.positions[:, -1] + 1).int(),
             block_table=block_table,
@@ -163,7 +172,7 @@ class FlexBackend(GatherBackend):
     """FlexAttention over the block table: nothing is copied or padded.
 
     As in PyTorch's experimental `PagedAttention`, block masks list the physical blocks of a sequence. Bidirectional
-    prefixes fall back to `gather`.
+    prefixes, chunks and soft caps fall back to `gather`.
 
     Attributes:
         kernel: `flex_attention`, compiled except on CPUs.
@@ -175,29 +184,32 @@ class FlexBackend(GatherBackend):
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
         self._block_mask = BlockMask.from_kv_blocks
-        self._window = spec.attention.sliding_window
         self._is_compiled = device.type != "cpu"
         self.kernel: Any = torch.compile(flex_attention, dynamic=True) if self._is_compiled else flex_attention
 
-    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, scale: float, first_head: int) -> Tensor:
+    def attend(
+        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
+    ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional:
-            return super().attend(q_BXHK, store, group, scale, first_head)
-        if group.mask is None:
-            group.mask = self._mask(group, len(store), store.shape[1])
+        if group.bidirectional or _needs_gather(self._layers[kind]):
+            return super().attend(q_BXHK, store, group, kind, scale, first_head)
+        if kind not in group.masks:
+            window = self._layers[kind].attention.sliding_window
+            group.masks[kind] = self._mask(group, window, len(store), store.shape[1])
         q_NHQK = q_BXHK.unflatten(1, (group.num_seqs, -1))[0].transpose(1, 2)
         # All blocks as one row of keys and values [1, G, P · block size, K].
         k_BGSK, v_BGSK = store.flatten(0, 1).permute(1, 2, 0, 3).unsqueeze(1).unbind()
+        mask = group.masks[kind]
         # Fixed tile sizes without a split of the keys keep a token's result independent of other sequences.
         options = {"BACKEND": "TRITON", "BLOCK_M": MIN_TILE, "BLOCK_N": min(store.shape[1], 64)}
         # The model runner may force the rest of the model to run eagerly; this kernel must still be compiled.
         with torch.compiler.set_stance("default") if self._is_compiled else nullcontext():
             y_NHQK: Tensor = self.kernel(
-                q_NHQK, k_BGSK, v_BGSK, block_mask=group.mask, scale=scale, enable_gqa=True, kernel_options=options
+                q_NHQK, k_BGSK, v_BGSK, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
             )
         return y_NHQK.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
-    def _mask(self, group: AttentionGroup, num_blocks: int, block_size: int) -> Any:
+    def _mask(self, group: AttentionGroup, window: int | None, num_blocks: int, block_size: int) -> Any:
         """Return the block mask of a group: causal attention within each sequence and the sliding window."""
         positions_NQ = group.positions
         table_NS = group.blocks.view(group.num_seqs, -1)
@@ -205,7 +217,6 @@ class FlexBackend(GatherBackend):
         begins_S = torch.arange(0, table_NS.shape[1] * block_size, block_size, device=table_NS.device)
         begins_NP = table_NS.new_full((group.num_seqs, num_blocks), -1)
         begins_NP.scatter_(1, table_NS, begins_S.expand_as(table_NS))
-        window = self._window
 
         def is_visible(sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             begin = begins_NP[sequence, key // block_size]
@@ -221,6 +232,11 @@ class FlexBackend(GatherBackend):
             seq_lengths=(group.num_tokens, num_blocks * block_size),
             compute_q_blocks=False,
         )
+
+
+def _needs_gather(layer: LayerSpec) -> bool:
+    """Return whether a layer's attention has no kernel that reads blocks in place."""
+    return layer.attention.softcap is not None or layer.attention.chunk_size is not None
 
 
 def select_backend(
@@ -249,7 +265,7 @@ def _flex_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, bl
     """Return why flex cannot be used with this model, device and installation; None if it can."""
     if device.type not in ("cuda", "cpu"):
         return "needs a CUDA device, or a CPU to try it"
-    if isinstance(spec.position, AlibiPositions | RelativeBias) or spec.num_encoder_layers is not None:
+    if has_biases(spec) or spec.num_encoder_layers is not None:
         return "supports only decoders without position biases"
     if device.type == "cpu":
         return None
@@ -267,7 +283,7 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
         return "needs a CUDA device"
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs bf16 or fp16"
-    if isinstance(spec.position, AlibiPositions | RelativeBias) or spec.num_encoder_layers is not None:
+    if has_biases(spec) or spec.num_encoder_layers is not None:
         return "supports only decoders without position biases"
     if find_spec("flash_attn_interface") is None:
         return "needs FlashAttention-3 (the package flash_attn_interface)"
@@ -278,7 +294,9 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
     return None
 
 
-def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def attend_padded(
+    q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
+) -> Tensor:
     """Return the attention output of N sequences [1, N·Q, H, K], computed with queries padded by `pad_rows`."""
     num_seqs, kv_heads, _, head_dim = k_NGSK.shape
     queries, repeats = q_BXHK.shape[1] // num_seqs, q_BXHK.shape[2] // kv_heads
@@ -290,7 +308,10 @@ def attend_padded(q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor |
     if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
         # With a single sequence and head the kernel splits sums over threads, which changes their order. Compute twice.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
-    y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    if softcap is None:
+        y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    else:
+        y_NGMK = capped_attention(q_NGMK, k_NGSK, v_NGSK, bias, scale, softcap)
     y_NGMK = y_NGMK[:num_seqs, :, : queries * repeats]
     if queries > 1:
         y_NGMK = y_NGMK.unflatten(2, (queries, repeats)).transpose(1, 2)

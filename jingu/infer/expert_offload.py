@@ -125,10 +125,12 @@ class ExpertOffloader:
         kind: QuantizationFormat | None = None,
     ) -> None:
         spec = stored_model.spec
-        experts = spec.feed_forward
-        if not isinstance(experts, Experts):
+        experts = spec.experts
+        if experts is None:
             raise JinguError("the model has no mixture of experts.", where=OPTION, fix="Leave it out.")
-        num_layers = spec.num_layers + (spec.num_encoder_layers or 0)
+        # Only layers with experts count.
+        layers = (*[spec.default_layer] * (spec.num_encoder_layers or 0), *spec.layers)
+        num_layers = sum(isinstance(layer.feed_forward, Experts) for layer in layers)
         up_shape = (experts.intermediate_size, spec.hidden_size)
         shapes = {"gate": up_shape, "up": up_shape, "down": up_shape[::-1]}
         self._stored_model = stored_model
@@ -164,16 +166,19 @@ class ExpertOffloader:
     def take_over(self, model: Decoder) -> None:
         """Replace the experts of a model on the meta device: remove their matrices, and compute with the slots."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
-        for layer, (_, block) in enumerate(iterate_blocks(model)):
-            assert isinstance(block, Block) and isinstance(block.feed_forward, MoELayer)
+        for _, block in iterate_blocks(model):
+            assert isinstance(block, Block)
             moe = block.feed_forward
+            if not isinstance(moe, MoELayer):
+                continue
+            layer = len(self._blocks)
             for part, weight in self._free[0].weights.items():
                 delattr(moe, part)
                 if isinstance(weight, PrepackedQuantizedWeight):
                     self._quantize(f"{names[block]}.feed_forward.{part}.weight", moe.spec.num_experts, weight)
             moe.compute = partial(self._compute, layer)  # type: ignore[method-assign]
             moe.route = partial(self._route, moe.route)  # type: ignore[method-assign]
-            block.feed_forward_norm.register_forward_pre_hook(self._remember_states)
+            (block.feed_forward_norm or moe).register_forward_pre_hook(self._remember_states)
             self._blocks.append((names[block], block, moe))
 
     def _quantize(self, name: str, num_experts: int, template: PrepackedQuantizedWeight) -> None:
@@ -197,7 +202,7 @@ class ExpertOffloader:
     # Computation of a layer
 
     def _remember_states(self, _norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the hidden states before a block's last norm, to apply the next layer's router to them early."""
+        """Keep the hidden states before a block's feed-forward and its norm, to apply the next router to them early."""
         self._states_BTD = inputs[0]
 
     def _route(self, original: Callable[[Tensor], RouterOutput], logits_BTE: Tensor) -> RouterOutput:
@@ -348,7 +353,8 @@ class ExpertOffloader:
         _, block, moe = self._blocks[layer]
         states_ND = self._states_BTD.flatten(0, 1)[: len(self._chosen_NK)]  # without padding rows
         # Call `forward` directly to bypass the hook of `_remember_states`.
-        x_ND = block.feed_forward_norm.forward(states_ND)
+        norm = block.feed_forward_norm
+        x_ND = states_ND if norm is None else norm.forward(states_ND)
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = linear(x_ND.to(wide), moe.router.weight.to(x_ND.dtype))
         guess_NK = logits_NE.topk(moe.spec.num_experts_per_token, dim=-1).indices.cpu().numpy()

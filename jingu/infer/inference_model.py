@@ -24,7 +24,7 @@ from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.model.decoder import Decoder
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
 from jingu.model.quantized_weight import PromptRows, has_int4_kernel
-from jingu.model.spec import Experts, ModelSpec, QuantizationFormat
+from jingu.model.spec import ModelSpec, QuantizationFormat
 from jingu.parallel.layout import Layout
 from jingu.parallel.layout import Precision as Dtypes
 from jingu.parallel.materialize import materialize
@@ -232,14 +232,14 @@ def load(
 def use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:
     """Return whether int8 kernels (`ByteWeight`) multiply the quantized matrices of a model."""
     # Mixtures of experts use the other kernels, as experts may be read from disk in the layout of those.
-    is_mixture = isinstance(spec.feed_forward, Experts)
+    is_mixture = spec.experts is not None
     return device.type == "cpu" and not has_fast_bf16(device) and has_byte_kernels() and not is_mixture
 
 
 def _find_prompt_rows(spec: ModelSpec, kind: QuantizationFormat, device: torch.device) -> PromptRows | None:
     """Return the selection of rows for a model's quantized matrices; None if they need none."""
     # The rows of experts and encoders are not those of the step, and devices other than CPUs treat all rows alike.
-    is_dense = spec.num_encoder_layers is None and not isinstance(spec.feed_forward, Experts)
+    is_dense = spec.num_encoder_layers is None and spec.experts is None
     return PromptRows(kind) if is_dense and device.type == "cpu" and kind != "fp8" else None
 
 
@@ -250,7 +250,7 @@ def _warn_of_slow_matmuls(kind: QuantizationFormat, spec: ModelSpec, dtype: torc
     if device.type == "cpu":
         if kind == "fp8":
             log_warning(f"{name} has no units for FP8: the matmuls of --precision fp8 are computed in fp32, slowly.")
-    elif isinstance(spec.feed_forward, Experts):
+    elif spec.experts is not None:
         log_warning(f"{name} has no kernel for experts in {kind}: their matrices are {dequantized}")
     elif kind == "int4" and dtype != torch.bfloat16:
         log_warning(f"{name}'s kernel for int4 computes in bf16, which this GPU lacks: matrices are {dequantized}")

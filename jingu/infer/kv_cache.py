@@ -19,7 +19,7 @@ from jingu.infer import attention_backend
 from jingu.infer.attention_backend import KV_SPAN, QUERY_ROW_MULTIPLE, AttentionBackend, AttentionGroup
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
 from jingu.model.rotary import RotaryTables, rotary_tables
-from jingu.model.spec import ModelSpec, RotaryPositions
+from jingu.model.spec import LayerSpec, ModelSpec, RotaryPositions
 from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
@@ -62,9 +62,8 @@ MAX_MEMORY_SHARE = 0.25
 
 def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
     """Return the bytes of a block in all layers together; `itemsize` is the size of an element."""
-    attention = spec.attention
-    row_size = 2 * attention.num_kv_heads * _padded_size(attention.head_dim)
-    return spec.num_layers * row_size * block_size * itemsize
+    sizes = (2 * part.num_kv_heads * _padded_size(part.head_dim) for part in (layer.attention for layer in spec.layers))
+    return sum(sizes) * block_size * itemsize
 
 
 class PagedKVCache:
@@ -100,8 +99,10 @@ class PagedKVCache:
         self.first_slot: int | None = None
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
-        self._layers = [_LayerKVCache(self, number) for number in range(spec.num_layers)]
-        self._rotary: RotaryTables | None = None
+        self._layers = [
+            _LayerKVCache(self, number, spec.kinds.index(layer)) for number, layer in enumerate(spec.layers)
+        ]
+        self._rotary: dict[Hashable, RotaryTables] = {}
 
     def pad(self, rows: int) -> int:
         """Return how many rows to compute in a step that needs `rows`: a multiple of `row_multiple`, and at most a
@@ -211,24 +212,24 @@ class PagedKVCache:
         for group, blocks, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
             group.blocks = blocks
             group.positions = positions
-            group.mask = None
+            group.masks = {}
 
     def begin(self, bias_NH: Tensor | None) -> None:
         """Set the relative position biases, before the first layer."""
         self.backend.relative_bias = bias_NH
 
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+    def rotary(self, layer: LayerSpec, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
         """Return the rotary tables of a step's positions; those of all positions are computed in the first call."""
-        if not isinstance(self.spec.position, RotaryPositions):
+        if not isinstance(layer.position, RotaryPositions):
             return None
-        if self._rotary is None:
-            head_dim = self.spec.attention.head_dim
+        key = layer.position, layer.attention.head_dim
+        if key not in self._rotary:
             tables = []
             for first in range(0, self.spec.max_position_embeddings, KV_SPAN):
                 positions = torch.arange(first, first + KV_SPAN, device=positions_BT.device)
-                tables.append(rotary_tables(self.spec.position, head_dim, positions, dtype, per_position=True))
-            self._rotary = torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
-        cos, sin = self._rotary
+                tables.append(rotary_tables(*key, positions, dtype, per_position=True))
+            self._rotary[key] = torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+        cos, sin = self._rotary[key]
         return cos[positions_BT], sin[positions_BT]
 
     def copy(self, block: int, to: int) -> None:
@@ -269,10 +270,11 @@ def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, lis
 class _LayerKVCache:
     """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
 
-    def __init__(self, cache: PagedKVCache, number: int) -> None:
+    def __init__(self, cache: PagedKVCache, number: int, kind: int) -> None:
         # A weak reference avoids a cycle, so that the memory is freed together with the engine.
         self._reference = weakref.ref(cache)
         self._number = number
+        self._kind = kind
         self.store: Tensor | None = None  # [P, block size, 2, G, K]
         self._slots: tuple[Tensor, ...] = ()  # views of its keys and its values, each [1, P · block size, G, K]
 
@@ -306,10 +308,10 @@ class _LayerKVCache:
             values.index_copy_(1, cache.slots_T, v_BTGK)
         # 3. Compute attention group by group; padding rows become zeros.
         if len(cache.groups) == 1 and not padding:
-            y_BTHK = cache.backend.attend(q_BTHK, self.store, cache.groups[0], scale, first_head)
+            y_BTHK = cache.backend.attend(q_BTHK, self.store, cache.groups[0], self._kind, scale, first_head)
         else:
             parts = [
-                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, scale, first_head)
+                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, self._kind, scale, first_head)
                 for group in cache.groups
             ]
             y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)

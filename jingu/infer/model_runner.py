@@ -20,12 +20,12 @@ from jingu.infer.block_manager import SCRATCH_BLOCK
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+from jingu.model.attention import has_biases
 from jingu.model.byte_weight import ByteWeight
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, cap_logits
 from jingu.model.inputs import Inputs
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PREPACKED_ROWS, PrepackedQuantizedWeight, PrepackedWeight, QuantizedWeight
-from jingu.model.spec import AlibiPositions, Experts, RelativeBias
 from jingu.runtime.device import copy_to_device, force_eager
 
 
@@ -92,7 +92,7 @@ class ModelRunner:
                 nonlocal hidden_ND
                 if hidden_rows:
                     hidden_ND = hidden_BTD[0].index_select(0, copy_to_device(list(hidden_rows), cache.device))
-                return linear(hidden_BTD[0, rows_N], weight_VD)
+                return cap_logits(model.spec, linear(hidden_BTD[0, rows_N], weight_VD))
 
             model_inputs = Inputs(tokens_BT, positions_BT, source=source, cache=cache)
             logits_NV: Tensor = model.module(model_inputs, loss=compute_head)
@@ -146,7 +146,7 @@ def _check_dense_decoder(model: InferenceModel, option: str) -> None:
     """Raise JinguError unless steps of the model differ only in the contents of tensors."""
     spec = model.spec
     dense = isinstance(model.module, Decoder) and spec.num_encoder_layers is None and not any(spec.prompts)
-    dynamic = isinstance(spec.feed_forward, Experts) or isinstance(spec.position, AlibiPositions | RelativeBias)
+    dynamic = spec.experts is not None or has_biases(spec)
     if not dense or dynamic or model.adapters.names or model.read_adapter or model.world_size > 1:
         raise JinguError(
             "supports only single-process dense decoders without adapters, prompt tuning and position biases.",

@@ -72,11 +72,11 @@ def prepack_weights(
         # The kernels of GPUs read plain matrices in PyTorch's own layout.
         _prepack_quantized(model, dtype, pack)
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and module.weight is not None:
             if module.weight.dtype in (torch.bfloat16, torch.float16):
-                module.wide_weight = module.weight.detach().float()
+                module.wide_weight = module.weight.detach().float() + module.offset
             elif module.weight.dtype == dtype:
-                module.wide_weight = module.weight.detach()
+                module.wide_weight = module.weight.detach() + 1 if module.offset else module.weight.detach()
         # Bypass the search for hooks in every module call: it takes a twentieth of a step with one token.
         layer: Any = module
         call_directly(module, layer.forward)

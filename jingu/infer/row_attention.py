@@ -20,7 +20,7 @@ from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, GatherBackend
 from jingu.infer.kv_cache import PagedKVCache, pad_heads
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import LayerKVCache
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import LayerSpec, ModelSpec
 
 
 class RowAttention(PagedKVCache):
@@ -31,12 +31,13 @@ class RowAttention(PagedKVCache):
         super().__init__(spec, 0, KV_SPAN, device, self.rows)
 
     def layer(self, number: int) -> LayerKVCache:  # type: ignore[override]
-        return _LayerRowAttention(self.rows)
+        return _LayerRowAttention(self.rows, self.spec.layer(number))
 
 
 class _LayerRowAttention(LayerKVCache):
-    def __init__(self, backend: GatherBackend) -> None:
+    def __init__(self, backend: GatherBackend, layer: LayerSpec) -> None:
         self._backend = backend
+        self._layer = layer
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
         rows, tokens, heads, head_dim = q_BTHK.shape
@@ -53,9 +54,9 @@ class _LayerRowAttention(LayerKVCache):
             positions_NQ = torch.arange(begin, end, device=q_BTHK.device).expand(rows, -1)
             group = AttentionGroup(rows, end - begin, slice(0), torch.empty(0), None, positions_NQ, range(0))
             head_range = range(first_head, first_head + heads)
-            bias = self._backend.bias(group, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
+            bias = self._backend.bias(group, self._layer, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
             q_BXHK = q_BTHK[:, begin:end].reshape(1, rows * (end - begin), heads, -1)
-            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale)
+            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale, self._layer.attention.softcap)
             spans.append(y_BXHK.view(rows, end - begin, heads, -1))
         return torch.cat(spans, 1)[..., :head_dim]
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from jingu.compat.torch_distributed import set_group_timeouts
 from jingu.config.schema import RunConfig
 from jingu.errors import join_words, pluralize
-from jingu.launch.doctor import (
+from jingu.launch.node_checks import (
     CHECK_SECONDS,
     CLOCK_SECONDS,
     MESSAGE_BYTES,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jingu import __version__
 from jingu.errors import JinguError, join_words
 from jingu.launch.hosts import read_environment
+from jingu.version import __version__
 
 # Commands that run on ranks.
 COMMANDS = ("train", "align", "evaluate", "serve", "generate", "doctor")

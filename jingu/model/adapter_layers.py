@@ -23,6 +23,7 @@ from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
 from jingu.model.parameter_table import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
+from jingu.model.parts import ModuleRow
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
@@ -93,7 +94,7 @@ class LoraGrouped(GroupedLinear):
 
     def __init__(self, plain: GroupedLinear, adapter: Lora) -> None:
         number, outputs, inputs = plain.weight.shape
-        super().__init__(number, inputs, outputs)
+        super().__init__(ModuleRow((number, outputs, inputs)))
         self.weight = plain.weight
         self.scale = adapter.scale
         self.lora_a = nn.Parameter(torch.empty(number, adapter.rank, inputs))

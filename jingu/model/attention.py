@@ -6,9 +6,9 @@ Shapes: B rows, T tokens, S keys, D hidden size, H heads, G key-value heads, K h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from jingu.model import spec as specs
 from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
-from jingu.model.layers import Linear, build_norm
+from jingu.model.layers import Linear, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import dot_product_attention
+from jingu.model.parts import attention_rows, qk_norm, styles
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
-from jingu.model.sharding_table import ShardingTable
 
 # Which keys a query attends to: a tensor of booleans or of biases that are added to the scores, a mask of documents, or
 # None for plain causal (or full) attention.
@@ -28,10 +28,11 @@ AttentionMask = Tensor | DocumentMask | None
 
 
 class BlockContext(NamedTuple):
-    """The data that all blocks of a stack share in one forward pass.
+    """The data that all blocks of the same kind of a stack share in one forward pass.
 
     Attributes:
-        rotary: rotary tables of the positions; None if the model has none.
+        rotary: rotary tables of the positions; None if the layer has none.
+        query_factor: factors [B or 1, T, 1, 1] of the queries; None: the layer has none.
         mask: mask of self-attention; unused with a cache.
         encoder_states: [B, S, D] final hidden states of the encoder; None if there is no encoder, or if a cache has
             their keys and values.
@@ -43,6 +44,7 @@ class BlockContext(NamedTuple):
 
     # A tuple rather than a dataclass: FSDP and activation checkpointing look for tensors with gradients in it.
     rotary: RotaryTables | None = None
+    query_factor: Tensor | None = None
     mask: AttentionMask = None
     encoder_states: Tensor | None = None
     encoder_mask: Tensor | None = None
@@ -54,28 +56,32 @@ class BlockContext(NamedTuple):
 class Attention(nn.Module):
     """Multi-head or grouped-query attention: the projections and methods that self- and cross-attention share."""
 
-    SHARDING: ClassVar[ShardingTable] = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "output": "from_heads"}
-
-    def __init__(self, model: specs.ModelSpec) -> None:
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
         super().__init__()
-        spec = model.attention
-        hidden_size = model.hidden_size
+        spec = layer.attention
+        rows = attention_rows(model, layer)
+        self.sharding = styles(rows)
         self.head_dim = spec.head_dim
-        self.scale = None if spec.scale_scores else 1.0
+        self.scale = spec.scale if spec.scale is not None or spec.scale_scores else 1.0
+        self.softcap = spec.softcap
+        self.norm_width, self.norm_last = spec.qk_norm_width, spec.qk_norm_after_rotary
         # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.
         self.first_head = 0
-        self.q = Linear(hidden_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.k = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.v = Linear(hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.output = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
+        self.q = build_linear(rows["q"])
+        self.k = build_linear(rows["k"])
+        self.v = build_linear(rows["v"])
+        self.output = build_linear(rows["output"])
         # The three projections of self-attention as one matrix, if the model was prepacked for inference.
         self.qkv: Linear | None = None
         self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.q_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = build_norm(model.norm, spec.head_dim) if spec.qk_norm else None
+        widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
+        self.q_norm, self.k_norm = (build_norm(qk_norm(layer), n) if spec.qk_norm else None for n in widths)
 
     def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Split [B, T, H · K] into heads [B, T, H, K], and normalize each head if there is a `norm`."""
+        """Split [B, T, H · K] into heads [B, T, H, K], and normalize them if there is a `norm`."""
+        if norm is not None and self.norm_width == "all_heads":
+            projected = norm(projected)
+            norm = None
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.
         split = projected.view(*projected.shape[:-1], -1, self.head_dim)
         return split if norm is None else norm(split)
@@ -83,12 +89,21 @@ class Attention(nn.Module):
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
         """Return [B, T, D]: attention of the queries to the keys, after the output projection."""
         if isinstance(mask, DocumentMask):
-            y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
+            if self.softcap is None:
+                y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
+            else:
+                y_BHTK = capped_attention(q_BHTK, k_BGSK, v_BGSK, mask.mask(), self.scale, self.softcap)
         else:
             if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
                 # The mask has all heads of the model. Take those of this rank.
                 mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
-            y_BHTK = dot_product_attention(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
+            if self.softcap is None:
+                y_BHTK = dot_product_attention(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
+            else:
+                if mask is None and causal:
+                    tokens = q_BHTK.shape[2]
+                    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q_BHTK.device).tril()
+                y_BHTK = capped_attention(q_BHTK, k_BGSK, v_BGSK, mask, self.scale, self.softcap)
         return self.output(y_BHTK.transpose(1, 2).flatten(2))
 
     def attend_cache(self, cache_attention: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
@@ -104,17 +119,19 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Attention of tokens to earlier tokens (causal), or to all tokens of the row (in an encoder)."""
 
-    def __init__(self, model: specs.ModelSpec, *, causal: bool = True) -> None:
-        super().__init__(model)
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec, *, causal: bool = True) -> None:
+        super().__init__(model, layer)
         self.causal = causal
-        self.interleaved = isinstance(model.position, specs.RotaryPositions) and model.position.interleaved
+        self.interleaved = isinstance(layer.position, specs.RotaryPositions) and layer.position.interleaved
         self.prompt = None
         if model.prompts[not causal] and isinstance(model.adapter, specs.DeepPrompt):
-            self.prompt = DeepPromptLayer(model.adapter, model)
+            self.prompt = DeepPromptLayer(model.adapter, model, layer)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
         """Return [B, T, D]. With a cache, tokens attend to the keys and values that it stores, too."""
         q_BTHK, k_BTGK, v_BTGK = self.project_qkv(x_BTD, context.rotary)
+        if context.query_factor is not None:
+            q_BTHK = (q_BTHK * context.query_factor).to(q_BTHK.dtype)
         if self.prompt is not None and context.tokens is not None:
             k_BTGK, v_BTGK = self.prompt(k_BTGK, v_BTGK, context.tokens)
         if cache is not None:
@@ -122,10 +139,11 @@ class SelfAttention(Attention):
         return self.attend_tokens(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2), context.mask)
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the model has them."""
+        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the layer has them."""
+        before = (None, None) if self.norm_last else (self.q_norm, self.k_norm)
         if self.qkv is None:
-            q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
-            k_BTGK = self.split_heads(self.k(x_BTD), self.k_norm)
+            q_BTHK = self.split_heads(self.q(x_BTD), before[0])
+            k_BTGK = self.split_heads(self.k(x_BTD), before[1])
             v_BTGK = self.split_heads(self.v(x_BTD))
         else:
             heads, kv_heads, _ = self.sizes
@@ -137,12 +155,16 @@ class SelfAttention(Attention):
                 q_BTHK, k_BTGK = qk.split_with_sizes([heads, kv_heads], 2)
                 return q_BTHK, k_BTGK, v_BTGK
             q_BTHK, k_BTGK, v_BTGK = qkv.split_with_sizes(self.sizes, 2)
-            if self.q_norm is not None and self.k_norm is not None:
-                q_BTHK = self.q_norm(q_BTHK)
-                k_BTGK = self.k_norm(k_BTGK)
+            if before[0] is not None:
+                q_BTHK, k_BTGK = (
+                    self.split_heads(x.flatten(2), norm) for x, norm in ((q_BTHK, before[0]), (k_BTGK, before[1]))
+                )
         if rotary is not None:
             q_BTHK = apply_rotary(q_BTHK, rotary, interleaved=self.interleaved)
             k_BTGK = apply_rotary(k_BTGK, rotary, interleaved=self.interleaved)
+        if self.norm_last and self.q_norm is not None and self.k_norm is not None:
+            q_BTHK = self.q_norm(q_BTHK)
+            k_BTGK = self.k_norm(k_BTGK)
         return q_BTHK, k_BTGK, v_BTGK
 
     def attend_tokens(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: AttentionMask) -> Tensor:
@@ -153,8 +175,8 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to the hidden states of an encoder, without positions."""
 
-    def __init__(self, model: specs.ModelSpec) -> None:
-        super().__init__(model)
+    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
+        super().__init__(model, layer)
         self.skipped = num_skipped_states(model)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
@@ -182,8 +204,39 @@ class CrossAttention(Attention):
         return self.attend_cache(cache.attend_source, q_BTHK)
 
 
+def capped_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, scale: float | None, cap: float
+) -> Tensor:
+    """Return attention [B, H, T, K] whose scaled scores have a soft cap. It stores the scores.
+
+    Args:
+        mask: booleans (true where a query attends to a key) or biases that are added to the capped scores; None: all.
+    """
+    wide = torch.promote_types(q_BHTK.dtype, torch.float32)
+    scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
+    repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
+    k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k_BGSK, v_BGSK))
+    scores_BHTS = soft_cap((q_BHTK @ k_BHSK.transpose(2, 3)).to(wide) * scale, cap)
+    if mask is not None:
+        is_boolean = mask.dtype == torch.bool
+        scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf) if is_boolean else scores_BHTS + mask
+    return scores_BHTS.softmax(-1).to(v_BHSK.dtype) @ v_BHSK
+
+
+def has_biases(spec: specs.ModelSpec) -> bool:
+    """Return whether the positions of some layers are biases of attention scores."""
+    return any(isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias) for layer in spec.kinds)
+
+
+def mask_key(layer: specs.LayerSpec) -> Hashable:
+    """Return a key that is equal for layers with the same attention mask."""
+    has_bias = isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias)
+    part = layer.attention
+    return part.sliding_window, part.chunk_size, part.head_dim, part.num_heads if has_bias else None
+
+
 def attention_mask(
-    spec: specs.ModelSpec,
+    layer: specs.LayerSpec,
     positions_BT: Tensor,
     documents_BT: Tensor | None,
     dtype: torch.dtype,
@@ -193,7 +246,7 @@ def attention_mask(
     bias_NH: Tensor | None = None,
     prefix_lengths_BT: Tensor | None = None,
 ) -> AttentionMask:
-    """Return the mask of self-attention without a cache, in the cheapest form that suffices.
+    """Return the mask of a layer's self-attention without a cache, in the cheapest form that suffices.
 
     Args:
         dtype: dtype of the biases in the mask.
@@ -208,15 +261,16 @@ def attention_mask(
         the CPU kernel does not accept three.
     """
     tokens = positions_BT.shape[-1]
-    window = spec.attention.sliding_window
-    has_bias = bias_NH is not None or isinstance(spec.position, specs.AlibiPositions)
+    window, chunk = layer.attention.sliding_window, layer.attention.chunk_size
+    has_bias = bias_NH is not None or isinstance(layer.position, specs.AlibiPositions)
 
     # The cheap cases, in which no mask of size T² is needed.
-    window_sees_all = window is None or tokens <= window
+    # Rows whose positions do not begin at zero may cross the border of a chunk anywhere.
+    window_sees_all = (window is None or tokens <= window) and chunk is None
     if prefix_lengths_BT is None and not has_bias and window_sees_all:
         if documents_BT is None:
             return None
-        return DocumentMask.of(documents_BT, spec.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
+        return DocumentMask.of(documents_BT, layer.attention.head_dim, dtype, causal=causal, parents_BT=parents_BT)
 
     # Distances count places in the row. If documents continue others, they count positions: several answers may have
     # the same positions after one prompt.
@@ -230,46 +284,53 @@ def attention_mask(
         seen_BTS = seen_BTS | (place_1T.unsqueeze(1) < prefix_lengths_BT.unsqueeze(2))
     if window is not None:
         seen_BTS = seen_BTS & (distance_BTS.abs() < window)
+    if chunk is not None:
+        chunk_BT = positions_BT.view(-1, tokens) // chunk
+        seen_BTS = seen_BTS & (chunk_BT.unsqueeze(2) == chunk_BT.unsqueeze(1))
     if documents_BT is not None:
         seen_BTS = seen_BTS & same_document(documents_BT, parents_BT)
 
-    bias = position_bias(spec, distance_BTS, dtype, bias_NH, causal=causal)
+    bias = position_bias(layer, distance_BTS, dtype, bias_NH, causal=causal)
     if bias is None:
         return seen_BTS.unsqueeze(1)
     return bias.masked_fill(~seen_BTS.unsqueeze(1), -torch.inf)
 
 
 def attention_bias(
-    spec: specs.ModelSpec, distance: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
+    layer: specs.LayerSpec, positions: Tensor, keys: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
 ) -> Tensor:
     """Return the biases that are added to the attention scores in generation.
 
     Args:
-        distance: [..., T, S] distances of the keys before their queries.
+        positions: [..., T, 1] positions of the queries.
+        keys: [S] positions of the keys.
         seen: [..., T, S] whether a query attends to a key, before the sliding window is applied.
         bias_NH: relative position biases per bucket and head.
 
     Returns:
         [..., T, S], or [..., H, T, S] if positions have biases; -inf for keys that a query does not attend to.
     """
-    bias = position_bias(spec, distance, dtype, bias_NH, causal=True)
-    if spec.attention.sliding_window is not None:
-        seen = seen & (distance.abs() < spec.attention.sliding_window)
+    distance = positions - keys
+    bias = position_bias(layer, distance, dtype, bias_NH, causal=True)
+    if layer.attention.chunk_size is not None:
+        seen = seen & (positions // layer.attention.chunk_size == keys // layer.attention.chunk_size)
+    if layer.attention.sliding_window is not None:
+        seen = seen & (distance.abs() < layer.attention.sliding_window)
     if bias is None:
         return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill(~seen, -torch.inf)
     return bias.masked_fill(~seen.unsqueeze(-3), -torch.inf)
 
 
 def position_bias(
-    spec: specs.ModelSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
+    layer: specs.LayerSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
 ) -> Tensor | None:
     """Return the position biases [..., H, T, S] of distances [..., T, S]; None if positions have no biases."""
-    if isinstance(spec.position, specs.AlibiPositions):
-        slopes_H = torch.tensor(alibi_slopes(spec.attention.num_heads), dtype=dtype)
+    if isinstance(layer.position, specs.AlibiPositions):
+        slopes_H = torch.tensor(alibi_slopes(layer.attention.num_heads), dtype=dtype)
         slopes_H = slopes_H.to(distance.device, non_blocking=True)
         return -slopes_H[:, None, None] * distance.abs().unsqueeze(-3)
-    if bias_NH is not None and isinstance(spec.position, specs.RelativeBias):
-        return bias_NH.to(dtype)[relative_buckets(spec.position, distance, causal=causal)].movedim(-1, -3)
+    if bias_NH is not None and isinstance(layer.position, specs.RelativeBias):
+        return bias_NH.to(dtype)[relative_buckets(layer.position, distance, causal=causal)].movedim(-1, -3)
     return None
 
 

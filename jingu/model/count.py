@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.model.spec import Experts, ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,7 +34,7 @@ class ParameterCount:
 def count_parameters(spec: ModelSpec, shapes: Shapes) -> ParameterCount:
     """Count a model's parameters, given their names and shapes."""
     total = sum(map(prod, shapes.values()))
-    active = sum(_num_active(spec, shape) for shape in shapes.values())
+    active = sum(_num_active(spec, name, shape) for name, shape in shapes.items())
     return ParameterCount(total, active, sum(prod(shape) for name, shape in shapes.items() if name.endswith(_TABLES)))
 
 
@@ -44,13 +45,11 @@ def flops_per_token(spec: ModelSpec, shapes: Shapes, sequence: int, source: int 
         sequence: tokens per row of the decoder.
         source: tokens per row of the encoder. Their cost is divided over the tokens of the decoder.
     """
-    window = min(spec.attention.sliding_window or sequence, sequence)
-    # The mean number of tokens that a token attends to: without a window, half of the sequence.
-    seen = window * (1 - window / (2 * sequence))
     own, read = _count_multiplications(spec, shapes)
     share = source / sequence
-    attended = spec.num_layers * (seen + source) + (spec.num_encoder_layers or 0) * source * share
-    return 6.0 * (own + share * read) + 12.0 * _head_width(spec) * attended
+    attended = sum(attention_width(layer) * (attended_tokens(layer, sequence) + source) for layer in spec.layers)
+    attended += (spec.num_encoder_layers or 0) * attention_width(spec.default_layer) * source * share
+    return 6.0 * (own + share * read) + 12.0 * attended
 
 
 def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0) -> float:
@@ -60,8 +59,8 @@ def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0
         past: tokens before it.
         source: tokens of the encoder, whose hidden states are already computed.
     """
-    seen = min(spec.attention.sliding_window or past, past) + source
-    return 2.0 * _count_multiplications(spec, shapes)[0] + 4.0 * _head_width(spec) * spec.num_layers * seen
+    attended = sum(attention_width(layer) * (cached_tokens(layer, past) + source) for layer in spec.layers)
+    return 2.0 * _count_multiplications(spec, shapes)[0] + 4.0 * attended
 
 
 def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
@@ -69,12 +68,18 @@ def layer_costs(spec: ModelSpec, shapes: Shapes, sequence: int) -> list[float]:
 
     The embedding costs almost nothing. Encoder and decoder are assumed to have equally many tokens.
     """
-    attention = 12.0 * _head_width(spec) * sequence / 2
-    costs = [6.0 * spec.hidden_size]
-    for stack, layers in (("encoder.blocks.", spec.num_encoder_layers or 0), ("blocks.", spec.num_layers)):
-        weights = sum(_num_active(spec, shape) for name, shape in shapes.items() if name.startswith(stack))
-        costs += [6.0 * weights / max(layers, 1) + attention] * layers
-    return [*costs, 6.0 * spec.vocab_size * spec.hidden_size]
+    layers = {f"encoder.blocks.{n}.": spec.default_layer for n in range(spec.num_encoder_layers or 0)}
+    layers |= {f"blocks.{n}.": layer for n, layer in enumerate(spec.layers)}
+    weights = dict.fromkeys(layers, 0)
+    for name, shape in shapes.items():
+        head, is_block, block = name.partition("blocks.")
+        if is_block:
+            weights[f"{head}blocks.{block.partition('.')[0]}."] += _num_active(spec, name, shape)
+    costs = [
+        6.0 * weights[name] + 12.0 * attention_width(layer) * attended_tokens(layer, sequence)
+        for name, layer in layers.items()
+    ]
+    return [6.0 * spec.hidden_size, *costs, 6.0 * spec.vocab_size * spec.hidden_size]
 
 
 def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
@@ -84,17 +89,13 @@ def _count_multiplications(spec: ModelSpec, shapes: Shapes) -> tuple[int, int]:
     for name, shape in shapes.items():
         if len(shape) >= 2 and not name.endswith(skipped):
             reads_source = name.startswith("encoder.") or name.endswith(_READ_STATES)
-            counts[reads_source] += _num_active(spec, shape)
+            counts[reads_source] += _num_active(spec, name, shape)
     return counts[0], counts[1]
 
 
-def _num_active(spec: ModelSpec, shape: tuple[int, ...]) -> int:
+def _num_active(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     """Return how many elements of a parameter one token uses: of experts' matrices (three dims), only its experts'."""
-    part = spec.feed_forward
-    if isinstance(part, Experts) and len(shape) == 3:
-        return prod(shape) * part.num_experts_per_token // part.num_experts
-    return prod(shape)
-
-
-def _head_width(spec: ModelSpec) -> int:
-    return spec.attention.num_heads * spec.attention.head_dim
+    if len(shape) < 3:
+        return prod(shape)
+    part = spec.layer_of(name).feed_forward
+    return prod(shape) * part.num_experts_per_token // part.num_experts if isinstance(part, Experts) else prod(shape)

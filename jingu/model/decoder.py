@@ -6,9 +6,9 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,20 @@ from jingu.model.attention import (
     SelfAttention,
     attention_mask,
     cross_mask,
+    mask_key,
     num_skipped_states,
 )
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
-from jingu.model.layers import Embedding, FeedForwardLayer, Linear, build_norm
+from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
+from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_rows, styles
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
-from jingu.model.rotary import RotaryTables, rotary_tables
-from jingu.model.sharding_table import ShardingTable
-from jingu.model.spec import Experts, LearnedPositions, ModelSpec, RelativeBias, RotaryPositions, SoftPrompt
+from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
+from jingu.model.spec import Experts, LayerSpec, ModelSpec, SoftPrompt
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -43,22 +44,36 @@ AuxiliaryLoss = Callable[[list[RoutingStats]], Tensor]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: self-attention, cross-attention if there is an encoder, and feed-forward."""
+    """A transformer block: self-attention, cross-attention if there is an encoder, and feed-forward.
 
-    def __init__(self, spec: ModelSpec, *, causal: bool = True, cross: bool = False) -> None:
+    Norms stand before these branches, behind them, or both, as the layer says; absent ones are None.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, *, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
         hidden_size = spec.hidden_size
         self.dropout_seeds = BlockDropoutSeeds()
-        self.attention_norm = build_norm(spec.norm, hidden_size)
-        self.attention = SelfAttention(spec, causal=causal)
-        self.cross_attention_norm = build_norm(spec.norm, hidden_size) if cross else None
-        self.cross_attention = CrossAttention(spec) if cross else None
-        self.feed_forward_norm = build_norm(spec.norm, hidden_size)
+        self.parallel = layer.block_order != "sequential"
+        self.residual_scale = layer.residual_scale
+        norms = {
+            f"{branch}{place}": build_norm(layer.norm, hidden_size) if has_norm else None
+            for branch in ("attention", "cross_attention", "feed_forward")
+            for place, has_norm in zip(("_norm", "_output_norm"), norm_places(layer, branch), strict=True)
+        }
+        self.attention_norm = norms["attention_norm"]
+        self.attention = SelfAttention(spec, layer, causal=causal)
+        self.attention_output_norm = norms["attention_output_norm"]
+        self.cross_attention_norm = norms["cross_attention_norm"] if cross else None
+        self.cross_attention = CrossAttention(spec, layer) if cross else None
+        self.cross_attention_output_norm = norms["cross_attention_output_norm"] if cross else None
+        self.feed_forward_norm = norms["feed_forward_norm"]
         self.feed_forward: MoELayer | FeedForwardLayer
-        if isinstance(spec.feed_forward, Experts):
-            self.feed_forward = MoELayer(spec.feed_forward, hidden_size)
+        rows = feed_forward_rows(layer.feed_forward, hidden_size)
+        if isinstance(layer.feed_forward, Experts):
+            self.feed_forward = MoELayer(layer.feed_forward, rows)
         else:
-            self.feed_forward = FeedForwardLayer(spec.feed_forward, hidden_size)
+            self.feed_forward = FeedForwardLayer(layer.feed_forward, rows)
+        self.feed_forward_output_norm = norms["feed_forward_output_norm"]
 
     def forward(
         self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
@@ -68,21 +83,39 @@ class Block(nn.Module):
         self.dropout_seeds.own = context.dropout_seeds
         self.dropout_seeds.source = context.source_dropout_seeds
 
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context, cache)
-        if self.cross_attention is not None and self.cross_attention_norm is not None:
-            x_BTD = x_BTD + self.cross_attention(self.cross_attention_norm(x_BTD), context, cache)
+        normed_BTD = _norm(self.attention_norm, x_BTD)
+        attended_BTD = _norm(self.attention_output_norm, self.attention(normed_BTD, context, cache))
+        if self.parallel:
+            inputs_BTD = normed_BTD if self.feed_forward_norm is None else self.feed_forward_norm(x_BTD)
+            y_BTD, routing = self._feed_forward(inputs_BTD, cache)
+            return x_BTD + self._scaled(attended_BTD + y_BTD), routing
+        x_BTD = x_BTD + self._scaled(attended_BTD)
+        if self.cross_attention is not None:
+            states_BTD = self.cross_attention(_norm(self.cross_attention_norm, x_BTD), context, cache)
+            x_BTD = x_BTD + self._scaled(_norm(self.cross_attention_output_norm, states_BTD))
+        y_BTD, routing = self._feed_forward(_norm(self.feed_forward_norm, x_BTD), cache)
+        return x_BTD + self._scaled(_norm(self.feed_forward_output_norm, y_BTD)), routing
 
-        normed_BTD = self.feed_forward_norm(x_BTD)
+    def _scaled(self, branch_BTD: Tensor) -> Tensor:
+        """Return the output of a branch as it is added to the hidden states."""
+        return branch_BTD if self.residual_scale == 1.0 else branch_BTD * self.residual_scale
+
+    def _feed_forward(self, x_BTD: Tensor, cache: LayerKVCache | None) -> tuple[Tensor, RoutingStats | None]:
+        """Return the output of the feed-forward and, with experts in training, the statistics of the router."""
         if not isinstance(self.feed_forward, MoELayer):
-            return x_BTD + self.feed_forward(normed_BTD), None
+            return self.feed_forward(x_BTD), None
         # With a cache, the last rows of a step may be padding. Do not send them to experts.
         rows = x_BTD.shape[1]
         tokens = rows if cache is None else cache.tokens(rows)
         if tokens == rows:
-            y_BTD, routing = self.feed_forward(normed_BTD)
-            return x_BTD + y_BTD, routing
-        y_BTD, routing = self.feed_forward(normed_BTD[:, :tokens])
-        return x_BTD + pad(y_BTD, (0, 0, 0, rows - tokens)), routing
+            output: tuple[Tensor, RoutingStats | None] = self.feed_forward(x_BTD)
+            return output
+        y_BTD, routing = self.feed_forward(x_BTD[:, :tokens])
+        return pad(y_BTD, (0, 0, 0, rows - tokens)), routing
+
+
+def _norm(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 class StageOutput(NamedTuple):
@@ -107,13 +140,6 @@ class TransformerStack(nn.Module):
     an embedding.
     """
 
-    SHARDING: ClassVar[ShardingTable] = {
-        "embedding": "vocabulary",
-        "positions": "tokens",
-        "noise": "tokens",
-        "prompt": "tokens",
-    }
-
     def __init__(
         self, spec: ModelSpec, num_layers: int, blocks: range, *, has_embedding: bool, causal: bool, cross: bool
     ) -> None:
@@ -127,6 +153,12 @@ class TransformerStack(nn.Module):
         """
         super().__init__()
         self.spec = spec
+        rows = stack_rows(spec)
+        self.sharding = {**styles({**end_rows(spec), **rows}), "noise": "tokens", "prompt": "tokens"}
+        # The layers of the range, and for each the number of its kind among the distinct ones.
+        layers = [spec.layer(number) if causal else spec.default_layer for number in blocks]
+        self.kinds = list(dict.fromkeys(layers))
+        self.kind_numbers = [self.kinds.index(layer) for layer in layers]
         self.block_range = blocks
         self.causal = causal
         is_first = bool(blocks) and blocks.start == 0
@@ -138,19 +170,19 @@ class TransformerStack(nn.Module):
         if is_first and spec.prompts[not causal] and isinstance(spec.adapter, SoftPrompt):
             self.prompt = SoftPromptLayer(spec.adapter, spec)
         self.positions = None
-        if is_first and isinstance(spec.position, LearnedPositions):
-            self.positions = Embedding(spec.max_position_embeddings, spec.hidden_size)
+        if is_first and "positions" in rows:
+            self.positions = build_embedding(rows["positions"])
         self.noise = EmbeddingNoise(spec.hidden_size) if is_first else None
         self.relative_bias = None
-        if blocks and isinstance(spec.position, RelativeBias):
-            self.relative_bias = Embedding(spec.position.num_buckets, spec.attention.num_heads)
+        if blocks and "relative_bias" in rows:
+            self.relative_bias = build_embedding(rows["relative_bias"])
         self.embedding_norm = None
         if is_first and spec.embedding_norm:
             self.embedding_norm = build_norm(spec.norm, spec.hidden_size)
         # The blocks, and the final norm.
         self.blocks = nn.ModuleList()
-        for number in blocks:
-            self.blocks.add_module(str(number), Block(spec, causal=causal, cross=cross))
+        for number, layer in zip(blocks, layers, strict=True):
+            self.blocks.add_module(str(number), Block(spec, layer, causal=causal, cross=cross))
         self.norm = build_norm(spec.norm, spec.hidden_size) if self.is_last else None
 
     def run(
@@ -190,38 +222,19 @@ class TransformerStack(nn.Module):
             assert received is not None
             x_BTD, routings, encoder_states_BSD = received
 
-        # All blocks share the rotary tables and the attention mask. Compute them once, in at least fp32.
-        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
-        bias_NH = None if self.relative_bias is None else self.relative_bias.weight
-        mask: AttentionMask = None
-        if cache is None:
-            rotary = self._rotary_tables(positions_BT, dtype)
-            mask = attention_mask(
-                self.spec,
-                positions_BT,
-                inputs.documents,
-                dtype,
-                causal=self.causal,
-                parents_BT=inputs.parents,
-                bias_NH=bias_NH,
-                prefix_lengths_BT=inputs.prefix_lengths,
-            )
-        else:
-            rotary = cache.rotary(positions_BT, dtype)
-            cache.begin(bias_NH)
-        context = BlockContext(
-            rotary=rotary,
-            mask=mask,
+        # What the blocks of all kinds share, and for each kind its rotary tables and its attention mask.
+        shared = BlockContext(
             encoder_states=encoder_states_BSD,
             encoder_mask=encoder_mask,
             tokens=inputs.tokens if any(self.spec.prompts) else None,
             dropout_seeds=inputs.dropout_seeds,
             source_dropout_seeds=None if inputs.source is None else inputs.source.dropout_seeds,
         )
+        contexts = self._contexts(inputs, positions_BT, torch.promote_types(x_BTD.dtype, torch.float32), shared)
 
-        for number, block in zip(self.block_range, self.blocks, strict=True):
+        for number, kind, block in zip(self.block_range, self.kind_numbers, self.blocks, strict=True):
             layer_cache = None if cache is None else cache.layer(number)
-            x_BTD, routing = block(x_BTD, context, layer_cache)
+            x_BTD, routing = block(x_BTD, contexts[kind], layer_cache)
             if routing is not None:
                 routings = [*routings, routing]
         if self.norm is not None:
@@ -232,6 +245,9 @@ class TransformerStack(nn.Module):
         """Return the hidden states before the first block."""
         assert embedding is not None
         x_BTD: Tensor = embedding(inputs.tokens)
+        scale = self.spec.embedding_scale
+        if scale != 1.0:
+            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
         if self.prompt is not None:
             x_BTD = x_BTD + self.prompt(inputs.tokens).to(x_BTD.dtype)
         if inputs.embedding_noise is not None and self.noise is not None:
@@ -242,10 +258,50 @@ class TransformerStack(nn.Module):
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD
 
-    def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        if not isinstance(self.spec.position, RotaryPositions):
-            return None
-        return rotary_tables(self.spec.position, self.spec.attention.head_dim, positions, dtype)
+    def _contexts(
+        self, inputs: Inputs, positions_BT: Tensor, dtype: torch.dtype, shared: BlockContext
+    ) -> list[BlockContext]:
+        """Return the context of each kind of block. Kinds with equal positions or equal masks share them.
+
+        Args:
+            dtype: dtype of rotary tables and position biases: at least fp32.
+            shared: what all contexts have in common.
+        """
+        cache = inputs.cache
+        bias_NH = None if self.relative_bias is None else self.relative_bias.weight
+        if cache is not None:
+            cache.begin(bias_NH)
+        rotary: dict[Hashable, RotaryTables | None] = {}
+        factors: dict[Hashable, Tensor | None] = {None: None}
+        masks: dict[Hashable, AttentionMask] = {}
+        contexts = []
+        for layer in self.kinds:
+            turns = layer.position, layer.attention.head_dim
+            if turns not in rotary:
+                rotary[turns] = (
+                    cache.rotary(layer, positions_BT, dtype)
+                    if cache is not None
+                    else layer_rotary(layer, positions_BT, dtype)
+                )
+            seen = mask_key(layer)
+            if seen not in masks:
+                masks[seen] = None
+                if cache is None:
+                    masks[seen] = attention_mask(
+                        layer,
+                        positions_BT,
+                        inputs.documents,
+                        dtype,
+                        causal=self.causal,
+                        parents_BT=inputs.parents,
+                        bias_NH=bias_NH,
+                        prefix_lengths_BT=inputs.prefix_lengths,
+                    )
+            scaling = layer.attention.query_scaling
+            if scaling is not None and scaling not in factors:
+                factors[scaling] = query_factors(scaling, positions_BT, dtype)
+            contexts.append(shared._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
+        return contexts
 
 
 class Decoder(TransformerStack):
@@ -256,8 +312,6 @@ class Decoder(TransformerStack):
     block to the decoder's last. The stages with a stack's first block have the embedding. The last stage has the final
     norm and the head; if the head is tied, it has a copy of the embedding instead.
     """
-
-    SHARDING: ClassVar[ShardingTable] = {**TransformerStack.SHARDING, "head": "vocabulary"}
 
     def __init__(self, spec: ModelSpec, blocks: range | None = None) -> None:
         """
@@ -279,10 +333,10 @@ class Decoder(TransformerStack):
         )
         self.head = None
         if is_last and not spec.tie_word_embeddings and not spec.score_head:
-            self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.head = build_linear(end_rows(spec)["head"])
         # A score head replaces the head (reward model); a value head is beside it.
         has_score = is_last and (spec.score_head or spec.value_head)
-        self.score = Linear(spec.hidden_size, 1, bias=False) if has_score else None
+        self.score = build_linear(end_rows(spec)["score"]) if has_score else None
         # The head's weight in the layout of a kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | ByteWeight | None = None
         self.encoder = None
@@ -334,6 +388,8 @@ class Decoder(TransformerStack):
         x_BTD = output.states
         if self.spec.scale_lm_head:
             x_BTD = x_BTD * self.spec.hidden_size**-0.5
+        if self.spec.logit_scale != 1.0 and not self.spec.score_head:
+            x_BTD = x_BTD * self.spec.logit_scale
         if loss is None:
             return x_BTD
         total = loss(*self.head_operands(x_BTD))
@@ -348,10 +404,10 @@ class Decoder(TransformerStack):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits [B, T, V] of the next token."""
-        return linear(*self.head_operands(hidden_BTD))
+        return cap_logits(self.spec, linear(*self.head_operands(hidden_BTD)))
 
     def head_operands(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits.
+        """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits, before their soft cap.
 
         A LoRA adapter of the head is appended to both, so they have D + R dims.
         """
@@ -374,6 +430,11 @@ class Decoder(TransformerStack):
         if self.spec.normalize_lm_head and isinstance(weight, Tensor):
             weight = normalize(weight)
         return weight
+
+
+def cap_logits(spec: ModelSpec, logits: Tensor) -> Tensor:
+    """Return the logits with the soft cap of the model, if it has one."""
+    return logits if spec.logit_softcap is None or spec.score_head else soft_cap(logits, spec.logit_softcap)
 
 
 def build_model(spec: ModelSpec, blocks: range | None = None) -> Decoder:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
-from jingu.model.spec import AlibiPositions, Experts, ModelSpec, replace_fields
+from jingu.model.spec import AlibiPositions, Experts, LayerSpec, ModelSpec, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 
 DepthRule = Literal["interleaved", "stacked"]
@@ -56,7 +56,11 @@ def upcycle_to_experts(model: LazyModel, number: int, active: int, noise: float 
         JinguError: the model has experts already, its family has no counterpart with experts, or `active` is too many.
     """
     spec = model.spec
-    if isinstance(spec.feed_forward, Experts) or spec.family not in _MIXTURES:
+    if (
+        spec.experts is not None
+        or len({layer.feed_forward for layer in spec.layers}) > 1
+        or spec.family not in _MIXTURES
+    ):
         raise JinguError(
             f"experts are copies of the feed-forward of a dense model, and this one is a {spec.family}.",
             where="--experts",
@@ -137,7 +141,7 @@ def expand_depth(model: LazyModel, layers: int, rule: DepthRule = "interleaved",
         is_copy = source in sources[: int(number)]
         return torch.zeros_like(value) if zeroed and is_copy and f".{part}".startswith(_INTO_STREAM) else value
 
-    return LazyModel(replace_fields(model.spec, num_layers=layers), read)
+    return LazyModel(model.spec.select_layers(sources), read)
 
 
 def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0) -> LazyModel:
@@ -166,20 +170,14 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
             where="--hidden-size",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )
-    if isinstance(spec.position, AlibiPositions):
+    if any(isinstance(layer.position, AlibiPositions) for layer in spec.kinds):
         raise JinguError(
             "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
             where="--hidden-size",
             fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
         )
-    sizes = {
-        "hidden_size": width,
-        "attention.num_heads": times * spec.attention.num_heads,
-        "attention.num_kv_heads": times * spec.attention.num_kv_heads,
-        "feed_forward.intermediate_size": times * spec.feed_forward.intermediate_size,
-    }
-    if isinstance(spec.feed_forward, Experts) and spec.feed_forward.shared_intermediate_size:
-        sizes["feed_forward.shared_intermediate_size"] = times * spec.feed_forward.shared_intermediate_size
+    kinds = {name: {**changes, **_wider(spec.kind(name), times)} for name, changes in spec.layer_kinds.items()}
+    sizes = {"hidden_size": width, **_wider(spec.default_layer, times), "layer_kinds": kinds}
     # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
     # head divides by the norm of its rows, which grows by √k, and the scaled head by √(k · hidden size).
     final = times**0.5 if spec.normalize_lm_head or spec.scale_lm_head else times
@@ -201,6 +199,18 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
         return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
 
     return LazyModel(replace_fields(spec, **sizes), read)
+
+
+def _wider(layer: LayerSpec, times: int) -> dict[str, int]:
+    """Return the sizes of a layer that is `times` as wide, by their paths."""
+    sizes = {
+        "attention.num_heads": layer.attention.num_heads,
+        "attention.num_kv_heads": layer.attention.num_kv_heads,
+        "feed_forward.intermediate_size": layer.feed_forward.intermediate_size,
+    }
+    if isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_intermediate_size:
+        sizes["feed_forward.shared_intermediate_size"] = layer.feed_forward.shared_intermediate_size
+    return {path: times * size for path, size in sizes.items()}
 
 
 def _read_copies(matrix: Tensor, times: int, std: float, name: str, seed: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from jingu.model import spec as specs
 from jingu.model.assignment import balanced_assignment
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
-from jingu.model.layers import FeedForwardLayer, Linear, activate, apply_batch_invariant
+from jingu.model.layers import FeedForwardLayer, activate, apply_batch_invariant, build_linear
 from jingu.model.matmul_kernels import linear
+from jingu.model.parts import ModuleRow, Rows, child_rows, shared_expert, styles
 from jingu.model.quantized_weight import QuantizedWeight
-from jingu.model.sharding_table import ShardingTable
 
 ExpertProjection = Callable[[Tensor], Tensor]
 
@@ -47,9 +47,9 @@ class RoutingStats(NamedTuple):
 class GroupedLinear(nn.Module):
     """A linear layer without bias per expert, with all weights in one parameter [E, O, I]."""
 
-    def __init__(self, number: int, inputs: int, outputs: int) -> None:
+    def __init__(self, row: ModuleRow) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(number, outputs, inputs))
+        self.weight = nn.Parameter(torch.empty(row.shape))
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         """Return [M, O]: each row times the matrix of its expert.
@@ -84,21 +84,17 @@ class GroupedLinear(nn.Module):
 class MoELayer(nn.Module):
     """A mixture of experts: a router, gated feed-forwards as experts, and a shared expert if the spec has one."""
 
-    SHARDING: ClassVar[ShardingTable] = {"gate": "column", "up": "column", "down": "row"}
-
-    def __init__(self, spec: specs.Experts, width: int) -> None:
+    def __init__(self, spec: specs.Experts, rows: Rows) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Linear(width, spec.num_experts, bias=False)
-        self.router.weight.requires_grad_(not isinstance(spec.router, specs.RandomProjectionRouter))
-        self.gate = GroupedLinear(spec.num_experts, width, spec.intermediate_size)
-        self.up = GroupedLinear(spec.num_experts, width, spec.intermediate_size)
-        self.down = GroupedLinear(spec.num_experts, spec.intermediate_size, width)
-        shared = spec.shared_intermediate_size and specs.GatedFeedForward(
-            intermediate_size=spec.shared_intermediate_size, activation=spec.activation
-        )
-        self.shared = FeedForwardLayer(shared, width) if shared else None
-        self.shared_gate = Linear(width, 1, bias=False) if shared and spec.shared_expert_gate else None
+        self.sharding = styles(rows)
+        self.router = build_linear(rows["router"])
+        self.gate = GroupedLinear(rows["gate"])
+        self.up = GroupedLinear(rows["up"])
+        self.down = GroupedLinear(rows["down"])
+        shared = shared_expert(spec)
+        self.shared = None if shared is None else FeedForwardLayer(shared, child_rows(rows, "shared"))
+        self.shared_gate = build_linear(rows["shared_gate"]) if "shared_gate" in rows else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
         """Return the layer's output [B, T, D] and, in training, the router's statistics."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jingu.model.rotary import RotaryTables
+from jingu.model.spec import LayerSpec
 
 
 class LayerKVCache(Protocol):
@@ -41,8 +42,8 @@ class KVCache(Protocol):
     def begin(self, bias_NH: Tensor | None) -> None:
         """Start a step: receive the relative position biases, or None, before the first layer runs."""
 
-    def rotary(self, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """Return the rotary tables of these positions; None if the model has no rotary positions."""
+    def rotary(self, layer: LayerSpec, positions_BT: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+        """Return the rotary tables of these positions in a kind of layer; None if it has no rotary positions."""
 
     def layer(self, number: int) -> LayerKVCache:
         """Return the cache of block `number`."""

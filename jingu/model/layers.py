@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from math import lcm
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.matmul_kernels import linear
+from jingu.model.parts import ModuleRow, Rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.scaled_matmul import Scaling, scaled_linear
-from jingu.model.sharding_table import ShardingTable
-from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward
+from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward, RmsNorm
 
 
 class Linear(nn.Linear):
@@ -69,38 +69,53 @@ class RMSNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich, 2019), computed in at least fp32 and rounded once.
 
     Attributes:
-        wide_weight: the weight in the dtype of the computation, if the model was prepacked for inference; saves a cast.
+        wide_weight: the factor in the dtype of the computation, if the model was prepacked for inference; saves a cast.
+        is_whole: whether this rank has the whole vectors.
     """
 
     wide_weight: Tensor | None = None
+    is_whole = True
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, spec: RmsNorm, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(width)) if spec.has_weight else None
+        self.epsilon = spec.eps
+        self.offset = spec.offset
+
+    def factor(self, x_BTD: Tensor, wide: torch.dtype) -> Tensor | float:
+        """Return the factor of the normalized hidden states."""
+        if self.weight is None:
+            return 1.0
+        weight = self.weight.to(x_BTD.dtype)
+        return 1.0 + weight.to(wide) if self.offset else weight
+
+    def mean_square(self, wide_BTD: Tensor) -> Tensor:
+        """Return the mean of the squares. Tensor parallelism replaces this where ranks have parts of the vectors."""
+        return wide_BTD.pow(2).mean(-1, keepdim=True)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         # Inference: fewer operations, partly in place.
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        if self.is_whole and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             wide = x_BTD if x_BTD.dtype in (torch.float32, torch.float64) else x_BTD.float()
             norm = torch.linalg.vector_norm(wide, 2, -1, True)
             epsilon = _constant(self.epsilon, wide.dtype, wide.device)
             scale = torch.addcmul(epsilon, norm, norm, value=1 / wide.shape[-1]).rsqrt_()
-            weight = self.weight.to(x_BTD.dtype) if self.wide_weight is None else self.wide_weight
-            y_BTD = (wide * scale).mul_(weight)
+            factor = self.factor(x_BTD, wide.dtype) if self.wide_weight is None else self.wide_weight
+            y_BTD = (wide * scale).mul_(factor)
             return y_BTD if wide is x_BTD else y_BTD.to(x_BTD.dtype)
         # Training: on CPUs these operations are several times faster than `F.rms_norm`; compiled, they are as fast.
         wide = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
+        scale = torch.rsqrt(self.mean_square(wide) + self.epsilon)
+        return (wide * scale * self.factor(x_BTD, wide.dtype)).to(x_BTD.dtype)
 
 
 class LayerNormLayer(nn.LayerNorm):
     """PyTorch's LayerNorm with a weight whose dtype may be wider than that of the hidden states."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        bias: Tensor | None = self.bias
+        bias = None if bias is None else bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
 
 
 @lru_cache
@@ -112,8 +127,22 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 def build_norm(spec: Norm, width: int) -> nn.Module:
     """Return an uninitialized norm of the type that the spec names, for vectors of `width` elements."""
     if isinstance(spec, LayerNorm):
-        return LayerNormLayer(width, spec.eps)
-    return RMSNorm(width, spec.eps)
+        return LayerNormLayer(width, spec.eps, bias=spec.bias)
+    return RMSNorm(spec, width)
+
+
+def build_linear(row: ModuleRow) -> Linear:
+    """Return the uninitialized linear layer of a row."""
+    outputs, inputs = row.shape
+    layer = Linear(inputs, outputs, bias=row.bias)
+    layer.weight.requires_grad_(row.is_trained)
+    return layer
+
+
+def build_embedding(row: ModuleRow) -> Embedding:
+    """Return the uninitialized table of a row."""
+    number, width = row.shape
+    return Embedding(number, width)
 
 
 # Elementwise CPU kernels process this many elements at once: two of the widest vector registers.
@@ -125,9 +154,30 @@ _SHARE, _SHARED = 32768, 16384
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap · tanh(x / cap): numbers that are almost equal near zero, and below `cap` everywhere."""
+    return torch.tanh(x / cap) * cap
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """Return xIELU (Huang and Schlag, 2024) with β = 0.5; its trained numbers are given before softplus."""
+    positive = F.softplus(alpha_p) * x * x + 0.5 * x
+    negative = (torch.expm1(x.clamp_max(-1e-6)) - x) * (0.5 + F.softplus(alpha_n)) + 0.5 * x
+    return torch.where(x > 0, positive, negative)
+
+
+class Scalar(nn.Module):
+    """A trained number, as a module, so that it has the name of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -161,17 +211,17 @@ def _spare_rows(rows: int, size: int) -> int:
 
 
 class FeedForwardLayer(nn.Module):
-    """A plain or gated feed-forward. `width` is the hidden size."""
+    """A plain or gated feed-forward."""
 
-    SHARDING: ClassVar[ShardingTable] = {"gate": "column", "up": "column", "down": "row"}
-
-    def __init__(self, spec: PlainFeedForward | GatedFeedForward, width: int) -> None:
+    def __init__(self, spec: PlainFeedForward | GatedFeedForward, rows: Rows) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
-        gated = isinstance(spec, GatedFeedForward)
-        self.gate = Linear(width, spec.intermediate_size, bias=spec.bias) if gated else None
-        self.up = Linear(width, spec.intermediate_size, bias=spec.bias)
-        self.down = Linear(spec.intermediate_size, width, bias=spec.bias)
+        self.sharding = styles(rows)
+        self.gate = build_linear(rows["gate"]) if "gate" in rows else None
+        self.up = build_linear(rows["up"])
+        self.down = build_linear(rows["down"])
+        # The trained numbers of xIELU.
+        self.alpha_p, self.alpha_n = (Scalar() if name in rows else None for name in ("alpha_p", "alpha_n"))
         # Gate and up as one matrix, if the model was prepacked for inference.
         self.gate_up: Linear | None = None
 
@@ -181,6 +231,9 @@ class FeedForwardLayer(nn.Module):
             gate_BTF, up_BTF = gate_up(x_BTD).chunk(2, -1)
             return self.down(activate(gate_BTF, self.activation).mul_(up_BTF))
         up_BTF = self.up(x_BTD)
+        if self.alpha_p is not None and self.alpha_n is not None:
+            alphas = self.alpha_p.weight.to(up_BTF.dtype), self.alpha_n.weight.to(up_BTF.dtype)
+            return self.down(apply_batch_invariant(lambda x: xielu(x, *alphas), up_BTF))
         if self.gate is None:
             return self.down(activate(up_BTF, self.activation))
         return self.down(activate(self.gate(x_BTD), self.activation) * up_BTF)

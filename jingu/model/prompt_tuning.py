@@ -9,7 +9,6 @@ Shapes: B rows, T tokens, N virtual tokens, D hidden size, F hidden size of the 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from jingu.model.layers import Embedding, Linear
 from jingu.model.sharding_table import ShardingTable
-from jingu.model.spec import DeepPrompt, ModelSpec, SoftPrompt
+from jingu.model.spec import DeepPrompt, LayerSpec, ModelSpec, SoftPrompt
 
 
 class VirtualTokenEmbedding(Embedding):
@@ -81,12 +80,13 @@ class Lstm(nn.Module):
 class DeepPromptLayer(nn.Module):
     """Keys and values of virtual tokens in one block: trained directly, or computed by a network in the block."""
 
-    SHARDING: ClassVar[ShardingTable] = {"k": "kv_heads", "v": "kv_heads"}
+    sharding: ShardingTable
 
-    def __init__(self, adapter: DeepPrompt, spec: ModelSpec) -> None:
+    def __init__(self, adapter: DeepPrompt, spec: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
-        self.first, self.head_size = spec.vocab_size, spec.attention.head_dim
-        outputs = spec.attention.num_kv_heads * self.head_size
+        self.sharding = {"k": "kv_heads", "v": "kv_heads"}
+        self.first, self.head_size = spec.vocab_size, layer.attention.head_dim
+        outputs = layer.attention.num_kv_heads * self.head_size
         has_encoder = adapter.encoder_hidden_size is not None
         self.embedding = Embedding(adapter.num_virtual_tokens, spec.hidden_size) if has_encoder else None
         self.up = (

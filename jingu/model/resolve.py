@@ -12,7 +12,7 @@ from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping
-from jingu.model.spec import Experts, ModelSpec, RotaryPositions, replace_fields
+from jingu.model.spec import Experts, ModelSpec, RotaryPositions, repeat_pattern, replace_fields
 
 
 def spec_from_settings(
@@ -55,6 +55,7 @@ def spec_from_settings(
         "max_position_embeddings": _context(settings, context, preset),
         "hidden_size": settings.hidden_size,
         "num_layers": settings.num_layers,
+        "layer_pattern": repeat_pattern(template.layer_pattern, settings.num_layers or template.num_layers),
         "num_encoder_layers": template.num_encoder_layers and (settings.num_encoder_layers or settings.num_layers),
         "norm.eps": settings.norm_eps,
         "position.theta": settings.rope_theta,

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from jingu.model.spec import (
+    AlphaScaling,
     DynamicScaling,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
+    LongropeScaling,
+    QueryScaling,
     RotaryPositions,
     YarnScaling,
     rotary_dim,
@@ -36,13 +40,33 @@ def rotary_tables(
             uses the frequencies of a sequence that ends with it; otherwise all use those of the whole sequence. A KV
             cache needs the former, because its keys never change.
     """
-    angles = positions.to(dtype)[..., None] * rotary_frequencies(
-        spec, rotary_dim(spec, head_size), positions[..., None] if per_position else positions.max(), dtype
-    )
+    last = positions[..., None] if per_position else positions.max()
+    frequencies = rotary_frequencies(spec, rotary_dim(spec, head_size), last, dtype)
+    if spec.proportional:
+        # The first pairs of the whole head turn.
+        frequencies = rotary_frequencies(spec, head_size, last, dtype)
+        turning = int(spec.partial_rotary_factor * head_size // 2)
+        frequencies = frequencies * (torch.arange(head_size // 2, device=positions.device) < turning)
+    angles = positions.to(dtype)[..., None] * frequencies
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-    if isinstance(spec.scaling, YarnScaling):
+    if isinstance(spec.scaling, YarnScaling | LongropeScaling):
         cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
     return _of_pairs(cos, cos, spec.interleaved), _of_pairs(-sin, sin, spec.interleaved)
+
+
+def query_factors(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors [..., T, 1, 1] of queries at these positions."""
+    turns = torch.floor((positions + scaling.offset).to(dtype) / scaling.length)
+    return (1 + scaling.beta * torch.log1p(turns))[..., None, None]
+
+
+def layer_rotary(
+    layer: LayerSpec, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
+) -> RotaryTables | None:
+    """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`."""
+    if not isinstance(layer.position, RotaryPositions):
+        return None
+    return rotary_tables(layer.position, layer.attention.head_dim, positions, dtype, per_position=per_position)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
@@ -68,9 +92,15 @@ def rotary_frequencies(spec: RotaryPositions, size: int, last: Tensor, dtype: to
     scaling = spec.scaling
     if isinstance(scaling, DynamicScaling):
         return 1.0 / _stretched_base(spec.theta, scaling, size, last, dtype) ** steps
+    if isinstance(scaling, AlphaScaling):
+        return 1.0 / (spec.theta * scaling.alpha ** (size / (size - 2))) ** steps
     plain = 1.0 / spec.theta**steps
     if scaling is None:
         return plain
+    if isinstance(scaling, LongropeScaling):
+        short, long = (steps.new_tensor(factor) for factor in (scaling.short_factor, scaling.long_factor))
+        is_long = last >= scaling.original_max_position_embeddings
+        return 1.0 / (torch.where(is_long, long, short) * spec.theta**steps)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
     unscaled_shares = (

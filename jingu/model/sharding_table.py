@@ -1,6 +1,6 @@
 """The dims along which the parameters of a model can be sharded.
 
-Each module class declares in `SHARDING` how its children can be sharded. This module turns these tables into dims.
+A module's attribute `sharding` says how its children can be sharded. This module turns these tables into dims.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def iterate_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingS
 
 def child_styles(module: nn.Module) -> Iterator[tuple[str, nn.Module, ShardingStyle]]:
     """Yield the name, the module and the sharding style of each child that has a style; absent children are skipped."""
-    for name, style in getattr(module, "SHARDING", {}).items():
-        child = getattr(module, name)
+    for name, style in getattr(module, "sharding", {}).items():
+        child = getattr(module, name, None)
         if child is not None:
             yield name, child, style
 
@@ -72,7 +72,7 @@ def divided_dims(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple
     # A parameter with three dims has one matrix per expert.
     experts = (ShardedDim("experts", 0),) if dims == 3 else ()
     inputs = style in ("row", "from_heads")
-    of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out")
+    of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out") or (leaf == "weight" and dims == 1)
     # Of the two small matrices of a LoRA adapter, only the one with the sharded dim of the weight is sharded.
     if style == "tokens" or leaf in ("lora_b" if inputs else "lora_a", "token_rows"):
         return experts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,7 +18,13 @@ from jingu.tables import flatten
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+# Where the norms of a block stand: before its branches, behind them (on their outputs, before the residual; OLMo 2), or
+# before and behind (sandwich; Gemma 2).
+NormPlacement = Literal["before", "behind", "around"]
+# How attention and feed-forward follow each other: one after the other, or both on the same hidden states, whose norm
+# they share or not.
+BlockOrder = Literal["sequential", "parallel", "parallel_one_norm"]
 # Formats of quantized matrices (`jingu.model.quantized_weight`).
 QuantizationFormat = Literal["int8", "int4", "nf4", "fp8"]
 
@@ -31,18 +39,31 @@ class Component(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def optional(default: Any) -> Any:
+    """Return a field that JSON omits at its default: the JSON of models without the component stays as it was."""
+    return Field(default=default, exclude_if=lambda value: bool(value == default))
+
+
 class RmsNorm(Component):
-    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias."""
+    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias.
+
+    Attributes:
+        offset: whether one is added to the weight, which therefore starts at zero.
+        has_weight: whether it has a weight.
+    """
 
     type: Literal["rms"] = "rms"
     eps: PositiveFloat = 1e-5
+    offset: bool = optional(False)
+    has_weight: bool = optional(True)
 
 
 class LayerNorm(Component):
-    """Layer norm (Ba et al., 2016): a weight and a bias."""
+    """Layer norm (Ba et al., 2016): a weight and, by default, a bias."""
 
     type: Literal["layer"] = "layer"
     eps: PositiveFloat = 1e-5
+    bias: bool = optional(True)
 
 
 class LearnedPositions(Component):
@@ -100,7 +121,33 @@ class Llama3Scaling(Component):
     high_freq_factor: PositiveFloat
 
 
-RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+class LongropeScaling(Component):
+    """Each frequency is divided by a factor of its own (LongRoPE, Ding et al., 2024).
+
+    Attributes:
+        short_factor: factors for sequences that fit the original context, one for each rotated pair.
+        long_factor: factors for longer sequences.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[PositiveFloat, ...]
+    long_factor: tuple[PositiveFloat, ...]
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFloat
+
+
+class AlphaScaling(Component):
+    """The base is multiplied by alpha^(d/(d-2)), for d rotated dims, at every length (NTK-aware scaling)."""
+
+    type: Literal["alpha"] = "alpha"
+    alpha: PositiveFloat
+
+
+RopeScaling = Annotated[
+    LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongropeScaling | AlphaScaling,
+    Field(discriminator="type"),
+]
 
 
 class RotaryPositions(Component):
@@ -112,6 +159,8 @@ class RotaryPositions(Component):
         interleaved: whether a rotated pair is two neighboring dimensions, instead of one dimension of each half of the
             head.
         scaling: how the frequencies are scaled to a longer context; None: not at all.
+        proportional: whether frequencies are spaced over the whole head instead of its rotated share, and a pair is
+            one dimension of each half of the whole head; pairs beyond the share do not turn.
     """
 
     type: Literal["rope"] = "rope"
@@ -119,6 +168,13 @@ class RotaryPositions(Component):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    proportional: bool = optional(False)
+
+
+class NoPositions(Component):
+    """No positions: attention knows the order of tokens only from its mask (NoPE, Kazemnejad et al., 2023)."""
+
+    type: Literal["none"] = "none"
 
 
 class AlibiPositions(Component):
@@ -143,6 +199,14 @@ class RelativeBias(Component):
     max_distance: PositiveInt = 128
 
 
+class QueryScaling(Component):
+    """Queries are multiplied by 1 + beta · ln(1 + ⌊(position + offset) / length⌋), which grows with the position."""
+
+    beta: PositiveFloat
+    length: PositiveInt
+    offset: Annotated[int, Field(ge=0)] = 0
+
+
 class AttentionSpec(Component):
     """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
 
@@ -151,6 +215,14 @@ class AttentionSpec(Component):
         qk_norm: whether the queries and keys of each head are normalized.
         scale_scores: whether scores are divided by √head_dim.
         sliding_window: number of tokens that a token attends to, including itself; None: itself and all before it.
+        chunk_size: positions are divided into chunks of this size, and a token attends to its own chunk only; None:
+            there are no chunks.
+        scale: multiplies the scores; None: what `scale_scores` says.
+        softcap: scores s become softcap · tanh(s / softcap); None: they stay.
+        qk_norm_width: whether `qk_norm` normalizes each head, with the same weights, or all heads together.
+        qk_norm_after_rotary: whether positions are rotated before queries and keys are normalized.
+        qk_norm_weight: whether these norms have weights.
+        query_scaling: how queries are multiplied by position; None: not at all.
     """
 
     num_heads: PositiveInt
@@ -161,6 +233,18 @@ class AttentionSpec(Component):
     qk_norm: bool = False
     scale_scores: bool = True
     sliding_window: PositiveInt | None = None
+    chunk_size: PositiveInt | None = optional(None)
+    scale: PositiveFloat | None = optional(None)
+    softcap: PositiveFloat | None = optional(None)
+    qk_norm_width: Literal["head", "all_heads"] = optional("head")
+    qk_norm_after_rotary: bool = optional(False)
+    qk_norm_weight: bool = optional(True)
+    query_scaling: QueryScaling | None = optional(None)
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a token attends to, including itself; None: there is no limit."""
+        return min(filter(None, (self.sliding_window, self.chunk_size)), default=None)
 
 
 class PlainFeedForward(Component):
@@ -263,7 +347,9 @@ class Experts(Component):
 
 
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
-Position = Annotated[LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias, Field(discriminator="type")]
+Position = Annotated[
+    LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias | NoPositions, Field(discriminator="type")
+]
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
@@ -363,11 +449,29 @@ class DeepPrompt(Component):
 Adapter = Annotated[Lora | Ia3 | SoftPrompt | DeepPrompt, Field(discriminator="type")]
 
 
+class LayerSpec(Component):
+    """A layer: its attention with the positions of that attention, its feed-forward, and its norms.
+
+    `ModelSpec.layer` returns it. The fields are those of `ModelSpec`.
+    """
+
+    norm: Norm
+    position: Position
+    attention: AttentionSpec
+    feed_forward: FeedForward
+    norm_placement: NormPlacement = "before"
+    block_order: BlockOrder = "sequential"
+    residual_scale: PositiveFloat = 1.0
+
+
 class ModelSpec(Component):
-    """A decoder: `num_layers` pre-norm blocks of attention and feed-forward between an embedding and a head.
+    """A decoder: `num_layers` blocks of attention and feed-forward between an embedding and a head.
 
     With `num_encoder_layers` the model is an encoder-decoder. The encoder has the same dimensions, and each block of
     the decoder also attends to the encoder's last hidden states.
+
+    All layers are equal, unless `layer_kinds` names kinds of layers and `layer_pattern` gives the kind of each layer.
+    Use `layer` to find out what a layer is.
 
     Attributes:
         family: name of the family, which defines tensor names and the Hugging Face config.
@@ -384,6 +488,16 @@ class ModelSpec(Component):
         adapter: adapters. Only their parameters, a score head, and `modules_to_save` are then trained.
         quantization: format of the blocks' matrices, which are then frozen; None: they are not quantized.
         frozen_parameters: patterns of the names of parameters that are not trained. Ignored if there is an adapter.
+        norm_placement: where the norms of a block stand.
+        block_order: whether attention and feed-forward of a block follow each other or are parallel.
+        residual_scale: multiplies the outputs of attention and feed-forward before they are added to the hidden states.
+        embedding_scale: multiplies the embedding.
+        round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
+        logit_scale: multiplies the logits.
+        logit_softcap: logits l become softcap · tanh(l / softcap); None: they stay.
+        layer_kinds: by the name of a kind of layer, the fields in which it differs from the model's, by their paths,
+            such as `attention.sliding_window`.
+        layer_pattern: name of the kind of each layer of the decoder; empty if all layers are equal.
     """
 
     family: str
@@ -406,23 +520,75 @@ class ModelSpec(Component):
     adapter: Adapter | None = None
     quantization: QuantizationFormat | None = None
     frozen_parameters: tuple[str, ...] = ()
+    norm_placement: NormPlacement = optional("before")
+    block_order: BlockOrder = optional("sequential")
+    residual_scale: PositiveFloat = optional(1.0)
+    embedding_scale: PositiveFloat = optional(1.0)
+    round_embedding_scale: bool = optional(False)
+    logit_scale: PositiveFloat = optional(1.0)
+    logit_softcap: PositiveFloat | None = optional(None)
+    layer_kinds: dict[str, dict[str, Any]] = optional({})
+    layer_pattern: tuple[str, ...] = optional(())
+
+    def __hash__(self) -> int:
+        # Without `layer_kinds`, which has no hash; specs that differ only in them are told apart by equality.
+        values = (value for name, value in self.__dict__.items() if name != "layer_kinds")
+        return hash(tuple(values))
+
+    @model_validator(mode="after")
+    def _pattern_fits(self) -> ModelSpec:
+        pattern = self.layer_pattern
+        unknown = [name for name in dict.fromkeys(pattern) if name not in self.layer_kinds]
+        if unknown or bool(pattern) != bool(self.layer_kinds):
+            raise JinguError(
+                f"layer_pattern has the kinds {', '.join(dict.fromkeys(pattern)) or 'none'}, and layer_kinds describes "
+                f"{', '.join(self.layer_kinds) or 'none'}.",
+                where="model.layer_kinds",
+                fix="Describe each kind of the pattern in layer_kinds; {} stands for a kind without differences.",
+            )
+        if pattern and len(pattern) != self.num_layers:
+            raise JinguError(
+                f"layer_pattern names {len(pattern)} layers, and the model has {self.num_layers}.",
+                where="model.layer_pattern",
+                fix="Name one kind for each layer.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _dimensions_fit(self) -> ModelSpec:
-        part = self.attention
+        for layer in self.kinds:
+            self._check_layer(layer)
+        routing = [
+            (part.num_experts, part.num_experts_per_token, part.aux_loss_coef, part.aux_loss_scope, part.z_loss_coef)
+            for part in (layer.feed_forward for layer in self.kinds)
+            if isinstance(part, Experts)
+        ]
+        if len(set(routing)) > 1:
+            raise JinguError(
+                f"the layers have {' and '.join(str(numbers[0]) for numbers in routing)} experts, or differ in the "
+                "experts of a token or in auxiliary losses.",
+                where="model.layer_kinds",
+                fix="All layers with experts need the same number of experts and the same auxiliary losses.",
+            )
+        return self
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        """Raise JinguError if the dimensions of a layer do not fit together."""
+        part = layer.attention
         if part.num_heads % part.num_kv_heads:
             raise JinguError(
                 f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads evenly.",
                 where="model.num_kv_heads",
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
-        if isinstance(self.position, RotaryPositions) and rotary_dim(self.position, part.head_dim) % 2:
+        if isinstance(layer.position, RotaryPositions) and rotary_dim(layer.position, part.head_dim) % 2:
             raise JinguError(
                 f"rotary positions rotate pairs, so the head size must be even; it is {part.head_dim}.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
-        bias = self.position
+        self._check_parts(layer)
+        bias = layer.position
         if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
             raise JinguError(
                 f"with {bias.num_buckets} buckets, the largest distance must exceed {bias.num_buckets // 2}; it is "
@@ -430,7 +596,77 @@ class ModelSpec(Component):
                 where="model.position",
                 fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
             )
-        return self
+        # Vectors of positions and buckets belong to the whole stack.
+        is_shared = any(isinstance(place, LearnedPositions | RelativeBias) for place in (layer.position, self.position))
+        if is_shared and layer.position != self.position:
+            raise JinguError(
+                f"a kind of layer has positions of the type {layer.position.type}, and the model of the type "
+                f"{self.position.type}, which is shared by all layers.",
+                where="model.layer_kinds",
+                fix="Use rope, alibi or none in all kinds of layers.",
+            )
+
+    def _check_parts(self, layer: LayerSpec) -> None:
+        """Raise JinguError if parts of a layer do not go together."""
+        part, position = layer.attention, layer.position
+        problem = None
+        if layer.block_order != "sequential" and (self.num_encoder_layers or layer.norm_placement != "before"):
+            problem = "attention and feed-forward are parallel, which needs norms before both and no encoder"
+        elif part.qk_norm_width == "all_heads" and part.qk_norm_after_rotary:
+            problem = "queries and keys are normalized over all heads, which must come before rotary positions"
+        elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
+            problem = "xielu needs a feed-forward of the type plain"
+        elif isinstance(position, RotaryPositions) and isinstance(position.scaling, LongropeScaling):
+            pairs = rotary_dim(position, part.head_dim) // 2
+            factors = (len(position.scaling.short_factor), len(position.scaling.long_factor))
+            if factors != (pairs, pairs):
+                problem = f"longrope has {factors[0]} short and {factors[1]} long factors, for {pairs} rotated pairs"
+        if problem is not None:
+            raise JinguError(f"{problem}.", where="model", fix="Change the fields of the layer.")
+
+    def layer(self, number: int) -> LayerSpec:
+        """Return what layer `number` of the decoder is. All layers of an encoder are `default_layer`."""
+        return _kind(self, self.layer_pattern[number]) if self.layer_pattern else self.default_layer
+
+    def layer_of(self, name: str) -> LayerSpec:
+        """Return the layer that a parameter belongs to; for parameters outside the decoder, `default_layer`."""
+        return self.layer(int(name.split(".", 2)[1])) if name.startswith("blocks.") else self.default_layer
+
+    def kind(self, name: str) -> LayerSpec:
+        """Return what the layers of a kind are."""
+        return _kind(self, name)
+
+    @property
+    def default_layer(self) -> LayerSpec:
+        """The layer that the model's own fields describe."""
+        return _kind(self, None)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of the decoder, in order."""
+        return tuple(self.layer(number) for number in range(self.num_layers))
+
+    @property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The distinct layers of the model, in order of their first use."""
+        return _kinds(self)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have some; None if there are none."""
+        return next((layer.feed_forward for layer in self.kinds if isinstance(layer.feed_forward, Experts)), None)
+
+    def uniform(self, layer: LayerSpec, num_layers: int = 1) -> ModelSpec:
+        """Return the spec of a model whose layers are all equal to `layer`."""
+        fields = {field: getattr(layer, field) for field in LayerSpec.model_fields}
+        encoder = {"num_encoder_layers": 1} if self.num_encoder_layers else {}
+        pattern = {"layer_kinds": {}, "layer_pattern": (), "num_layers": num_layers}
+        return self.model_copy(update={**fields, **encoder, **pattern})
+
+    def select_layers(self, numbers: Sequence[int]) -> ModelSpec:
+        """Return the spec of a model with copies of these layers."""
+        pattern = tuple(self.layer_pattern[number] for number in numbers) if self.layer_pattern else ()
+        return self.model_copy(update={"num_layers": len(numbers), "layer_pattern": pattern})
 
     @property
     def prompts(self) -> tuple[int, int]:
@@ -477,6 +713,40 @@ class ModelSpec(Component):
             ) from error
 
 
+@lru_cache(maxsize=256)
+def _kind(spec: ModelSpec, name: str | None) -> LayerSpec:
+    """Return the layer of a kind; None is the model's own."""
+    values = {field: getattr(spec, field) for field in LayerSpec.model_fields}
+    changes = spec.layer_kinds[name] if name is not None else {}
+    if not changes:
+        return LayerSpec.model_construct(**values)
+    try:
+        tree = {key: value.model_dump() if isinstance(value, Component) else value for key, value in values.items()}
+        tree = replace_paths(tree, changes)
+        return LayerSpec.model_validate(tree)
+    except (KeyError, TypeError) as error:
+        raise JinguError(
+            f"the kind of layer {name!r} changes {error}, which a layer does not have.",
+            where="model.layer_kinds",
+            fix=f"Use paths in {', '.join(LayerSpec.model_fields)}.",
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def _kinds(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    encoder = (spec.default_layer,) if spec.num_encoder_layers else ()
+    kinds = (_kind(spec, name) for name in spec.layer_pattern) if spec.layer_pattern else (spec.default_layer,)
+    return tuple(dict.fromkeys((*encoder, *kinds)))
+
+
+def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the kinds of `number` layers that continue the shortest period of a pattern."""
+    for period in range(1, len(pattern) + 1):
+        if all(name == pattern[i % period] for i, name in enumerate(pattern)):
+            return tuple(pattern[i % period] for i in range(number))
+    return ()
+
+
 def rotary_dim(position: RotaryPositions, head_size: int) -> int:
     """Return the number of a head's dimensions that are rotated."""
     return int(head_size * position.partial_rotary_factor)
@@ -484,14 +754,18 @@ def rotary_dim(position: RotaryPositions, head_size: int) -> int:
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """Return a validated copy of a spec with changed fields; a key may be a path, such as `attention.num_heads`."""
-    values = spec.model_dump()
+    return ModelSpec.model_validate(replace_paths(spec.model_dump(), changes))
+
+
+def replace_paths(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Set values in a tree by their paths, in place, and return the tree."""
     for path, value in changes.items():
         *parts, last = path.split(".")
-        component = values
+        component = tree
         for part in parts:
             component = component[part]
-        component[last] = value.model_dump() if isinstance(value, Component) else value
-    return ModelSpec.model_validate(values)
+        component[last] = value.model_dump() if isinstance(value, Component) else deepcopy(value)
+    return tree
 
 
 def flatten_fields(spec: ModelSpec) -> dict[str, Any]:

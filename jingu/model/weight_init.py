@@ -7,6 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from jingu.model.parameter_table import parameter_table
 from jingu.model.spec import ModelSpec
 
 
@@ -29,32 +30,24 @@ def init_weights(model: nn.Module, spec: ModelSpec, seed: int, device: torch.dev
 
 
 def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
-    """Return the initial values of a whole parameter, in fp32 on CPU.
+    """Return the initial values of a whole parameter, in fp32 on CPU: those of its row in the parameter table.
 
-    Norms are ones, biases are zeros, and matrices are normally distributed. Matrices whose outputs are added to the
-    hidden states get a standard deviation that is smaller by 1/√(2·layers), so that the variance of the hidden states
-    does not grow with depth (Radford et al., 2019). If attention scores are not scaled, the query matrix is.
+    Parameters of adapters have no row.
     """
-    # Zeros and ones. Quantized matrices are never initialized randomly: their values are read.
-    if name.endswith((".bias", ".lora_bias", ".weight.values", ".weight.scales")):
-        return torch.zeros(shape)
-    if name.endswith(("norm.weight", ".lora_m", ".ia3_in", ".ia3_out")):
-        return torch.ones(shape)
-    if name.endswith(".lora_b") or ".bias_" in name:
-        return torch.zeros(shape)
-    # Adapters and the networks of prompts: uniform, as in peft.
-    if name.endswith(".lora_a") or ("prompt." in name and not name.endswith("embedding.weight")):
-        bound = shape[-1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator_for_name(name, seed))
-    # Matrices: normal. Some have a standard deviation of their own.
-    std = spec.initializer_range
-    if name == "embedding.weight" and spec.scale_lm_head:
-        # A scaled head divides the hidden states so that such an embedding can be tied (Raffel et al., 2020).
-        std = 1.0
-    if name.endswith("attention.q.weight") and not spec.attention.scale_scores:
-        std *= spec.attention.head_dim**-0.5
-    if name.endswith(("attention.output.weight", ".down.weight")):
-        std /= (2 * spec.num_layers) ** 0.5
+    entry = parameter_table(spec).get(name)
+    if entry is not None and entry.initial is not None:
+        return torch.full(tuple(shape), entry.initial)
+    if entry is None:
+        # Quantized matrices are never initialized randomly: their values are read.
+        if name.endswith((".bias", ".lora_bias", ".weight.values", ".weight.scales", ".lora_b")) or ".bias_" in name:
+            return torch.zeros(shape)
+        if name.endswith((".lora_m", ".ia3_in", ".ia3_out")):
+            return torch.ones(shape)
+        # Adapters and the networks of prompts: uniform, as in peft.
+        if name.endswith(".lora_a") or ("prompt." in name and not name.endswith("embedding.weight")):
+            bound = shape[-1] ** -0.5
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator_for_name(name, seed))
+    std = spec.initializer_range if entry is None else entry.std
     return torch.empty(shape).normal_(0.0, std, generator=generator_for_name(name, seed))
 
 

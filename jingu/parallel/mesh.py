@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int
     """
     if settings.expert != "auto":
         return settings.expert
-    return gcd(folded, spec.feed_forward.num_experts) if isinstance(spec.feed_forward, Experts) else 1
+    return 1 if spec.experts is None else gcd(folded, spec.experts.num_experts)
 
 
 def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
@@ -132,7 +132,24 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
     Args:
         by_heads: whether context parallelism divides attention by heads (Ulysses).
     """
-    heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
+    for layer in spec.kinds:
+        _check_layer(sizes, spec, layer, by_heads=by_heads)
+    # Experts and the ranks that share them must divide evenly.
+    if sizes.expert > 1:
+        number = 0 if spec.experts is None else spec.experts.num_experts
+        if not number:
+            raise JinguError("the model has no experts.", where="parallel.expert", fix="Set it to 1.")
+        for what, size in (
+            (f"{number} experts", number),
+            (f"the {sizes.shard * sizes.context} ranks of shard × context", sizes.shard * sizes.context),
+        ):
+            if size % sizes.expert:
+                raise _division_error(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
+
+
+def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_heads: bool) -> None:
+    """Raise JinguError if a layer cannot be divided over these axes; see `_check`."""
+    heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
     if heads % sizes.tensor:
         raise _division_error(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
@@ -144,7 +161,7 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
             raise _division_error(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
     for what, number in (
         ("vocabulary", spec.vocab_size),
-        ("feed-forward intermediate size", spec.feed_forward.intermediate_size),
+        ("feed-forward intermediate size", layer.feed_forward.intermediate_size),
     ):
         # Blocks are rounded up, so the last rank can be left without a part.
         if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
@@ -153,17 +170,6 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
                 where="parallel.tensor",
                 fix="Set it lower.",
             )
-    # Experts and the ranks that share them must divide evenly.
-    if sizes.expert > 1:
-        number = spec.feed_forward.num_experts if isinstance(spec.feed_forward, Experts) else 0
-        if not number:
-            raise JinguError("the model has no experts.", where="parallel.expert", fix="Set it to 1.")
-        for what, size in (
-            (f"{number} experts", number),
-            (f"the {sizes.shard * sizes.context} ranks of shard × context", sizes.shard * sizes.context),
-        ):
-            if size % sizes.expert:
-                raise _division_error(what, sizes.expert, "expert", gcd(number, sizes.shard * sizes.context))
 
 
 def _division_error(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:

@@ -12,7 +12,6 @@ Shapes: B rows, T tokens, D hidden size, E experts, L blocks before a stage, n l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,19 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
-from jingu.model.experts import RoutingStats
 from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.spec import Experts, ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.mesh import expert_size, fsdp_mesh
 from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding
+from jingu.parallel.stage_tensors import Loss, StageModel, pack, unpack
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES, check_quantization_groups, rank_of_stage, split_blocks
 from jingu.parallel.zero import prepare_backward
 from jingu.watch.activity import Activity
-
-# Called with a model (or stage) and a micro-batch. Returns the losses [n], each summed over the micro-batch; for a
-# stage that is not the last, the stage's output.
-Loss = Callable[[Any, Batch], Any]
 
 
 class ParallelModel(nn.Module):
@@ -103,7 +98,7 @@ class ParallelModel(nn.Module):
         self._plan: ShardingPlan | None = None
         if mesh is not None:
             expert_ranks = expert_size(self._settings, fsdp_mesh(mesh).size(), spec)
-            self._plan = plan_sharding(stages, mesh, spec.attention.num_kv_heads, expert_ranks)
+            self._plan = plan_sharding(stages, mesh, spec, expert_ranks)
         self._stage_numbers = [number for number, owner in enumerate(self.owners) if owner == self.rank]
         self._stages = nn.ModuleList(stages[number] for number in self._stage_numbers)
 
@@ -256,9 +251,11 @@ class ParallelModel(nn.Module):
         shapes = [(rows, -(-length // self._token_ranks), spec.hidden_size) for length in lengths if length]
         meta = partial(torch.empty, device="meta", requires_grad=True)
         tensors = [meta(shape, dtype=self._compute) for shape in shapes]
-        if tensors and self.training and isinstance(spec.feed_forward, Experts):
-            # Statistics of the routers of all earlier blocks, in fp32 or wider.
-            shape = (self.ranges[stage].start, rows, 2 * spec.feed_forward.num_experts + 2)
+        # Statistics of the routers of all earlier blocks, in fp32 or wider.
+        layers = (spec.default_layer,) * (spec.num_encoder_layers or 0) + spec.layers
+        routers = sum(isinstance(layer.feed_forward, Experts) for layer in layers[: self.ranges[stage].start])
+        if tensors and self.training and spec.experts is not None and routers:
+            shape = (routers, rows, 2 * spec.experts.num_experts + 2)
             tensors.append(meta(shape, dtype=torch.promote_types(self._compute, torch.float32)))
         return tuple(tensors)
 
@@ -368,58 +365,6 @@ class ParallelModel(nn.Module):
                 original = parameters.get(first, {}).get(name)
                 copy = parameters.get(other, {}).get(name)
                 yield original, copy, self.owners[first], self.owners[other]
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """A stage and the tensors that it has received, with the call signature of a whole model.
-
-    Attributes:
-        received: the output of the stage before; None for the first stage.
-    """
-
-    stage: Decoder
-    received: StageOutput | None
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.stage.spec
-
-    @property
-    def stages(self) -> list[Decoder]:
-        return [self.stage]
-
-    def __call__(self, inputs: Inputs, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None) -> Any:
-        return self.stage(inputs, loss, auxiliary, self.received)
-
-
-def pack(output: StageOutput) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors to send: hidden states, encoder states, routing statistics [L, B, 2E + 2].
-
-    The last two are left out if the output has none.
-    """
-    tensors = [output.states]
-    if output.encoder_states is not None:
-        tensors.append(output.encoder_states)
-    if output.routings:
-        rows = [
-            torch.cat([stats.load, stats.probability, stats.z.unsqueeze(1), stats.dropped.unsqueeze(1)], 1)
-            for stats in output.routings
-        ]
-        tensors.append(torch.stack(rows))
-    return tuple(tensors)
-
-
-def unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
-    """Return the stage's output whose tensors `pack` has returned: the inverse of `pack`."""
-    states, *others = tensors
-    encoder_states = others.pop(0) if with_encoder_states and others else None
-    routings = []
-    for row in others[0] if others else ():
-        experts = (row.shape[1] - 2) // 2
-        load, probability, z, dropped = row.split([experts, experts, 1, 1], 1)
-        routings.append(RoutingStats(load, probability, z.squeeze(1), dropped.squeeze(1)))
-    return StageOutput(states, routings, encoder_states)
 
 
 def _row_shape(batch: Batch | Inputs) -> tuple[int, int, int]:

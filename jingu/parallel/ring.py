@@ -61,10 +61,16 @@ def _own_rows(sharding: TokenSharding, mask: AttentionMask) -> Tensor | None:
 def _with_own_positions(
     sharding: TokenSharding, original: Callable[..., Tensor], x_BCD: Tensor, context: BlockContext, *others: Any
 ) -> Tensor:
-    """Call `SelfAttention.forward` with the rotary tables of this rank's tokens."""
+    """Call `SelfAttention.forward` with the rotary tables and query factors of this rank's tokens."""
+
+    def share(table: Tensor) -> Tensor:
+        return sharding.shard_context(table.movedim(-3, -1)).movedim(-1, -3)
+
     if context.rotary is not None:
-        cos, sin = (sharding.shard_context(table.movedim(-3, -1)).movedim(-1, -3) for table in context.rotary)
+        cos, sin = map(share, context.rotary)
         context = context._replace(rotary=(cos, sin))
+    if context.query_factor is not None:
+        context = context._replace(query_factor=share(context.query_factor))
     return original(x_BCD, context, *others)
 
 
@@ -77,7 +83,7 @@ def _attend_tokens(
     mask: AttentionMask,
 ) -> Tensor:
     """Replace `SelfAttention.attend_tokens`: this rank's queries attend to the keys of all ranks."""
-    if attention.causal and mask is None and _has_ring_kernel(q_BHCK):
+    if attention.causal and mask is None and attention.softcap is None and _has_ring_kernel(q_BHCK):
         # PyTorch's ring attention does not support grouped-query attention, so repeat keys and values.
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]
         k_BHCK = k_BGCK.repeat_interleave(groups, 1)

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from jingu.data.batch import Batch
 from jingu.model.decoder import Decoder, StageOutput
-from jingu.parallel.pipeline import Loss, StageModel, pack, unpack
+from jingu.parallel.stage_tensors import Loss, StageModel, pack, unpack
 from jingu.watch.activity import Activity
 
 _CLASS_NAMES = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}

@@ -288,26 +288,27 @@ def _all_reduce(tensors: Sequence[tuple[ParameterSharding, Sequence[int], Tensor
             tensor.copy_(total.view_as(tensor))
 
 
-def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: int, expert_ranks: int) -> ShardingPlan:
+def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec, expert_ranks: int) -> ShardingPlan:
     """Plan the division of a model's parameters over a mesh.
 
     Args:
         stages: all stages of the model, not yet sharded.
-        num_kv_heads: key-value heads of the model. If `tensor` has more ranks, neighboring ranks hold the same head.
+        spec: the model. If `tensor` has more ranks than a layer has key-value heads, neighbors hold the same head.
         expert_ranks: number of ranks of shard × context that share the experts (expert parallelism).
     """
     # Each kind of parameter has a mesh of its own: replicate × ZeRO × the axes that divide it before ZeRO.
     replicate, fsdp, tensor = mesh["replicate"], fsdp_mesh(mesh), mesh["tensor"]
     plain_mesh = join_meshes([replicate, fsdp, tensor])
-    kv_head_mesh = None
-    if num_kv_heads < tensor.size():
-        # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.
-        sizes = (num_kv_heads, tensor.size() // num_kv_heads)
-        kv_head_mesh = join_meshes([replicate, fsdp, split_axis(tensor, 0, sizes, ("kv_heads", "kv_copies"))])
+    kv_head_meshes = {}
+    for number in sorted({layer.attention.num_kv_heads for layer in spec.kinds}):
+        if number < tensor.size():
+            # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.
+            axes = split_axis(tensor, 0, (number, tensor.size() // number), ("kv_heads", "kv_copies"))
+            kv_head_meshes[number] = join_meshes([replicate, fsdp, axes])
     experts = split_expert_mesh(fsdp, expert_ranks) if expert_ranks > 1 else None
     expert_mesh = None if experts is None else join_meshes([replicate, experts, tensor])
 
-    def plan(shape: torch.Size, sharded: tuple[ShardedDim, ...]) -> ParameterSharding:
+    def plan(name: str, shape: torch.Size, sharded: tuple[ShardedDim, ...]) -> ParameterSharding:
         """Return the sharding of one parameter, given the dims that its sharding table divides."""
         dims = {dim.kind: dim.dim for dim in sharded}
         inner = dims.get("inner", dims.get("kv_heads"))
@@ -321,6 +322,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: i
             zero = int(bool(shape[0] // expert_ranks % ranks) and shape[1] % split == 0)
         if "experts" in dims and expert_mesh is not None:
             return ParameterSharding(shape, expert_mesh, (None, zero, 0, inner))
+        kv_head_mesh = kv_head_meshes.get(spec.layer_of(name).attention.num_kv_heads)
         if "kv_heads" in dims and kv_head_mesh is not None:
             return ParameterSharding(shape, kv_head_mesh, (None, 0, inner, None))
         return ParameterSharding(shape, plain_mesh, (None, zero, inner))
@@ -329,7 +331,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, num_kv_heads: i
     for stage in stages:
         table = sharded_dims(stage)
         for name, parameter in stage.named_parameters():
-            parts[name] = plan(parameter.shape, table[name])
+            parts[name] = plan(name, parameter.shape, table[name])
     return ShardingPlan(mesh, parts, experts)
 
 

@@ -2,7 +2,7 @@
 
 *Tensor parallelism, with sequence parallelism (Megatron).* The tokens of a row are divided over `context` and then over
 `tensor`. Norms, residuals and all other operations per token see the S tokens of a rank. A module with a sharding table
-(`SHARDING`) all-gathers the C tokens of its context rank, computes with its share of heads or intermediate dims, and
+(`sharding`) all-gathers the C tokens of its context rank, computes with its share of heads or intermediate dims, and
 reduce-scatters the result over `tensor`.
 
 *Context parallelism.* Between projections and attention, ranks of `context` exchange tokens for heads, so that
@@ -35,9 +35,8 @@ from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutpu
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.grouped_matmul import GatherRows
 from jingu.model.inputs import Inputs, as_inputs
-from jingu.model.layers import Embedding
+from jingu.model.layers import Embedding, RMSNorm
 from jingu.model.sharding_table import child_styles, iterate_styles
-from jingu.model.spec import ModelSpec
 from jingu.parallel.sharding import shard_range
 from jingu.parallel.token_sharding import TokenSharding, compose
 
@@ -104,16 +103,14 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = Fals
             continue
         for block in stack.blocks:
             for module in block.children():
-                if hasattr(module, "SHARDING"):
+                if hasattr(module, "sharding"):
                     is_cross = isinstance(module, CrossAttention)
                     key_sharding = source_sharding if is_cross else own_sharding
-                    _parallelize_module(module, own_sharding, key_sharding, model.spec, ring=ring)
+                    _parallelize_module(module, own_sharding, key_sharding, ring=ring)
     model.forward = partial(_forward, sharding, source_sharding, vocab, model.forward)  # type: ignore[method-assign]
 
 
-def _parallelize_module(
-    module: Any, sharding: TokenSharding, key_sharding: TokenSharding, spec: ModelSpec, *, ring: bool
-) -> None:
+def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: TokenSharding, *, ring: bool) -> None:
     """Wrap a module of a block (attention or feed-forward).
 
     Args:
@@ -124,18 +121,25 @@ def _parallelize_module(
     has_context = sharding.context > 1
     by_heads = has_context and not ring
     # Projections: sum over `tensor` after a row-parallel matrix, exchange tokens for heads over `context`.
-    for _, child, style in child_styles(module):
+    for name, child, style in child_styles(module):
         if style in ("row", "from_heads") and sharding.tensor > 1:
             _compute_summand(child, sharding)
-        if by_heads:
-            _exchange_tokens_for_heads(child, style, sharding, key_sharding, spec.attention.head_dim)
+        if isinstance(child, RMSNorm) and sharding.tensor > 1:
+            # A norm over all heads, of which each rank has equally many.
+            child.is_whole = False
+            child.mean_square = compose(  # type: ignore[method-assign]
+                child.mean_square, partial(_mean_over_ranks, group=sharding.tensor_group)
+            )
+        # Such a norm comes after the projection and before the exchange.
+        if by_heads and isinstance(module, Attention) and f"{name}_norm" not in module.sharding:
+            _exchange_tokens_for_heads(child, style, sharding, key_sharding, module.head_dim)
     if isinstance(module, Attention):
         # The index of this rank's first head, for masks and caches that have all heads.
         ranks, rank = sharding.tensor, sharding.tensor_rank
         if by_heads:
             ranks = ranks * sharding.context
             rank = rank * sharding.context + sharding.context_rank
-        module.first_head = rank * (spec.attention.num_heads // ranks)
+        module.first_head = rank * (module.sizes[0] // ranks)
         if ring and has_context:
             # PyTorch's ring attention is slow to import.
             from jingu.parallel.ring import apply_ring_attention
@@ -154,6 +158,10 @@ def _parallelize_module(
     if sharding.tensor > 1:
         sources = None if key_sharding is sharding else key_sharding
         module.forward = partial(_with_all_tokens, sharding, sources, module.forward)
+
+
+def _mean_over_ranks(x_BS1: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_gather(x_BS1, x_BS1.dim() - 1, group).mean(-1, keepdim=True)
 
 
 def _compute_summand(child: Any, sharding: TokenSharding) -> None:

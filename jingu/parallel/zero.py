@@ -64,9 +64,9 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
         shard_placement_fn=lambda parameter: Shard(dims[parameter]),
     )
     for _, block in iterate_blocks(model):
-        if plan.experts is not None:
+        experts = [module for module in block.modules() if isinstance(module, GroupedLinear)]
+        if plan.experts is not None and experts:
             # Experts are divided over `expert` already, and sharded over the ranks that hold the same experts.
-            experts = [module for module in block.modules() if isinstance(module, GroupedLinear)]
             expert_mesh = hsdp_mesh(plan.mesh, plan.experts["expert_fsdp"])
             shard(experts, mesh=expert_mesh, reshard_after_forward=settings.zero_stage == 3)
         shard(block, reshard_after_forward=settings.zero_stage == 3)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from jingu.model.spec import Experts
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.workload import BlockSizes, OptimizerName, Software, Stage, Weight, Workload
 
@@ -59,9 +58,7 @@ class Owned:
 
 
 @lru_cache(maxsize=16384)
-def owned(
-    part: BlockSizes, sizes: tuple[int, int, int], kv_heads: int, optimizer: OptimizerName, soft: Software
-) -> Owned:
+def owned(part: BlockSizes, sizes: tuple[int, int, int], optimizer: OptimizerName, soft: Software) -> Owned:
     """Return the share of the first rank of a stage of a block, or of embedding or head.
 
     Args:
@@ -70,7 +67,7 @@ def owned(
     weights = state = gathered = rounded = 0.0
     trained = reduced = 0
     for weight in part.weights:
-        local, whole = weight.numbers(sizes, kv_heads)
+        local, whole = weight.numbers(sizes)
         itemsize = weight.itemsize(soft)
         narrow = min(itemsize, soft.compute_bytes)
         weights += local * itemsize
@@ -121,7 +118,8 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
 def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
     """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
     input."""
-    sizes, soft, spec = work.sizes, work.software, work.spec
+    sizes, soft, spec, layer = work.sizes, work.software, work.spec, block.layer
+    assert layer is not None
     divided = work.tokens / sizes.tensor
     spread = divided if soft.sequence_parallel else work.tokens
     input_bytes = spread * spec.hidden_size * soft.compute_bytes
@@ -137,12 +135,12 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     saved += inputs
     scores = 0.0
     if not soft.fused_attention:
-        scores = soft.saved_scores * spec.attention.num_heads / sizes.tensor * work.tokens * work.sequence
-    if isinstance(spec.feed_forward, Experts) and work.sizes.expert > 1:
+        scores = soft.saved_scores * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
+    if block.experts is not None and work.sizes.expert > 1:
         # The all-to-all stores the rows of tokens in two more orders.
-        saved += 2 * divided * spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
+        saved += 2 * divided * block.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes
     selective = divided * (
-        soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes + 4 * spec.attention.num_heads
+        soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes + 4 * layer.attention.num_heads
     )
     selective += input_bytes + inputs
     if not soft.fused_attention:
@@ -177,7 +175,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
 def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
     """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
     sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
-    key = (sizes, work.spec.attention.num_kv_heads, work.optimizer, work.software)
+    key = (sizes, work.optimizer, work.software)
     return [(owned(part, *key), count) for part, count in stage.parts]
 
 
@@ -186,7 +184,7 @@ def checkpoint_bytes(work: Workload) -> float:
     model, soft = work.model, work.software
     # A tied head is saved with the embedding.
     ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
-    key = ((1, 1, 1), work.spec.attention.num_kv_heads, work.optimizer, soft)
+    key = ((1, 1, 1), work.optimizer, soft)
     parts = [owned(part, *key) for part in (*model.blocks, *ends)]
     return sum(part.trained * soft.weight_bytes + part.state * soft.state_share for part in parts)
 

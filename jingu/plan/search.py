@@ -17,7 +17,6 @@ from math import inf
 from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
-from jingu.model.spec import Experts
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.machine import Machine
@@ -184,8 +183,9 @@ def _grids(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
     spec, nodes = base.spec, base.parallel
     layers = (spec.num_encoder_layers or 0) + spec.num_layers
     longest = max(1, base.sequence // 512)
+    heads = min(layer.attention.num_heads for layer in spec.kinds)
     for pipeline, tensor, context in product(_divisors(ranks), repeat=3):
-        if ranks % (pipeline * tensor * context) or context > longest or tensor > spec.attention.num_heads:
+        if ranks % (pipeline * tensor * context) or context > longest or tensor > heads:
             continue
         if pipeline > layers:
             result.reject("fewer blocks than stages", f"{layers} blocks over {pipeline} stages")
@@ -223,8 +223,8 @@ def _reason(error: JinguError) -> str:
 
 
 def _expert_sizes(base: Workload, ranks: int) -> list[int]:
-    part = base.spec.feed_forward
-    if not isinstance(part, Experts):
+    part = base.spec.experts
+    if part is None:
         return [1]
     return [size for size in _divisors(part.num_experts) if ranks % size == 0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, generation_flops
 from jingu.model.parameter_table import parameter_sizes
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.plan.machine import Machine
 
 # Numbers of concurrent streams for which the plan shows the throughput.
@@ -64,8 +64,8 @@ def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, wei
 def cache_bytes_per_token(spec: ModelSpec, gpus: int, number_bytes: float = 2.0) -> float:
     """Return the bytes of a token's KV cache on a GPU."""
     # With more ranks than key-value heads, these are replicated.
-    heads = max(1.0, spec.attention.num_kv_heads / gpus)
-    return 2.0 * number_bytes * spec.num_layers * heads * spec.attention.head_dim
+    parts = (layer.attention for layer in spec.layers)
+    return sum(2.0 * number_bytes * max(1.0, part.num_kv_heads / gpus) * part.head_dim for part in parts)
 
 
 def decode_seconds(
@@ -111,8 +111,8 @@ def _share_read(spec: ModelSpec, active: float, streams: int) -> float:
     Args:
         active: share of the weights that one token uses.
     """
-    part = spec.feed_forward
-    if not isinstance(part, Experts):
+    part = spec.experts
+    if part is None:
         return 1.0
     active_share = part.num_experts_per_token / part.num_experts
     # The share of expert weights, from: active = dense + experts · active_share.

@@ -15,7 +15,7 @@ from typing import Any
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.spec import Experts
+from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.machine import Machine
@@ -127,17 +127,17 @@ class Matmul:
 
 def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
     """Return the matmuls of a part for one micro-batch."""
-    sizes, spec, soft = work.sizes, work.spec, work.software
+    sizes, soft, experts = work.sizes, work.software, part.experts
     result = []
     for weight in part.weights:
         if not weight.is_matmul:
             continue
-        shape = weight.cut(sizes.tensor, spec.attention.num_kv_heads, sizes.expert)
+        shape = weight.cut(sizes.tensor, sizes.expert)
         rows, count = float(work.tokens), 1
-        if len(shape) == 3 and isinstance(spec.feed_forward, Experts):
+        if len(shape) == 3 and experts is not None:
             # This rank has `count` experts, which receive the tokens of all ranks of the expert group.
             count = shape[0]
-            rows *= spec.feed_forward.num_experts_per_token * sizes.expert / spec.feed_forward.num_experts
+            rows *= experts.num_experts_per_token * sizes.expert / experts.num_experts
             rows *= soft.expert_imbalance
         outputs, inputs = shape[-2], shape[-1] * weight.packing
         flops = 2.0 * rows * outputs * inputs * count
@@ -170,15 +170,16 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
     traffic = work.tokens / sizes.tensor * work.saved_bytes(part)
     if not soft.sequence_parallel:
         traffic += (work.tokens - work.tokens / sizes.tensor) * 8 * spec.hidden_size * soft.compute_bytes
-    if isinstance(spec.feed_forward, Experts) and sizes.expert > 1:
+    if part.experts is not None and sizes.expert > 1:
         # Rows are permuted into the order of ranks, then of experts, and back; each permutation reads and writes them.
-        row = spec.feed_forward.num_experts_per_token * spec.hidden_size * soft.compute_bytes
+        row = part.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes
         traffic += 4 * work.tokens / sizes.tensor * row
-    if part.attended:
-        heads = spec.attention.num_heads / sizes.tensor
-        window = min(spec.attention.sliding_window or work.sequence, work.sequence)
-        context = window * (1 - window / (2 * work.sequence)) if part.is_causal and soft.fused_attention else window
-        flops = 4.0 * part.attended * work.tokens * context * heads * spec.attention.head_dim
+    if part.layer is not None:
+        heads = part.layer.attention.num_heads / sizes.tensor
+        context = float(cached_tokens(part.layer, work.sequence))
+        if part.is_causal and soft.fused_attention:
+            context = attended_tokens(part.layer, work.sequence)
+        flops = 4.0 * part.attended * work.tokens * context * attention_width(part.layer) / sizes.tensor
         speed = rates.attention if soft.fused_attention else rates.matmul * 0.6
         attention = flops / (machine.matmul_tflops * 1e12 * speed)
         if work.parallel.context_method == "ring" and sizes.context > 1 and part.is_causal:
@@ -234,7 +235,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     passes = 2.0 + full
     calls = 2 * (block.attended + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
-    expert = _expert_seconds(tokens_bytes / sizes.tensor, work, groups["expert"], machine)
+    expert = _expert_seconds(tokens_bytes / sizes.tensor, block, work, groups["expert"], machine)
     terms = {
         "matmuls": time.matmuls * (1 + full) + time.backward,
         "attention": time.attention * (3.5 if soft.fused_attention else 3.0) + time.attention * (full + again[0]),
@@ -247,17 +248,17 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
         computing = terms["matmuls"] + terms["attention"]
         terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
     # The host launches kernels while a GPU computes, so only the excess counts. On a CPU both times add up.
-    kernels = (soft.kernels + soft.expert_kernels * isinstance(spec.feed_forward, Experts)) * (2 * passes - 1)
+    kernels = (soft.kernels + soft.expert_kernels * (block.experts is not None)) * (2 * passes - 1)
     seconds = (kernels + calls * (sizes.tensor > 1)) * machine.efficiency.kernel_us * 1e-6
     terms["launch"] = seconds if machine.is_shared else max(0.0, seconds - sum(terms.values()))
     terms["elementwise"] += kernels * machine.efficiency.operation_us * 1e-6 * machine.is_shared
     return terms, 1 / (3.0 + full)
 
 
-def _expert_seconds(size: float, work: Workload, group: Neighbors, machine: Machine) -> float:
+def _expert_seconds(size: float, block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
     """Return the seconds of the all-to-alls of a forward pass: `size` bytes of tokens to their experts and back."""
-    part = work.spec.feed_forward
-    if not isinstance(part, Experts) or group.ranks == 1:
+    part = block.experts
+    if part is None or group.ranks == 1:
         return 0.0
     chosen, share_far = part.num_experts_per_token, 1.0
     if work.software.sends_to_nodes:
@@ -297,9 +298,9 @@ def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
 
 def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
     """Return the exposed communication of context parallelism in a forward pass, in seconds: Ulysses or ring."""
-    if group.ranks == 1:
+    if group.ranks == 1 or block.layer is None:
         return 0.0
-    part, sizes = work.spec.attention, work.sizes
+    part, sizes = block.layer.attention, work.sizes
     row = work.tokens * part.head_dim * work.software.compute_bytes / sizes.tensor
     if work.parallel.context_method == "ring":
         travelling = 2 * part.num_kv_heads * row * (group.ranks - 1)

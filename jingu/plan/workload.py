@@ -6,6 +6,7 @@ is built on the meta device, and its sharding table says how its parameters are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -14,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.parameter_table import has_table, is_trained, parameter_sizes, parameter_table
+from jingu.model.parts import attention_width, dense_equivalent, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
-from jingu.model.spec import Experts, GatedFeedForward, LayerNorm, ModelSpec
+from jingu.model.spec import Experts, LayerSpec, ModelSpec
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
 
@@ -33,6 +35,7 @@ class Weight:
             in this number of bytes per element.
         packing: values per stored element, for quantized matrices.
         is_copy: whether another stage updates it, as for the head that is tied to an embedding.
+        kv_heads: key-value heads of its layer. If `tensor` has more ranks, several hold the same head.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +45,7 @@ class Weight:
     stored: Literal["master", "compute"] | int = "master"
     packing: int = 1
     is_copy: bool = False
+    kv_heads: int = 1
 
     def itemsize(self, software: Software) -> float:
         """Return the bytes of an element on a rank."""
@@ -49,22 +53,22 @@ class Weight:
             return self.stored
         return software.weight_bytes if self.stored == "master" else software.compute_bytes
 
-    def cut(self, tensor: int, kv_heads: int, expert: int) -> tuple[int, ...]:
+    def cut(self, tensor: int, expert: int) -> tuple[int, ...]:
         """Return the shape of the first rank's part before ZeRO shards it; no rank has a larger one."""
         shape = list(self.shape)
-        ranks = {"inner": tensor, "kv_heads": min(tensor, kv_heads), "experts": expert}
+        ranks = {"inner": tensor, "kv_heads": min(tensor, self.kv_heads), "experts": expert}
         for kind, dim in self.dims:
             shape[dim] = -(-shape[dim] // ranks[kind])
         return tuple(shape)
 
-    def numbers(self, sizes: tuple[int, int, int], kv_heads: int) -> tuple[int, int]:
+    def numbers(self, sizes: tuple[int, int, int]) -> tuple[int, int]:
         """Return the elements of the first rank's shard under `plan_sharding`, and those before ZeRO shards it.
 
         Args:
             sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
         """
         tensor, expert, ranks = sizes
-        shape = self.cut(tensor, kv_heads, expert)
+        shape = self.cut(tensor, expert)
         dim = 0
         if self.dims and self.dims[0].kind == "experts":
             # If ZeRO's ranks do not divide the number of experts, it shards them by rows.
@@ -85,6 +89,7 @@ class BlockSizes:
         matmul_outputs: outputs of matmuls and attention per token, which selective checkpointing saves.
         attended: number of attention layers.
         is_causal: whether attention is causal.
+        layer: what the block is; None before and after the blocks.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -92,6 +97,13 @@ class BlockSizes:
     matmul_outputs: float = 0.0
     attended: int = 0
     is_causal: bool = True
+    layer: LayerSpec | None = None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the block, if it has some."""
+        part = None if self.layer is None else self.layer.feed_forward
+        return part if isinstance(part, Experts) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,37 +298,58 @@ class _Parameter(NamedTuple):
 
     Attributes:
         itemsize: bytes of an element if it is not floating-point.
+        is_trained: whether it is ever trained.
     """
 
     shape: tuple[int, ...]
     dims: tuple[ShardedDim, ...]
     itemsize: int | None = None
+    is_trained: bool = True
 
 
 @lru_cache(maxsize=64)
 def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
     """Return the sizes of a model, derived from one block of each kind."""
-    layers = {"num_layers": 1} | ({"num_encoder_layers": 1} if spec.num_encoder_layers else {})
-    parameters = _parameters(spec.model_copy(update=layers))
+    # A model with the first block of each kind.
+    layers = spec.layers
+    first = {layer: layers.index(layer) for layer in dict.fromkeys(layers)}
+    small = spec.select_layers(list(first.values()))
+    place = {layer: number for number, layer in enumerate(first)}
+    if spec.num_encoder_layers:
+        small = small.model_copy(update={"num_encoder_layers": 1})
+    parameters = _parameters(small)
     if spec.tie_word_embeddings:
         # A tied head has no parameter of its own, but its matmul costs the same.
         parameters["head.weight"] = parameters["embedding.weight"]
 
-    def part(prefixes: tuple[str, ...], attended: int = 0, number: int = 0, *, is_causal: bool = True) -> BlockSizes:
-        names = [name for name in parameters if name.startswith(prefixes)]
-        # Blocks may differ in which parameters are trained.
+    def block(layer: LayerSpec, source: str, prefix: str, attended: int, *, is_causal: bool) -> BlockSizes:
+        # Blocks of a kind may differ in which parameters are trained, which depends on their names.
         own = tuple(
-            _weight(parameters[name], name, spec, name.replace("blocks.0.", f"blocks.{number}.")) for name in names
+            _weight(parameters[name], name, spec, layer, prefix + name.removeprefix(source))
+            for name in parameters
+            if name.startswith(source)
         )
-        outputs = sum(_outputs(weight, spec) for weight in own if weight.is_matmul)
-        outputs += attended * spec.attention.num_heads * spec.attention.head_dim
-        return _block(own, saved_bytes(spec, compute_bytes) if attended else 0.0, outputs, attended, is_causal)
+        outputs = sum(_outputs(weight, layer) for weight in own if weight.is_matmul)
+        outputs += attended * attention_width(layer)
+        return _block(own, layer_bytes(spec, layer, compute_bytes), outputs, attended, is_causal, layer)
 
-    encoders = [part(("encoder.blocks.",), 1, n, is_causal=False) for n in range(spec.num_encoder_layers or 0)]
-    decoders = [part(("blocks.",), 1 + bool(encoders), n) for n in range(spec.num_layers)]
+    def end(names: Iterable[str]) -> BlockSizes:
+        own = tuple(_weight(parameters[name], name, spec, spec.default_layer, name) for name in names)
+        outputs = sum(_outputs(weight, spec.default_layer) for weight in own if weight.is_matmul)
+        return _block(own, 0.0, outputs, 0, True, None)
+
+    encoders = [
+        block(spec.default_layer, "encoder.blocks.0.", f"encoder.blocks.{n}.", 1, is_causal=False)
+        for n in range(spec.num_encoder_layers or 0)
+    ]
+    decoders = [
+        block(layer, f"blocks.{place[layer]}.", f"blocks.{n}.", 1 + bool(encoders), is_causal=True)
+        for n, layer in enumerate(layers)
+    ]
     ends = ("norm.", "head.")
-    others = tuple(name for name in parameters if "blocks." not in name and not name.startswith(ends))
-    return ModelSizes(spec, (*encoders, *decoders), part(others), part(ends[:1]), part(ends))
+    others = end(name for name in parameters if "blocks." not in name and not name.startswith(ends))
+    norm, head = (end(name for name in parameters if name.startswith(prefixes)) for prefixes in (ends[:1], ends))
+    return ModelSizes(spec, (*encoders, *decoders), others, norm, head)
 
 
 def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
@@ -324,8 +357,12 @@ def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
     if has_table(spec):
         table = parameter_table(spec)
         return {
-            name: _Parameter(shape, divided_dims(style, name.rpartition(".")[2], shape) if style else ())
-            for name, (shape, style) in table.items()
+            name: _Parameter(
+                entry.shape,
+                divided_dims(entry.style, name.rpartition(".")[2], entry.shape) if entry.style else (),
+                is_trained=entry.is_trained,
+            )
+            for name, entry in table.items()
         }
     import torch
 
@@ -341,13 +378,13 @@ def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
 
 
 @lru_cache(maxsize=256)
-def _block(weights: tuple[Weight, ...], saved: float, outputs: float, attended: int, is_causal: bool) -> BlockSizes:
+def _block(*sizes: Any) -> BlockSizes:
     """Return the sizes of a block; equal blocks are the same object, because `BlockSizes` compares by identity."""
-    return BlockSizes(weights, saved, outputs, attended, is_causal)
+    return BlockSizes(*sizes)
 
 
-def _weight(parameter: _Parameter, name: str, spec: ModelSpec, full_name: str) -> Weight:
-    trained = is_trained(full_name, spec) or (name == "head.weight" and spec.adapter is None)
+def _weight(parameter: _Parameter, name: str, spec: ModelSpec, layer: LayerSpec, full_name: str) -> Weight:
+    trained = (parameter.is_trained and is_trained(full_name, spec)) or (name == "head.weight" and spec.adapter is None)
     stored: Literal["master", "compute"] | int = "master"
     if parameter.itemsize is not None:
         stored = parameter.itemsize
@@ -356,64 +393,23 @@ def _weight(parameter: _Parameter, name: str, spec: ModelSpec, full_name: str) -
     is_matmul = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
-    return Weight(parameter.shape, parameter.dims, trained, is_matmul, stored, packing, is_copy)
+    kv_heads = layer.attention.num_kv_heads
+    return Weight(parameter.shape, parameter.dims, trained, is_matmul, stored, packing, is_copy, kv_heads)
 
 
-def _outputs(weight: Weight, spec: ModelSpec) -> float:
+def _outputs(weight: Weight, layer: LayerSpec) -> float:
     """Return the outputs of a matmul per token; for experts, those of the chosen ones."""
-    outputs = float(weight.shape[-2])
-    if len(weight.shape) == 3 and isinstance(spec.feed_forward, Experts):
-        outputs *= spec.feed_forward.num_experts_per_token
-    return outputs
+    outputs, part = float(weight.shape[-2]), layer.feed_forward
+    return outputs * part.num_experts_per_token if len(weight.shape) == 3 and isinstance(part, Experts) else outputs
 
 
 @lru_cache(maxsize=64)
-def saved_bytes(spec: ModelSpec, compute_bytes: float) -> float:
-    """Return the bytes per token that a decoder block saves for its backward pass.
-
-    A mixture of experts counts as a feed-forward layer of the size that a token uses, plus the permuted rows.
-    """
-    part, rows = spec.feed_forward, 0.0
-    if isinstance(part, Experts):
-        size = part.num_experts_per_token * part.intermediate_size + (part.shared_intermediate_size or 0)
-        rows = part.num_experts_per_token * 2.0 * spec.hidden_size * compute_bytes + 8.0 * part.num_experts
-        spec = spec.model_copy(
-            update={"feed_forward": GatedFeedForward(intermediate_size=size, activation=part.activation)}
-        )
+def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> float:
+    """Return the bytes per token that a decoder block saves for its backward pass."""
     if has_table(spec) and not spec.frozen_parameters:
-        return rows + _saved_by_block(spec, compute_bytes)
-    return rows + _count_saved(spec, compute_bytes)
-
-
-def _saved_by_block(spec: ModelSpec, size: float) -> float:
-    """Return the bytes per token that autograd saves in a block whose parameters are all trained.
-
-    Args:
-        size: bytes of the compute dtype.
-    """
-    part, feed_forward = spec.attention, spec.feed_forward
-    stacks = 1 + (spec.num_encoder_layers is not None)
-    inner = part.num_heads * part.head_dim
-    # Tensors saved by norms, and their outputs, which are inputs of matmuls.
-    saved = (stacks + 1) * (_saved_by_norm(spec, spec.hidden_size, 1, size) + spec.hidden_size * size)
-    # Queries, keys and values in fp32 and repeated for all heads, as without a fused kernel; and the input of the
-    # output projection.
-    saved += stacks * inner * (3 * max(size, 4.0) + size)
-    if part.qk_norm:
-        heads = part.num_heads + part.num_kv_heads
-        saved += stacks * _saved_by_norm(spec, heads * part.head_dim, heads, size)
-    # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
-    tensors = 2 * isinstance(feed_forward, GatedFeedForward) + 1 + (feed_forward.activation != "relu")
-    return saved + tensors * feed_forward.intermediate_size * size
-
-
-def _saved_by_norm(spec: ModelSpec, width: int, groups: int, size: float) -> float:
-    """Return the bytes per token that a norm over `groups` groups of together `width` elements saves."""
-    wide = max(size, 4.0)
-    if isinstance(spec.norm, LayerNorm):
-        return width * size + 2 * groups * wide
-    # Inputs, and results before the multiplication with the weight, in at least fp32.
-    return 2 * width * wide + groups * wide
+        return saved_bytes(spec, layer, compute_bytes)
+    dense = layer.model_copy(update={"feed_forward": dense_equivalent(layer.feed_forward)})
+    return routed_bytes(spec, layer, compute_bytes) + _count_saved(spec.uniform(dense), compute_bytes)
 
 
 def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
@@ -436,10 +432,7 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
     from jingu.model.decoder import build_model
     from jingu.model.inputs import Inputs
 
-    update = {"num_layers": layers, "quantization": None}
-    if spec.num_encoder_layers:
-        update["num_encoder_layers"] = 1
-    small = spec.model_copy(update=update)
+    small = spec.uniform(spec.default_layer, layers).model_copy(update={"quantization": None})
     dtype = {8: torch.float64, 4: torch.float32}.get(int(compute_bytes), torch.bfloat16)
     with torch.device("meta"):
         model = build_model(small).to(dtype)

@@ -12,10 +12,10 @@ from typing import TypeVar
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from jingu import __version__
 from jingu.errors import pluralize
 from jingu.formatting import format_duration, format_number, format_rounded, format_short, show_control_characters
 from jingu.report.record import get_number
+from jingu.version import __version__
 
 Item = TypeVar("Item")
 # Maximum length of a text on a page, in characters.

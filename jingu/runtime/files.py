@@ -17,6 +17,9 @@ from typing import Any
 
 from jingu.errors import JinguError
 
+# The folder of the package `jingu`.
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+
 
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:

@@ -16,7 +16,6 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from jingu import __version__
 from jingu.errors import JinguError
 from jingu.serve import anthropic_messages, mathml, ollama, openai, openai_chat, openai_responses, tgi, vllm_scores
 from jingu.serve.http_errors import ApiError
@@ -24,6 +23,7 @@ from jingu.serve.middleware import AccessMiddleware
 from jingu.serve.responses import error_response
 from jingu.serve.service import Service, ServiceDependency
 from jingu.serve.static_files import load_static_files
+from jingu.version import __version__
 
 # In the location of an error in a union, pydantic also lists the member type that it tried. This matches such a type.
 _TYPE_NAME = re.compile(r"^(str|bool)$|\[|^[A-Z]")

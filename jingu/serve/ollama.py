@@ -13,7 +13,6 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field
 from pydantic_core import from_json
 
-from jingu import __version__
 from jingu.chat.tool_calls import ToolCall, ToolCallParser
 from jingu.infer.request import FinishReason, Request
 from jingu.infer.sampling import SamplingParams
@@ -25,6 +24,7 @@ from jingu.serve.openai import FINISH_REASONS, build_engine_request
 from jingu.serve.openai_chat import format_logprobs
 from jingu.serve.responses import EventStream, JsonResponse, dump_json, respond_once
 from jingu.serve.service import Service, ServiceDependency
+from jingu.version import __version__
 
 router = APIRouter(prefix="/api", tags=["ollama"], route_class=protocol.StrictRoute)
 _LINES = "application/x-ndjson"

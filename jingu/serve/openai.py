@@ -18,7 +18,6 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import PlainTextResponse, Response
 
-from jingu import __version__
 from jingu.infer.request import Event, FinishReason, Request, Token
 from jingu.infer.sampling import SamplingParams
 from jingu.runtime.device import run_in_thread
@@ -27,6 +26,7 @@ from jingu.serve.async_engine import Completion, RequestHandle, RequestStats, be
 from jingu.serve.http_errors import ApiError, bad_request
 from jingu.serve.responses import STREAMING_RESPONSES, EventStream, JsonResponse, format_event, respond_once
 from jingu.serve.service import PLACEHOLDER_MODELS, Service, ServiceDependency
+from jingu.version import __version__
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=protocol.StrictRoute)
 SYSTEM_FINGERPRINT = f"jingu-{__version__}"

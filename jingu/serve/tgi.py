@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from jingu import __version__
 from jingu.infer.request import FinishReason, Request, Token
 from jingu.serve.async_engine import Completion, RequestHandle, best_first
 from jingu.serve.http_errors import ApiError, bad_request
@@ -23,6 +22,7 @@ from jingu.serve.responses import (
     respond_once,
 )
 from jingu.serve.service import Service, ServiceDependency, run_off_loop
+from jingu.version import __version__
 
 router = APIRouter(tags=["text-generation-inference"], route_class=StrictRoute)
 _FINISH_REASONS: dict[FinishReason, str] = {"end": "eos_token", "stop": "stop_sequence", "length": "length"}

@@ -189,12 +189,16 @@ def url_version(url: str) -> str:
     return "" if key is None else f"{key} {about[key]}"
 
 
-def import_optional(name: str, purpose: str, where: str) -> ModuleType:
-    """Import an optional package. Raises JinguError if it is not installed."""
+def import_optional(name: str, purpose: str, where: str, package: str = "") -> ModuleType:
+    """Import an optional package. Raises JinguError if it is not installed.
+
+    Args:
+        package: its name for pip, if that is another.
+    """
     try:
         return import_module(name)
     except ImportError:
-        package = name.partition(".")[0]
+        package = package or name.partition(".")[0]
         fix = f"Install it: `pip install {package}`."
         raise JinguError(f"{purpose} needs the package {package}.", where=where, fix=fix) from None
 

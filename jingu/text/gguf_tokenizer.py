@@ -12,14 +12,22 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from jingu.errors import JinguError
 from jingu.runtime.log import log_warning
 from jingu.text.sentencepiece import SentencePieceModel, build_sentencepiece, prepend_token
-from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
+from jingu.text.tokenizer_formats import (
+    DIGIT_SPLIT_PATTERN,
+    GPT2_SPLIT_PATTERN,
+    SPLIT_CASES_PATTERN,
+    SPLIT_PATTERN,
+    build_byte_level_bpe,
+)
 
 # llama.cpp's names for pre-tokenizers, the rules that split text into words before merging, grouped by equal rules.
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "jina-en", "jina-es", "jina-de", "jina-v2-code", "roberta-bpe")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3", "smaug-bpe", "dbrx")
-# Of these, llama.cpp begins prompts with BOS unless the file says otherwise.
-_WITH_BOS = ("llama-bpe", "llama-v3", "llama3", "falcon3")
+# llama.cpp begins prompts with BOS unless the file says otherwise, and keeps words whole that are tokens.
+_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "falcon3")
+# The same pattern without both.
+_DBRX = ("smaug-bpe", "dbrx")
+_CASES = ("gpt-4o", "llama4", "kanana2")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2")
 # llama.cpp's rules for files that name none: each divides what the one before it left whole.
 _DEFAULT = "default"
@@ -60,7 +68,7 @@ def write_gguf_tokenizer(metadata: Mapping[str, Any], max_length: int, folder: P
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             named[f"{_HF_NAMES.get(name, name)}_token"] = tokens[number]
-    has_bos = kind == "llama" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _WITH_BOS)
+    has_bos = kind == "llama" or (kind == "gpt2" and metadata.get("tokenizer.ggml.pre") in _LLAMA3)
     if metadata.get("tokenizer.ggml.add_bos_token", has_bos) and "bos_token" in named:
         prepend_token(inner, named["bos_token"])
     config = {
@@ -85,13 +93,15 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Any:
             "The GGUF file does not say how its tokenizer splits text (tokenizer.ggml.pre). jingu uses llama.cpp's "
             "default, and the ids can differ from those that the model was trained on."
         )
-    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2, _DEFAULT):
+    if pre not in (*_GPT2, *_DIGITS, *_LLAMA3, *_DBRX, *_QWEN2, *_CASES, _DEFAULT):
         raise JinguError(f"the file's tokenizer splits text by the rule {pre!r}, which jingu does not support.")
     pairs = [(first, second) for first, second in (merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"])]
     vocab = {token: number for number, token in enumerate(tokens)}
     pattern = ""
-    if pre in _LLAMA3:
+    if pre in (*_LLAMA3, *_DBRX):
         pattern = SPLIT_PATTERN
+    elif pre in _CASES:
+        pattern = SPLIT_CASES_PATTERN
     elif pre in _QWEN2:
         pattern = DIGIT_SPLIT_PATTERN
     inner = build_byte_level_bpe(vocab, pairs, pattern, whole_words=pre in _LLAMA3)

@@ -27,7 +27,7 @@ DIGIT_SPLIT_PATTERN = SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_SPLIT_CASES = (
+SPLIT_CASES_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,7 +39,7 @@ _RANKS: dict[str, tuple[str, dict[str, int]]] = {
     "r50k_base": ("", {_END: 50256}),
     "p50k_base": ("", {_END: 50256}),
     "cl100k_base": (SPLIT_PATTERN, {_END: 100257}),
-    "o200k_base": (_SPLIT_CASES, {_END: 199999}),
+    "o200k_base": (SPLIT_CASES_PATTERN, {_END: 199999}),
     "qwen": (DIGIT_SPLIT_PATTERN, {_END: 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}),
     "128000": (SPLIT_PATTERN, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}),
 }

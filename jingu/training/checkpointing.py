@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from jingu import __version__
 from jingu.checkpoint.async_save import AsyncSaver
 from jingu.checkpoint.manifest import CheckpointError
 from jingu.checkpoint.memory_copies import MemoryCopies, run_id
@@ -41,6 +40,7 @@ from jingu.training.initialize import load_initial_weights
 from jingu.training.optimizer import QUANTIZATION_BLOCK, QUANTIZATION_SCALES, REPLICATED_STATE, named_optimizer_state
 from jingu.training.precision import LossScale, initial_loss_scale
 from jingu.training.run import Run
+from jingu.version import __version__
 
 # Returns the tensors of a checkpoint, by logical name.
 GetTensors = Callable[[], dict[str, TensorBlock]]

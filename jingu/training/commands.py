@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 import xxhash
 
-import jingu
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.explain import closest_match
 from jingu.config.introspect import all_keys
@@ -24,6 +23,7 @@ from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.collective_stop import CollectiveStop
 from jingu.runtime.device import find_device_type
+from jingu.runtime.files import PACKAGE_ROOT
 from jingu.runtime.gpus import select_gpus
 from jingu.runtime.launcher import launch_local_ranks
 from jingu.runtime.log import log_info, log_to_folder, log_warning, report_first_failure
@@ -218,7 +218,7 @@ def _describe_start(config: RunConfig, resume_options: ResumeOptions) -> dict[st
     """
     settings = flatten(config.model_dump(mode="json"))
     code = xxhash.xxh3_64()
-    for file in sorted(Path(jingu.__file__).parent.rglob("*")):
+    for file in sorted(PACKAGE_ROOT.rglob("*")):
         if file.suffix in (".py", ".toml", ".json"):
             code.update(file.read_bytes())
     return {

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jingu.chat.chat_format import find_chat_format
-from jingu.chat.templates import ChatTemplate, load_template
+from jingu.chat.template_sources import load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.checkpoint.resume import checkpoints_path, complete_steps
 from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings

@@ -87,10 +87,12 @@ class ChunkedHead:
     Attributes:
         rows: number of tokens in a chunk (C).
         chunk: computes losses and gradients of a chunk.
+        softcap: soft cap of the logits, before `chunk` receives them; None: they have none.
     """
 
     rows: int
     chunk: ChunkLoss
+    softcap: float | None = None
 
     def compute(
         self,
@@ -117,7 +119,7 @@ class ChunkedHead:
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         for start in range(0, hidden_ND.shape[0], self.rows):
             part = slice(start, start + self.rows)
-            losses_N[part], gradient_CV = self.chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
+            losses_N[part], gradient_CV = self._capped_chunk(matmul(hidden_ND[part], weight_VD.t()), labels_N[part])
             # Multiply the [C, D] side of each matmul by the factors, which is smaller than [C, V].
             factors_C1 = factors_N[part].unsqueeze(1)
             if hidden_gradient_ND is not None:
@@ -125,6 +127,15 @@ class ChunkedHead:
             if weight_gradient_VD is not None:
                 matmul_accumulate(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * factors_C1)
         return losses_N, hidden_gradient_ND, weight_gradient_VD
+
+    def _capped_chunk(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses of a chunk, and their gradients with respect to the logits before the soft cap."""
+        if self.softcap is None:
+            return self.chunk(logits_CV, labels_C)
+        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        ratio_CV = torch.tanh(wide_CV / self.softcap)
+        losses_C, gradient_CV = self.chunk(ratio_CV * self.softcap, labels_C)
+        return losses_C, (gradient_CV * (1 - ratio_CV.square())).to(logits_CV.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -164,7 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden, weight, None, None, None, None
 
 
-def chunked_head(hidden_BTD: Tensor, columns: int, chunk: ChunkLoss) -> ChunkedHead:
+def chunked_head(hidden_BTD: Tensor, columns: int, chunk: ChunkLoss, softcap: float | None = None) -> ChunkedHead:
     """Return the `ChunkedHead` with the chunk size for the device of the hidden states.
 
     Args:
@@ -172,7 +183,7 @@ def chunked_head(hidden_BTD: Tensor, columns: int, chunk: ChunkLoss) -> ChunkedH
     """
     elements = CHUNK_ELEMENTS if hidden_BTD.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
     rows = max(MIN_CHUNK_TOKENS, elements // columns)
-    return ChunkedHead(rows, chunk)
+    return ChunkedHead(rows, chunk, softcap)
 
 
 def linear_cross_entropy(
@@ -182,6 +193,7 @@ def linear_cross_entropy(
     chunk: ChunkLoss = chunk_loss,
     max_columns: int | None = None,
     factors_BT: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the sum of factor · loss over the labels that are not -100, a scalar in fp32 (fp64 for fp64 states).
 
@@ -194,8 +206,9 @@ def linear_cross_entropy(
         chunk: computes the losses of a chunk: `chunk_loss`, or a compiled form of it.
         max_columns: size of the largest vocab shard of any rank, so that all ranks have equal chunks; None: V.
         factors_BT: factor of each token's loss; None: 1.
+        softcap: soft cap of the logits; None: they have none.
     """
-    head = chunked_head(hidden_BTD, max_columns or weight_VD.shape[0], chunk)
+    head = chunked_head(hidden_BTD, max_columns or weight_VD.shape[0], chunk, softcap)
     hidden_ND = hidden_BTD.flatten(0, -2)
     labels_N = labels_BT.flatten()
     factors_N = None if factors_BT is None else factors_BT.flatten()

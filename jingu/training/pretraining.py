@@ -16,7 +16,7 @@ from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.objective import batch_function
 from jingu.errors import pluralize
 from jingu.model.experts import RoutingStats, auxiliary_losses
-from jingu.model.spec import Experts, Lora, ModelSpec
+from jingu.model.spec import Lora, ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding
@@ -86,8 +86,8 @@ class Pretraining(StatelessTask):
         return prepend_virtual_tokens(batch, self.spec)
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        experts = model.spec.feed_forward
-        if not isinstance(experts, Experts):
+        experts = model.spec.experts
+        if experts is None:
             return {"loss": 1.0}
         return {"loss": 1.0, "balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
 
@@ -97,11 +97,12 @@ class Pretraining(StatelessTask):
             labels_BT = self._tokens.shard_context(batch.labels, fill=IGNORE_INDEX)
             factors_BT = None if batch.weights is None else self._tokens.shard_context(batch.weights)
             chunk = self._train_loss if torch.is_grad_enabled() else self._eval_loss
-            return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT)
+            cap = self.spec.logit_softcap
+            return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT, cap)
 
         def auxiliary(routings: list[RoutingStats]) -> Tensor:
-            assert isinstance(model.spec.feed_forward, Experts)
-            return auxiliary_losses(routings, model.spec.feed_forward, (batch.labels >= 0).sum(1))
+            assert model.spec.experts is not None
+            return auxiliary_losses(routings, model.spec.experts, (batch.labels >= 0).sum(1))
 
         total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
         return total

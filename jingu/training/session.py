@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu import __version__
 from jingu.checkpoint.memory_copies import MemoryCopies
 from jingu.compat.torch import raised_by_compiler
 from jingu.compat.torch_distributed import set_group_timeouts
@@ -59,6 +58,7 @@ from jingu.training.run import Run
 from jingu.training.task import TaskFactory
 from jingu.training.throughput import ThroughputMeter, training_flops_per_token
 from jingu.training.trackers import Trackers
+from jingu.version import __version__
 
 # Seconds that compiling the blocks and the loss of a model takes on CPU.
 COMPILE_SECONDS = 30.0

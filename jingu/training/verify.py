@@ -25,7 +25,6 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import resolve_steps
 from jingu.errors import JinguError, pluralize
-from jingu.model.spec import Experts
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.parallel.stages import plan_layout
 from jingu.runtime.files import temporary_folder
@@ -152,7 +151,7 @@ def valid_layouts(runner: LayoutRunner, ranks: int) -> Iterator[ComparedLayout]:
     These are all combinations of axis sizes, ZeRO stages, pipeline schedules and methods of context parallelism; and
     for mixtures of experts, with and without expert parallelism. An option varies only where it has an effect.
     """
-    has_experts = isinstance(runner.spec.feed_forward, Experts)
+    has_experts = runner.spec.experts is not None
     fields = ParallelSettings.model_fields
     schedules = get_args(fields["pipeline_schedule"].annotation)
     methods = get_args(fields["context_method"].annotation)

@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from jingu import __version__
 from jingu.checkpoint.resume import run_config
 from jingu.config.schema import RunConfig
 from jingu.evaluate.result_files import RESULT_SUFFIX
 from jingu.formats.provenance import Record, read_provenance
 from jingu.runtime.files import read_json
 from jingu.runtime.hub import local_path, parse_name
+from jingu.version import __version__
 
 CARD_NAME = "README.md"
 _FIX = "Evaluate the task again, or delete the file."

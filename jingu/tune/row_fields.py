@@ -222,7 +222,7 @@ class Fields(dict[str, Any]):
         carried: names of fields that are not used, of the row and of its messages.
     """
 
-    __slots__ = ("carried", "scope")
+    __slots__ = ("carried", "num_prompt", "scope")
 
     def __init__(self, value: Mapping[str, Any], scope: Scope = "row") -> None:
         super().__init__(
@@ -234,6 +234,7 @@ class Fields(dict[str, Any]):
         )
         self.scope: Scope = scope
         self.carried: dict[str, None] = {}
+        self.num_prompt = 0
 
     def spelling(self, name: str) -> str:
         """Return the first spelling of a field that the row has; its name if it has none."""

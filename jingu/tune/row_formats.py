@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from jingu.chat.messages import ConversationError, JsonObject, Message, Role, Row, check_characters
@@ -44,7 +45,7 @@ _RESERVED_VARIABLES = (
 _HINT = "; remove it, or leave it out with data.objective.columns={{{name}: ''}}"
 
 
-def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
+def parse_row(value: Any, columns: Mapping[str, str] | None = None, *, num_prompt: int = 0) -> Row:
     """Convert a row of any known format.
 
     The format is recognized by the row's `type`, or else by its fields that have a value. Every field is used, refused,
@@ -53,12 +54,14 @@ def parse_row(value: Any, columns: Mapping[str, str] | None = None) -> Row:
     Args:
         value: the parsed JSON of the row.
         columns: names of fields in the row, by the names that jingu uses.
+        num_prompt: number of messages of the field `messages` that are the prompt.
 
     Raises:
         ConversationError: the format is unknown, a field is not as expected or cannot be used, or nothing of the row is
             trained.
     """
     fields = read_fields(value, columns)
+    fields.num_prompt = num_prompt
     if "chosen" in fields and "rejected" in fields:
         raise ConversationError("fields chosen and rejected: this is a preference row, not an example to imitate")
     for name in ("label", "kto_tag"):
@@ -301,19 +304,17 @@ def _completion(fields: Fields) -> Row:
     if not isinstance(fields["prompt"], list):
         prompt = _take_text(fields, "prompt")
         return Row("completion", segments=((prompt, 0.0), (_take_text(fields, "completion"), 1.0)))
-    # Both are lists of messages: one conversation, divided into prompt and completion.
+    # The prompt is a list of messages: one conversation, divided into prompt and completion.
     prompt = fields.pop("prompt")
     completion = fields.pop("completion", [])
+    if isinstance(completion, str):
+        completion = {"role": "assistant", "content": completion}
+    if isinstance(completion, dict):
+        completion = [completion]
     if not isinstance(completion, list):
-        raise _unexpected("completion", "a list of messages as in prompt", completion)
+        raise _unexpected("completion", "a text, a message or a list of messages", completion)
     context = [replace(message, is_prompt=True) for message in _messages(fields, "prompt", prompt)]
-    answers = _messages(fields, "completion", completion)
-    if context[-1].role == "assistant" and answers[0].role == "assistant":
-        raise ConversationError(
-            "field prompt: it ends with a message of the assistant, which a completion cannot continue; move the "
-            "message to completion"
-        )
-    return _conversation("completion", fields, [*context, *answers])
+    return _conversation("completion", fields, [*context, *_messages(fields, "completion", completion)])
 
 
 def _question(instruction: str, text: str) -> Message:
@@ -383,7 +384,10 @@ def _tool_result(value: Any, name: str) -> str:
 
 def _chat(fields: Fields, field: str) -> Row:
     """Parse messages in OpenAI's or in ShareGPT's form."""
-    return _conversation(field, fields, _messages(fields, field, fields.pop(field)))
+    messages = _messages(fields, field, fields.pop(field))
+    for index in range(fields.num_prompt):
+        messages[index] = replace(messages[index], is_prompt=True)
+    return _conversation(field, fields, messages)
 
 
 def _messages(fields: Fields, field: str, turns: Any) -> list[Message]:
@@ -483,7 +487,7 @@ def _conversation(kind: str, fields: Fields, messages: list[Message], *, is_prom
         messages = _add_context(fields, messages)
         tools = _take_tools(fields)
         variables = _take_variables(fields)
-    merged = _merge(messages)
+    merged = _continue_prefill(_merge(messages))
     last = merged[-1]
     if not is_prompt and last.role != "assistant":
         raise ConversationError(f"expected an answer at the end; the last turn is of {last.role}")
@@ -552,6 +556,39 @@ def _merge(messages: list[Message]) -> list[Message]:
             )
         merged.append(message)
     return merged
+
+
+def _continue_prefill(messages: list[Message]) -> list[Message]:
+    """Return messages in which an answer that continues the last message of its prompt is one message with it.
+
+    Raises:
+        ConversationError: the message to continue is not a text alone, or the answer has reasoning.
+    """
+    if not messages[0].is_prompt:
+        return messages
+    pairs = enumerate(pairwise(messages))
+    place = next((number for number, (message, answer) in pairs if _is_continued(message, answer)), None)
+    if place is None:
+        return messages
+    start, answer = messages[place : place + 2]
+    label = "the prompt ends with a message of the assistant, which the answer continues"
+    if start.tool_calls or start.reasoning_content:
+        what = "tool calls" if start.tool_calls else "reasoning"
+        raise ConversationError(f"{label}: that message cannot have {what}, only text")
+    if answer.reasoning_content:
+        raise ConversationError(f"{label}: reasoning cannot follow the text before it")
+    joined = replace(
+        answer,
+        content=start.content + answer.content,
+        name=answer.name or start.name,
+        prefill_length=len(start.content),
+    )
+    return [*messages[:place], joined, *messages[place + 2 :]]
+
+
+def _is_continued(first: Message, second: Message) -> bool:
+    is_answer = first.role == second.role == "assistant"
+    return is_answer and first.is_prompt and not second.is_prompt
 
 
 def _can_merge(first: Message, second: Message) -> bool:

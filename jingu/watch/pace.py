@@ -25,7 +25,7 @@ from jingu.watch.links import Link, LinkMeter, describe_slow_link
 from jingu.watch.slot import READS, READS_OFFSET, STAGE, STAGE_OFFSET, UNTIMED_PHASES
 
 if TYPE_CHECKING:
-    from jingu.watch.watchdog import LocalRank
+    from jingu.watch.local_rank import LocalRank
 
 # A straggler takes this much longer than its peers, in this many windows in a row, and loses this share of a step.
 SLOW_RATIO = 1.2

@@ -87,6 +87,26 @@ def test_a_system_message_goes_first(row: dict[str, Any]) -> None:
         ]
 
 
+@pytest.mark.parametrize("field", ["prompt", "messages", "conversations"])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"chosen": "A", "rejected": "B"},
+        {"chosen": [message("A")], "rejected": [message("B")]},
+        {"chosen": message("A"), "rejected": message("B")},
+        {"chosen": [USER, message("P"), message("A")], "rejected": [USER, message("P"), message("B")]},
+        {"ranking": ["A", "B"]},
+    ],
+)
+def test_a_message_of_the_assistant_is_continued(field: str, answers: dict[str, Any]) -> None:
+    pair = parse_preference_row({field: [USER, message("P")], **answers})
+    for text, row in zip(("PA", "PB"), pair.answers, strict=True):
+        assert [(item.role, item.content, item.prefill_length) for item in row.messages] == [
+            ("user", "Q", 0),
+            ("assistant", text, 1),
+        ]
+
+
 def test_a_ranking_is_all_of_its_pairs(tiny_run: MakeRun, tmp_path: Path) -> None:
     row = parse_preference_row({"prompt": [USER], "ranking": ["C", [message("A")], "B", "D"], "scores": [1, 3, 2.5, 1]})
     assert [answer.messages[-1].content for answer in row.answers] == ["A", "B", "C", "D"]
@@ -162,17 +182,6 @@ def test_labels(row: dict[str, Any], label: str) -> None:
             "field rejected: its messages begin with another prompt",
         ),
         ({"prompt": USER, "chosen": [USER, message("A")], "rejected": "B"}, "field prompt: expected a text or a list"),
-        *(
-            ({field: [USER, message("P")], **answers}, f"field {field}: it ends with a message of the assistant")
-            for field in ("prompt", "messages", "conversations")
-            for answers in (
-                {"chosen": "A", "rejected": "B"},
-                {"chosen": [message("A")], "rejected": [message("B")]},
-                {"chosen": message("A"), "rejected": message("B")},
-                {"chosen": [USER, message("P"), message("A")], "rejected": [USER, message("P"), message("B")]},
-                {"ranking": ["A", "B"]},
-            )
-        ),
         ({"system": 3, "prompt": [USER], "chosen": "A", "rejected": "B"}, "field system: expected text"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [message("B")]}, "expected an answer at the end"),
     ],
@@ -349,6 +358,38 @@ def test_a_token_that_crosses_the_border_in_one_answer_only() -> None:
     ]
     with pytest.raises(ConversationError, match="the prompt has no tokens"):
         build_row_tokenizer(PREFERENCES, data, tokenizer, 100).tokenize(row, ReadCounts())
+
+
+@pytest.mark.parametrize(
+    ("prefill", "chosen", "rejected"),
+    [
+        ("The sum is f", "our.", " five"),
+        ("The sum is", " four", " five"),
+        ("It is <|im_end|> or ", "not", "so"),
+        ("```python\n", "x = 1\n```", "y"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pairs", "labels"])
+def test_answers_share_the_text_that_they_continue(prefill: str, chosen: str, rejected: str, kind: str) -> None:
+    """All that is compared follows the prefill, but for a token that contains its end."""
+    tokenizer = train_tokenizer(
+        iter(["The sum is four or five not so user assistant " * 50]), 320, ["</s>", "<|im_start|>", "<|im_end|>"]
+    )
+    settings = {"objective": {"type": "preference", "template": "chatml", "rows": kind}}
+    rows = build_row_tokenizer(PREFERENCES, DataSettings.model_validate(settings), tokenizer, 300)
+    row = {"prompt": [USER, message(prefill)], "chosen": chosen, "rejected": rejected}
+    texts = []
+    for tokens in rows.tokenize(rows.parse(row), ReadCounts()):
+        assert isinstance(tokens, TokenizedAnswers)
+        prompt = tokenizer.decode(tokens.prompt_ids, keep_special_tokens=True)
+        start, header, part = prompt.rpartition("<|im_start|>assistant\n")
+        assert (start, header) == ("<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n")
+        assert prefill.startswith(part) and len(prefill) - len(part) <= 2
+        is_trained, is_rejected, _ = decode_parts(np.array(tokens.parts, np.int64))
+        for side in (False, True):
+            ids = np.array(tokens.ids)[is_trained & (is_rejected == side)].tolist()
+            texts += [part + tokenizer.decode(ids, keep_special_tokens=True)] if ids else []
+    assert texts == [f"{prefill}{answer}<|im_end|>" for answer in (chosen, rejected)]
 
 
 @pytest.mark.parametrize(

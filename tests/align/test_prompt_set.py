@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jingu.align.prompt_set import Prompt, load_prompts
-from jingu.chat.templates import load_template
+from jingu.chat.template_sources import load_template
 from jingu.config.sections.policies import GrpoSettings
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from jingu.align.commands import train
-from jingu.align.rollout_commands import score
+from jingu.align.rollout_commands import _tuning_row, score
 from jingu.config.schema import RunConfig
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
+from jingu.tune.row_formats import parse_row
 from tests.align.policies import rollout
 from tests.align.test_environment import MARKS
 from tests.align.test_reward_models import load_decoder, reward_run
@@ -147,3 +148,10 @@ def test_texts_that_utf8_lacks_are_written_as_json(make: MakeRun, tmp_path: Path
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "answer": "\ud800"}])
     assert score(config, path, tmp_path / "scored.jsonl") == 0
     assert read(tmp_path / "scored.jsonl")[0]["answer"] == "\ud800"
+
+
+def test_a_best_answer_continues_its_prompt_in_tuning() -> None:
+    """A saved answer to a prompt that ends with a message of the assistant is trained without that message."""
+    prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The answer"}]
+    row = parse_row(_tuning_row({"prompt": prompt, "completion": " is 4", "reward": 1.0}))
+    assert [(turn.content, turn.prefill_length) for turn in row.messages] == [("q", 0), ("The answer is 4", 10)]

@@ -11,7 +11,7 @@ import transformers
 
 from jingu.chat.chat_format import find_chat_format
 from jingu.chat.messages import ConversationError, Message
-from jingu.chat.templates import NAMED_TEMPLATES
+from jingu.chat.template_sources import NAMED_TEMPLATES
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer

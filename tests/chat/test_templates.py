@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jingu.chat.messages import ConversationError, Message, Row
-from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate, load_template
+from jingu.chat.template_sources import NAMED_TEMPLATES, load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.chat.tokenization import LossOn, tokenize_row
 from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, processors, trainers
 
 from jingu.chat.messages import ConversationError
-from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate, load_template
+from jingu.chat.template_sources import NAMED_TEMPLATES, load_template
+from jingu.chat.templates import ChatTemplate
 from jingu.chat.tokenization import (
     LossOn,
     TokenizedRow,

@@ -168,6 +168,42 @@ MODELS = {
         "mixtral", feed_forward={**EXPERTS, "num_experts_per_token": 1, "router": BalancedRouter()}
     ),
 }
+# A dense layer with a window before experts without positions, and other numbers of key-value heads.
+DIFFERENT = {
+    "dense": {"attention.sliding_window": 5, "feed_forward": {"type": "gated", "intermediate_size": 30}},
+    "experts": {"position": {"type": "none"}, "attention.num_kv_heads": 4},
+}
+MODELS["mixtral-different"] = replace_fields(
+    MODELS["mixtral"], num_layers=3, layer_kinds=DIFFERENT, layer_pattern=("dense", "experts", "dense")
+)
+# Norms behind the branches and over all heads, queries scaled by position, trained numbers of the activation.
+MODELS["behind"] = replace_fields(
+    MODELS["llama"],
+    **{
+        "attention.qk_norm": True,
+        "attention.qk_norm_width": "all_heads",
+        "attention.query_scaling": {"beta": 0.3, "length": 3},
+        "feed_forward": {"type": "plain", "intermediate_size": 22, "activation": "xielu"},
+        "norm_placement": "behind",
+        "residual_scale": 0.7,
+    },
+)
+# Norms on both sides whose weights are stored minus one, soft caps, chunks and a window, scales.
+MODELS["around"] = replace_fields(
+    MODELS["llama"],
+    num_layers=3,
+    norm={"type": "rms", "offset": True},
+    norm_placement="around",
+    embedding_scale=4.9,
+    logit_scale=1.7,
+    logit_softcap=2.0,
+    layer_kinds={
+        "window": {"attention.sliding_window": 5, "position.theta": 50.0},
+        "chunk": {"attention.chunk_size": 4, "attention.softcap": 1.5, "attention.scale": 0.5},
+        "full": {"position": {"type": "none"}, "attention.softcap": 1.5},
+    },
+    layer_pattern=("window", "chunk", "full"),
+)
 
 
 def models(*quick: str) -> Any:
@@ -209,7 +245,7 @@ def test_pipeline_of_divided_stages(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
-MIXTURES = [name for name in MODELS if name.startswith("mixtral")]
+MIXTURES = [name for name in MODELS if name.startswith("mixtral") and name != "mixtral-different"]
 
 
 @pytest.mark.parametrize("model", [MIXTURES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])])
@@ -217,6 +253,31 @@ def test_experts(model, ranks):
     """6 experts on 2 ranks: with data, tensor and context parallelism, and with ZeRO."""
     layouts = [{"expert": 2}, {"expert": 2, "zero_stage": 3}, {"expert": 2, "tensor": 2}, {"expert": 2, "context": 4}]
     check(ranks, MODELS[model], 4, [*layouts, {"expert": 2, "replicate": 2}])
+
+
+def test_layers_that_differ(ranks):
+    spec = MODELS["mixtral-different"]
+    layouts = [
+        {"tensor": 4},
+        {"context": 2, "tensor": 2, "zero_stage": 3},
+        {"context": 4, "context_method": "ring"},
+        {"expert": 2, "tensor": 2},
+        {"pipeline": 2, "expert": 2},
+    ]
+    check(ranks, spec, 4, layouts, documents=True)
+    check(ranks, spec, 3, [{"pipeline": 3, "pipeline_schedule": "gpipe"}])
+
+
+@pytest.mark.parametrize("model", ["behind", "around"])
+def test_components(model, ranks):
+    layouts = [
+        {"tensor": 4},
+        {"context": 2, "tensor": 2, "zero_stage": 3},
+        {"context": 4},
+        {"context": 2, "context_method": "ring", "tensor": 2},
+        {"pipeline": 2, "tensor": 2},
+    ]
+    check(ranks, MODELS[model], 4, layouts, documents=model == "around")
 
 
 def load_and_save(

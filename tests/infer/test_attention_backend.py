@@ -109,7 +109,7 @@ def attend(backend: AttentionBackend, chunks: list[SequenceChunk], q_BTHK: Tenso
     cache.plan(chunks, None)
     assert len(cache.groups) == 4
     with torch.inference_mode():
-        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0.25, 0) for group in cache.groups]
+        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.groups]
     return torch.cat(parts, 1)
 
 
@@ -130,7 +130,7 @@ def test_prefixes_whose_tokens_see_each_other_are_gathered(kind: str, monkeypatc
         cache.plan([SequenceChunk(BlockTable([4, 5]), 0, [1] * 20, bidirectional=range(12))], None)
         assert all(group.bidirectional for group in cache.groups)
         with torch.inference_mode():
-            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0.25, 0) for group in cache.groups]
+            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.groups]
         results.append(torch.cat(parts, 1))
     assert torch.equal(*results)
 

@@ -11,19 +11,10 @@ import torch
 import yaml
 
 from jingu.config.load import dump_yaml, load_config
-from jingu.launch import doctor as doctor_module
-from jingu.launch.doctor import (
-    CHECKS,
-    FAILING_NODES,
-    KERNEL,
-    CheckError,
-    check_names,
-    compare_nodes,
-    doctor,
-    find_slow,
-    run_check,
-)
+from jingu.launch import node_checks
+from jingu.launch.doctor import FAILING_NODES, compare_nodes, doctor
 from jingu.launch.network import check_network, describe_groups, find_slow_hosts, pair_nodes
+from jingu.launch.node_checks import CHECKS, KERNEL, CheckError, check_names, find_slow, run_check
 from tests.conftest import this_rank
 
 
@@ -42,7 +33,7 @@ def test_a_healthy_machine_passes_and_can_be_planned_for(tmp_path, monkeypatch, 
 
 def test_a_failing_check_names_the_node(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor_module, "CHECKS", {"memory": None, "disk": None})
+    monkeypatch.setattr(node_checks, "CHECKS", {"memory": None, "disk": None})
     Path("runs").write_text("a file where the folder should be")
     assert doctor(Path("runs")) == 2
     memory, disk, summary = capsys.readouterr().out.splitlines()
@@ -59,7 +50,7 @@ def test_a_check_that_hangs_or_dies_fails(tmp_path, monkeypatch):
 
 def test_a_machine_with_too_little_of_something_fails(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 2**20})
-    monkeypatch.setattr(doctor_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(node_checks.shutil, "disk_usage", lambda _: usage)
     for name, text in (("disk", "has room for only 1 MiB"), ("shared memory", "/dev/shm has only 1 MiB")):
         with pytest.raises(CheckError, match=text):
             CHECKS[name](tmp_path)
@@ -67,13 +58,13 @@ def test_a_machine_with_too_little_of_something_fails(tmp_path, monkeypatch):
 
 def test_rdma_needs_locked_memory(tmp_path, monkeypatch):
     limits = [2**23, 64]
-    monkeypatch.setattr(doctor_module.resource, "getrlimit", lambda _: (limits[0], limits[0]))
-    monkeypatch.setattr(doctor_module, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(node_checks.resource, "getrlimit", lambda _: (limits[0], limits[0]))
+    monkeypatch.setattr(node_checks, "RDMA_DEVICES", tmp_path / "infiniband")
     assert CHECKS["locked memory"](tmp_path)[0] == "8 MiB, and no RDMA device needs it"
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     with pytest.raises(CheckError, match="only 8 MiB may be locked"):
         CHECKS["locked memory"](tmp_path)
-    limits[0] = doctor_module.resource.RLIM_INFINITY
+    limits[0] = node_checks.resource.RLIM_INFINITY
     assert CHECKS["locked memory"](tmp_path) == ("unlimited", {})
 
 
@@ -138,8 +129,8 @@ def name_service(monkeypatch) -> tuple[dict[str, str], dict[str, str]]:
             raise OSError
         return table[key]
 
-    monkeypatch.setattr(doctor_module.socket, "gethostbyname", lambda name: find(addresses, name))
-    monkeypatch.setattr(doctor_module.socket, "gethostbyaddr", lambda address: (find(names, address), [], [address]))
+    monkeypatch.setattr(node_checks.socket, "gethostbyname", lambda name: find(addresses, name))
+    monkeypatch.setattr(node_checks.socket, "gethostbyaddr", lambda address: (find(names, address), [], [address]))
     return addresses, names
 
 

@@ -19,6 +19,7 @@ from jingu.model.experts import MoELayer, auxiliary_losses
 from jingu.model.families import FAMILIES
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import activate
+from jingu.model.parts import feed_forward_rows
 from jingu.model.spec import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter, replace_fields
 
 WIDTH = 11
@@ -26,9 +27,8 @@ WIDTH = 11
 
 def layer(dtype: torch.dtype = torch.float64, **changes: Any) -> MoELayer:
     torch.manual_seed(3)
-    made = MoELayer(
-        Experts(**{"num_experts": 5, "num_experts_per_token": 2, "intermediate_size": 7, **changes}), WIDTH
-    ).to(dtype)
+    spec = Experts(**{"num_experts": 5, "num_experts_per_token": 2, "intermediate_size": 7, **changes})
+    made = MoELayer(spec, feed_forward_rows(spec, WIDTH)).to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made

@@ -15,7 +15,7 @@ from jingu.model.spec import Activation
 from jingu.runtime.device import run_in_thread
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{name: partial(activate, activation=name) for name in get_args(Activation)},
+    **{name: partial(activate, activation=name) for name in get_args(Activation) if name != "xielu"},
     "sigmoid": partial(apply_batch_invariant, torch.sigmoid),
 }
 

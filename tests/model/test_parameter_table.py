@@ -11,9 +11,10 @@ import torch
 from jingu.model.decoder import build_model
 from jingu.model.families import FAMILIES
 from jingu.model.parameter_table import parameter_table
+from jingu.model.parts import saved_bytes
 from jingu.model.sharding_table import divided_dims, sharded_dims
 from jingu.model.spec import Experts, ModelSpec, PlainFeedForward
-from jingu.plan.workload import _count_saved, _saved_by_block
+from jingu.plan.workload import _count_saved
 
 
 def small_specs() -> dict[str, ModelSpec]:
@@ -53,7 +54,7 @@ def test_saved_bytes_are_those_that_autograd_counts(size: int) -> None:
     specs["llama", PlainFeedForward, True] = FAMILIES["llama"].template.model_copy(update={"feed_forward": relu})
     for spec in specs.values():
         if not isinstance(spec.feed_forward, Experts):
-            assert _saved_by_block(spec, size) == _count_saved(spec, size), spec.family
+            assert saved_bytes(spec, spec.default_layer, size) == _count_saved(spec, size), spec.family
 
 
 def test_a_plan_does_not_import_torch() -> None:

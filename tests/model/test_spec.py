@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.model.families import FAMILIES
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import GatedFeedForward, LearnedPositions, ModelSpec, RmsNorm, RotaryPositions
+from jingu.model.spec import (
+    GatedFeedForward,
+    LearnedPositions,
+    ModelSpec,
+    RmsNorm,
+    RotaryPositions,
+    repeat_pattern,
+    replace_fields,
+)
 
 
 def test_llama_from_settings() -> None:
@@ -140,3 +151,56 @@ def test_damaged_json_names_the_field() -> None:
     )
     with pytest.raises(JinguError, match=r"layers: .*greater than or equal to 1.*lairs: Extra inputs"):
         ModelSpec.from_json(text)
+
+
+WINDOW = {"attention.sliding_window": 5, "position": {"type": "none"}}
+
+
+def mixed(**changes: Any) -> ModelSpec:
+    template = FAMILIES["llama"].template
+    values = {
+        "num_layers": 3,
+        "layer_kinds": {"window": WINDOW, "full": {}},
+        "layer_pattern": ("window", "full", "full"),
+    }
+    return replace_fields(template, **{**values, **changes})
+
+
+def test_a_pattern_says_what_each_layer_is() -> None:
+    spec = mixed()
+    assert [layer.attention.sliding_window for layer in spec.layers] == [5, None, None]
+    assert [layer.position.type for layer in spec.layers] == ["none", "rope", "rope"]
+    assert spec.layer(1) == spec.default_layer == spec.layer_of("blocks.2.attention.q.weight")
+    assert spec.kinds == (spec.layer(0), spec.layer(1))
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    # A change of a model's field reaches the kinds that do not set it.
+    assert replace_fields(spec, **{"attention.num_kv_heads": 2}).layer(0).attention.num_kv_heads == 2
+    assert [layer.position.type for layer in spec.select_layers([2, 0, 0]).layers] == ["rope", "none", "none"]
+
+
+def test_models_of_one_kind_have_the_json_they_had() -> None:
+    keys = set(json.loads(FAMILIES["llama"].template.to_json()))
+    assert not keys & {"layer_kinds", "layer_pattern"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_pattern": ("window", "full")}, "layer_pattern names 2 layers, and the model has 3"),
+        ({"layer_pattern": ("window", "full", "wide")}, "wide"),
+        ({"layer_pattern": ()}, "layer_pattern has the kinds none"),
+        ({"layer_kinds": {"window": {"heads": 2}, "full": {}}}, "heads"),
+        ({"layer_kinds": {"window": {"attention.heads": 2}, "full": {}}}, "attention.heads"),
+        ({"layer_kinds": {"window": {"attention.num_kv_heads": 4}, "full": {}}}, "cannot share 4 key-value heads"),
+        ({"layer_kinds": {"window": {"position": {"type": "learned"}}, "full": {}}}, "shared by all layers"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((JinguError, ValidationError), match=re.escape(message)):
+        mixed(**changes)
+
+
+def test_a_pattern_continues_its_period() -> None:
+    assert repeat_pattern(("a", "a", "b", "a", "a", "b"), 8) == tuple("aabaabaa")
+    assert repeat_pattern(("a", "b", "b"), 2) == ("a", "b")
+    assert repeat_pattern((), 4) == ()

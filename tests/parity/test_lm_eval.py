@@ -30,7 +30,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from jingu.chat.templates import NAMED_TEMPLATES, ChatTemplate
+from jingu.chat.template_sources import NAMED_TEMPLATES
+from jingu.chat.templates import ChatTemplate
 from jingu.evaluate import statistics
 from jingu.evaluate.comparison import explain, match_records, read_records
 from jingu.evaluate.evaluation import (

@@ -10,10 +10,13 @@ import torch.distributed as dist
 
 from jingu.compat.torch_distributed import pretend_ranks
 from jingu.config.schema import RunConfig
+from jingu.model.count import count_parameters, layer_costs
 from jingu.model.decoder import build_model
 from jingu.model.inputs import Inputs
+from jingu.model.parameter_table import parameter_sizes
+from jingu.model.parts import saved_bytes
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
 from jingu.parallel.mesh import build_mesh
@@ -21,7 +24,8 @@ from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import plan_layout
 from jingu.plan.forecast import run_software, run_workload
 from jingu.plan.memory import fullest_stage, stage_memory
-from jingu.plan.workload import Workload, saved_bytes
+from jingu.plan.serving import cache_bytes_per_token
+from jingu.plan.workload import Workload
 from jingu.training.optimizer import build_optimizer
 
 BF16 = Precision("bf16", torch.bfloat16, torch.float32, torch.float32)
@@ -120,6 +124,39 @@ def test_what_a_rank_owns_equals_the_layout_on_fake_ranks(
         assert {name: device[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(8, {"expert": 2, "tensor": 4}), (6, {"pipeline": 3, "zero_stage": 1, "tensor": 2})]
+)
+def test_layers_that_differ_are_counted(ranks: int, parallel: dict[str, Any]) -> None:
+    """Dense layers among experts, and other key-value heads: memory per rank, parameters, FLOPs and cache."""
+    config, spec = settings(MIXTURE, parallel)
+    kinds: dict[str, Any] = {
+        "dense": {"feed_forward": {"type": "gated", "intermediate_size": 210}, "attention.sliding_window": 4},
+        "experts": {"attention.num_kv_heads": 4, "position": {"type": "none"}},
+    }
+    kinds["dense"]["attention.num_heads"], kinds["experts"]["attention.num_heads"] = 8, 12
+    pattern = ("dense", "experts", "experts", "dense", "dense", "experts", "dense")
+    spec = replace_fields(spec, layer_kinds=kinds, layer_pattern=pattern)
+    work = workload(config, spec, ranks)
+    once = Workload(**vars(work) | {"accumulation": 1})
+    for stage in work.stages:
+        expected = bytes_on_fake_ranks(config, spec, ranks, stage.rank * (ranks // work.sizes.pipeline))
+        device = stage_memory(once, stage).device
+        assert {name: device[name] for name in expected if name != "gradients"} == {
+            name: size for name, size in expected.items() if name != "gradients"
+        }
+    # The parts of the sum are those of models of one kind.
+    shapes = parameter_sizes(spec)
+    alone = [spec.uniform(layer) for layer in spec.layers]
+    ends = count_parameters(spec, {name: shape for name, shape in shapes.items() if "blocks" not in name})
+    assert count_parameters(spec, shapes).active == ends.active + sum(
+        count_parameters(one, parameter_sizes(one)).active - ends.active for one in alone
+    )
+    costs = layer_costs(spec, shapes, 32)
+    assert costs[1:-1] == [layer_costs(one, parameter_sizes(one), 32)[1] for one in alone]
+    assert cache_bytes_per_token(spec, 1) == 4.0 * 8 * (4 * 2 + 3 * 4)
+
+
 def test_frozen_layers_and_adapters_are_counted() -> None:
     tune = {"type": "full", "num_trainable_layers": 2}
     config, spec = settings(LLAMA, {"zero_stage": 3}, tune=tune)
@@ -177,7 +214,7 @@ def test_activations_are_those_that_a_forward_pass_keeps(family: str, length: in
         return sum(tensor.untyped_storage().nbytes() for at, tensor in storages.items() if at not in weights)
 
     per_token = (count(2) - count(1)) / (2 * length)
-    assert saved_bytes(spec, 4) == pytest.approx(per_token, rel=0.15)
+    assert saved_bytes(spec, spec.default_layer, 4) == pytest.approx(per_token, rel=0.15)
 
 
 def test_activations_of_micro_batches_in_flight_are_counted() -> None:
@@ -187,7 +224,7 @@ def test_activations_of_micro_batches_in_flight_are_counted() -> None:
         config, spec = settings({**LLAMA, "num_layers": 4}, {"pipeline": 2}, train=train)
         work = workload(config, spec, 2)
         counts[kind] = [stage_memory(work, stage).device["activations"] for stage in work.stages]
-    of_block = 32 * saved_bytes(spec, 2)
+    of_block = 32 * saved_bytes(spec, spec.default_layer, 2)
     # 1f1b: two micro-batches on the first rank, one on the last; with two blocks each.
     assert counts["none"] == pytest.approx([2 * 2 * of_block, 2 * of_block])
     assert counts["full"] == [2 * 2 * 32 * 48 * 2, 2 * 32 * 48 * 2]

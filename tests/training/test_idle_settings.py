@@ -39,6 +39,11 @@ OTHER: dict[str, Any] = {
     "data.temperature": 2.0,
     "data.drop": {"file": "x"},
     "data.local_cache": "x",
+    "data.reader": "lazy",
+    "data.path": "x",
+    "data.sources": [{"path": "x"}],
+    "data.num_workers": 3,
+    "data.drop.start_step": 3,
     "train.label_smoothing": 0.1,
     "train.z_loss_coef": 0.1,
     "evaluation.num_sequences": 5,
@@ -48,6 +53,14 @@ OTHER: dict[str, Any] = {
     "evaluation.tasks": ["x"],
     "evaluation.task_documents": 5,
     "checkpoint.best_metric": "bits_per_byte",
+    "checkpoint.when_busy": "skip",
+    "checkpoint.in_memory.folder": "x",
+    "train.activation_checkpointing.every": 2,
+    "parallel.pipeline_schedule": "gpipe",
+    "parallel.stages_per_rank": 2,
+    "parallel.layers_per_stage": [2],
+    "parallel.context_method": "ring",
+    "parallel.async_tensor_parallel": True,
     "task.label_smoothing": 0.1,
     "task.alpha": 0.3,
 }
@@ -55,6 +68,9 @@ BASES = {
     "rows": ROWS,
     "prompts": PROMPTS,
     "unevaluated": {},
+    **{key: {} for key in ("unsampled", "untested", "undropped", "stored_activations", "not_in_memory")},
+    **{key: {} for key in ("without_pipeline", "without_context", "without_tensor")},
+    "waiting_saves": {"checkpoint.async_save": False},
     "unranked": {},
     "other_divergence": {"task.type": "dpo"},
     "unsmoothed": {"task.type": "dpo", "task.loss": "ipo"},
@@ -72,5 +88,7 @@ def test_a_setting_without_effect_is_named(condition: str, key: str, tiny_run: M
         return " ".join(find_idle_settings(tiny_run({**base, **changes}), spec, has_validation=True))
 
     assert condition in _conditions(tiny_run(base))
+    unset = {"data.path": "data", "data.num_workers": "auto"}
+    base |= {name: value for name, value in unset.items() if name == key}
     assert key not in warnings({})
     assert key in warnings({key: OTHER[key]}) and TABLE["idle"][condition]["when"] in warnings({key: OTHER[key]})

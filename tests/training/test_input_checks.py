@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from jingu.chat.chat_format import find_chat_format
-from jingu.chat.templates import NAMED_TEMPLATES
+from jingu.chat.template_sources import NAMED_TEMPLATES
 from jingu.config.compare import resume_options_for
 from jingu.config.introspect import all_keys, find_field
 from jingu.config.schema import RunConfig

@@ -43,7 +43,7 @@ def test_an_exchange_of_all_ranks_is_that_of_experts(tiny_run, train_on, done):
 def test_timed_steps_compute_the_same(tiny_run, train_on, done, monkeypatch):
     timed, plain = (tiny_run({"train.steps": 5, "parallel.zero_stage": 3}, name=name) for name in ("timed", "plain"))
     train_on(1, timed)
-    monkeypatch.setattr("jingu.training.plan_check.TIMED_STEP", 99)
+    monkeypatch.setattr("jingu.training.loop.TIMED_STEP", 99)
     train_on(1, plain)
     assert done(timed).lines("plan") and not done(plain).lines("plan")
     assert done(timed).column("loss") == done(plain).column("loss")

@@ -189,7 +189,13 @@ def test_other_contradictions() -> None:
         ({"messages": [{"role": "system", "content": "T"}, USER, ANSWER], "system": "S"}, "another system message"),
         ({"messages": [USER, ANSWER], "tools": TOOLS, "functions": [{"name": "g"}]}, "tools and functions: they mean"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"messages": []}}, "messages is not a variable"),
-        ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "it ends with a message of the assistant"),
+        (
+            {"prompt": [USER, {**ANSWER, "tool_calls": [{"name": "f"}]}], "completion": [ANSWER]},
+            "that message cannot have tool calls",
+        ),
+        ({"prompt": [USER, {**ANSWER, "reasoning": "r"}], "completion": "b"}, "that message cannot have reasoning"),
+        ({"prompt": [USER, ANSWER], "completion": {**ANSWER, "thinking": "r"}}, "reasoning cannot follow the text"),
+        ({"prompt": [USER, {**ANSWER, "content": [{"type": "image"}]}], "completion": "b"}, "only text can be"),
         ({"messages": [{**USER, "tool_calls": [{"name": "f", "arguments": {}}]}, ANSWER]}, "can have tool calls"),
     ]:
         with pytest.raises(ConversationError, match=reason):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from jingu.runtime.ranks import RankInfo
 from jingu.watch.activity import Activity, _open_slot
+from jingu.watch.local_rank import LocalRank, read_stack
 from jingu.watch.slot import process_state, start_time
 from jingu.watch.verdict import RankReport, judge
-from jingu.watch.watchdog import LocalRank, Watchdog, read_stack
+from jingu.watch.watchdog import Watchdog
 from tests.limits import free_port
 
 SHAPES = [[4]]

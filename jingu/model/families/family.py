@@ -107,8 +107,8 @@ class Family:
     @property
     def experts(self) -> Experts | None:
         """The family's default mixture of experts, from its template or a preset; None if the family has no experts."""
-        parts = (spec.feed_forward for spec in (self.template, *self.presets.values()))
-        return next((part for part in parts if isinstance(part, Experts)), None)
+        parts = (spec.experts for spec in (self.template, *self.presets.values()))
+        return next((part for part in parts if part is not None), None)
 
     def spec_from_hf(self, config: HFConfig) -> ModelSpec:
         """Return the spec of a `config.json`.

@@ -1,0 +1,381 @@
+"""Writing GGUF files, which llama.cpp, Ollama and LM Studio run (format: see `jingu.formats.gguf`).
+
+The `gguf` package names the tensors, and quantizes where it has the format; llama.cpp's own quantizer does the others
+(k-quants), from a temporary file in fp16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+from jingu.formats.description import build_config
+from jingu.formats.gguf import ARCHITECTURES, EXPERT_NUMBER
+from jingu.formats.gguf_check import check_gguf
+from jingu.formats.safetensors import CHUNK_ELEMENTS
+from jingu.formats.stored_model import StoredModel
+from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
+from jingu.model.families.name_map import TensorMapping
+from jingu.model.rotary import rotary_frequencies
+from jingu.model.spec import (
+    Experts,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RotaryPositions,
+    TopKRouter,
+    YarnScaling,
+    rotary_dim,
+)
+from jingu.runtime.files import fsync_path, write_error, write_text_atomically
+from jingu.text.corpus_file import import_optional
+from jingu.text.gguf_metadata import tokenizer_metadata
+from jingu.text.tokenizer import Tokenizer
+
+# The dtypes of a file, with GGUF's name of the tensor type. The package quantizes the first ones; of the others the
+# name is that of llama.cpp's mixture of types.
+PACKAGE_TYPES = {
+    "fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0",
+    "q5_1": "Q5_1",
+}  # fmt: skip
+LLAMA_CPP_TYPES = {
+    "q6_k": "MOSTLY_Q6_K", "q5_k_m": "MOSTLY_Q5_K_M", "q5_k_s": "MOSTLY_Q5_K_S", "q4_k_m": "MOSTLY_Q4_K_M",
+    "q4_k_s": "MOSTLY_Q4_K_S", "q3_k_m": "MOSTLY_Q3_K_M", "q2_k": "MOSTLY_Q2_K", "iq4_nl": "MOSTLY_IQ4_NL",
+    "iq4_xs": "MOSTLY_IQ4_XS",
+}  # fmt: skip
+# The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
+_FP32_NAMES = ("ffn_gate_inp.weight",)
+
+
+@dataclass(frozen=True)
+class _OutputTensor:
+    """A tensor of the file.
+
+    Attributes:
+        name: GGUF's name.
+        shape: its shape, in PyTorch's order.
+        kind: its type, of the package's `GGMLQuantizationType`.
+        read: yields its parts along the first dim, in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Any
+    read: Callable[[], Iterator[Tensor]]
+
+
+def export_gguf(model: StoredModel, to: Path, dtype: str = "auto", check: bool = False) -> None:
+    """Write a model as a GGUF file, and a Modelfile for Ollama beside it. Both are complete or not written at all.
+
+    Args:
+        dtype: a key of `PACKAGE_TYPES` or `LLAMA_CPP_TYPES`; auto: the dtype of most stored weights.
+        check: whether llama.cpp opens the file, and its token ids and log-probabilities are compared with jingu's. A
+            file that differs is not kept.
+
+    Raises:
+        JinguError: the file exists, a package is missing, the check fails, or llama.cpp has no such model, tokenizer or
+            format.
+    """
+    library = import_optional("gguf", "writing GGUF files", str(to))
+    if to.exists():
+        raise JinguError("the file exists already.", where=to, fix="Delete it first, or choose another name.")
+    if dtype == "auto":
+        dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(model.dtype, "fp32")
+    spec = equivalent_spec(model.spec)
+    name = _architecture(spec, to)
+    tokenizer = Tokenizer.load(model.tokenizer())
+    metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
+    metadata |= _end_tokens(model, tokenizer)
+    try:
+        with _partial_file(to) as partial:
+            if dtype in PACKAGE_TYPES:
+                _write_file(partial, spec, name, model, metadata, PACKAGE_TYPES[dtype], library)
+            else:
+                _quantize_with_llama_cpp(partial, to, dtype, lambda file: _write_file(
+                    file, spec, name, model, metadata, "F16", library
+                ))  # fmt: skip
+            if check:
+                check_gguf(partial, model, dtype)
+    except OSError as error:
+        raise write_error(error, to) from error
+    write_text_atomically(to.with_name("Modelfile"), _modelfile(to, model))
+
+
+@contextmanager
+def _partial_file(to: Path) -> Iterator[Path]:
+    """Yield the path of a file that becomes `to` if the context ends without an error."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    partial = to.with_name(f".{to.name}.{uuid4().hex}")
+    try:
+        yield partial
+        fsync_path(partial)
+        partial.replace(to)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _architecture(spec: ModelSpec, to: Path) -> str:
+    """Return GGUF's name of the architecture of a model. Raises JinguError if llama.cpp would compute another model."""
+    family = FAMILIES[spec.family]
+    architecture = family.architectures[0]
+    names = {table["hugging_face"]: name for name, table in ARCHITECTURES.items()}
+    names |= {alias: name for name, table in ARCHITECTURES.items() for alias in table.get("aliases", ())}
+    problem = ""
+    if spec.adapter is not None or spec.score_head:
+        problem = "llama.cpp has no such model: it has adapters that cannot be merged, or a score head"
+    elif architecture not in names:
+        problem = f"jingu does not write {architecture} as GGUF"
+    elif spec.attention.sliding_window is not None and spec.attention.sliding_window < spec.max_position_embeddings:
+        problem = f"llama.cpp ignores the window of {spec.attention.sliding_window:,} tokens of this architecture"
+    elif _keeps_router_weights(spec):
+        problem = "llama.cpp always divides the weights of a token's experts by their sum (norm_topk_prob)"
+    if problem:
+        fix = "Export it as a Hugging Face folder (--to FOLDER)."
+        raise JinguError(f"{problem}.", where=to, fix=fix)
+    return names[architecture]
+
+
+def _keeps_router_weights(spec: ModelSpec) -> bool:
+    """Return whether the weights of a token's experts do not add up to 1."""
+    part = spec.feed_forward
+    if not isinstance(part, Experts) or not isinstance(part.router, TopKRouter):
+        return isinstance(part, Experts)
+    return part.router.softmax == "before" and not part.router.norm_topk_prob
+
+
+# Metadata
+
+
+def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) -> dict[str, Any]:
+    """Return the metadata that describe the model."""
+    table = ARCHITECTURES[name]
+    keys = table.get("keys", ARCHITECTURES["llama"]["keys"])
+    config = build_config(spec, model.config, torch.float32)
+    metadata: dict[str, Any] = {"general.name": to.stem, "general.type": "model"}
+    values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
+    if name != "gpt2":
+        size = spec.attention.head_dim
+        values |= {"rope.dimension_count": size, "attention.key_length": size, "attention.value_length": size}
+    values["vocab_size"] = spec.vocab_size
+    # GPT-2's config leaves it out where it is four times the hidden size.
+    values.setdefault("feed_forward_length", spec.feed_forward.intermediate_size)
+    if isinstance(spec.feed_forward, Experts):
+        values["expert_count"] = spec.feed_forward.num_experts
+    values |= _scaling_metadata(spec, to)
+    return metadata | {f"{name}.{key}": value for key, value in values.items()}
+
+
+def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
+    """Return the metadata of scaled rotary frequencies. Llama 3's scaling is a tensor (`rope_freqs.weight`)."""
+    if not isinstance(spec.position, RotaryPositions):
+        return {}
+    scaling = spec.position.scaling
+    values: dict[str, Any] = {"rope.freq_base": float(spec.position.theta)}
+    if isinstance(scaling, LinearScaling):
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    elif isinstance(scaling, YarnScaling):
+        usual = 0.1 * np.log(scaling.factor) + 1
+        is_usual = abs(scaling.attention_factor - usual) < 1e-6 and (scaling.beta_fast, scaling.beta_slow) == (32, 1)
+        if not is_usual or not scaling.truncate:
+            raise _unsupported("this variant of YaRN", to)
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(scaling.factor),
+            "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+        }
+    elif scaling is not None and not isinstance(scaling, Llama3Scaling):
+        raise _unsupported(f"rotary scaling of the type {scaling.type}", to)
+    return values
+
+
+def _unsupported(what: str, to: Path) -> JinguError:
+    fix = "Export the model as a Hugging Face folder (--to FOLDER)."
+    return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=fix)
+
+
+def _end_tokens(model: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the metadata of the tokens that end an answer: llama.cpp has one key for the first, one for another."""
+    ids = list(model.eos_token_ids) or [tokenizer.eos_token_id]
+    ids = [number for number in ids if number < model.spec.vocab_size]
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    return dict(zip(keys, ids, strict=False))
+
+
+def _modelfile(to: Path, model: StoredModel) -> str:
+    """Return the text of a Modelfile: how `ollama create` imports the file, with the model's sampling defaults."""
+    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "repetition_penalty": "repeat_penalty"}
+    lines = [f"FROM ./{to.name}"]
+    for key, name in names.items():
+        value = (model.generation_config or {}).get(key)
+        if value is not None:
+            lines.append(f"PARAMETER {name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+# Tensors
+
+
+def _write_file(
+    file: Path, spec: ModelSpec, name: str, model: StoredModel, metadata: dict[str, Any], kind: str, library: ModuleType
+) -> None:
+    """Write a GGUF file whose matrices have the type `kind`. One tensor at a time is in memory."""
+    writer = library.GGUFWriter(file, name)
+    writer.add_file_type(library.LlamaFileType[{"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")])
+    if kind not in ("F32", "F16", "BF16"):
+        writer.add_quantization_version(library.GGML_QUANT_VERSION)
+    for key, value in metadata.items():
+        _add_value(writer, key, value, library)
+    tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library)
+    for tensor in tensors:
+        block, size = library.GGML_QUANT_SIZES[tensor.kind]
+        stored_shape = (*tensor.shape[:-1], tensor.shape[-1] // block * size)
+        writer.add_tensor_info(
+            tensor.name, stored_shape, np.dtype(np.uint8), prod(stored_shape), raw_dtype=tensor.kind
+        )  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(_quantize(tensor, library))
+    writer.close()
+
+
+def _add_value(writer: Any, key: str, value: Any, library: ModuleType) -> None:
+    """Add a value to the metadata with the type that llama.cpp expects of it."""
+    types = library.GGUFValueType
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_key_value(key, value, types.BOOL)
+    elif isinstance(value, int):
+        writer.add_key_value(key, value, types.UINT32)
+    elif isinstance(value, float):
+        writer.add_key_value(key, value, types.FLOAT32)
+    else:
+        writer.add_key_value(key, str(value), types.STRING)
+
+
+def _output_tensors(
+    spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType
+) -> list[_OutputTensor]:
+    """Return the tensors of the file in the order of the model's."""
+    number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
+    names = library.get_tensor_name_map(number, spec.num_layers)
+    permuted, transposed = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    # Mappings by GGUF's name: several for the matrices of all experts.
+    groups: dict[str, list[TensorMapping]] = {}
+    for mapping in map_tensors(spec):
+        gguf_name = names.get_name(EXPERT_NUMBER.sub(".experts.", mapping.hf_name), try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, mapping.hf_name
+        groups.setdefault(gguf_name, []).append(mapping)
+    tensors = []
+    for gguf_name, group in groups.items():
+        hf_name = group[0].hf_name
+        shape = tuple(group[0].shape)
+        if hf_name.endswith(transposed):
+            shape = shape[::-1]
+        if group[0].expert is not None:
+            shape = (len(group), *shape)
+        heads = spec.attention.num_heads if "q_proj" in hf_name else spec.attention.num_kv_heads
+        read = _PartReader(group, model, hf_name.endswith(transposed), heads if hf_name.endswith(permuted) else None)
+        tensors.append(_OutputTensor(gguf_name, shape, _kind_of(gguf_name, shape, kind, library), read))
+    if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
+        divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
+        fp32 = library.GGMLQuantizationType.F32
+        tensors.append(_OutputTensor("rope_freqs.weight", tuple(divisors.shape), fp32, lambda: iter([divisors])))
+    return tensors
+
+
+def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:
+    """Return by how much scaling divides each rotary frequency of a head of `size` dims."""
+    last = torch.zeros((), dtype=torch.float64)
+    plain = position.model_copy(update={"scaling": None})
+    frequencies = [rotary_frequencies(each, rotary_dim(each, size), last, torch.float64) for each in (plain, position)]
+    return frequencies[0] / frequencies[1]
+
+
+@dataclass(frozen=True)
+class _PartReader:
+    """Yields the parts of a tensor of the file: the matrix of each expert, or the only one."""
+
+    group: list[TensorMapping]
+    model: StoredModel
+    is_transposed: bool
+    heads: int | None
+
+    def __call__(self) -> Iterator[Tensor]:
+        for mapping in self.group:
+            names = mapping.jingu_shapes
+            if mapping.expert is None:
+                tensor = mapping.to_hf([self.model.read(name).detach() for name in names])
+            else:
+                [name] = names
+                tensor = mapping.transform.to_hf(self.model.read(name, mapping.expert), mapping.spec)
+            if self.is_transposed:
+                tensor = tensor.t()
+            if self.heads is not None:
+                # llama.cpp rotates neighboring dims, and Hugging Face dims that are half a head apart.
+                tensor = tensor.unflatten(0, (self.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            yield tensor if mapping.expert is None else tensor[None]
+
+
+def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) -> Any:
+    """Return the type of a tensor in a file of the type `kind`, as llama.cpp's converter chooses it."""
+    types = library.GGMLQuantizationType
+    if len(shape) == 1 or name in _FP32_NAMES or name.endswith(_FP32_NAMES):
+        return types.F32
+    return types.F16 if shape[-1] % library.GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _quantize(tensor: _OutputTensor, library: ModuleType) -> Any:
+    """Return the bytes of a tensor [..., bytes of a row], converted a few rows at a time."""
+    block, size = library.GGML_QUANT_SIZES[tensor.kind]
+    width = tensor.shape[-1]
+    result = np.empty((prod(tensor.shape[:-1]), width // block * size), dtype=np.uint8)
+    first = 0
+    for part in tensor.read():
+        rows = part.reshape(-1, width)
+        for chunk in rows.split(max(1, CHUNK_ELEMENTS // width)):
+            values = chunk.float().contiguous().numpy()
+            converted = library.quants.quantize(values, tensor.kind)
+            result[first : first + len(chunk)] = converted.view(np.uint8).reshape(len(chunk), -1)
+            first += len(chunk)
+    return result
+
+
+# k-quants
+
+
+def _quantize_with_llama_cpp(partial: Path, to: Path, dtype: str, write: Callable[[Path], None]) -> None:
+    """Write a temporary file in fp16, and let llama.cpp quantize it.
+
+    Raises:
+        JinguError: llama.cpp is not installed, or refuses the file.
+    """
+    library = import_optional("llama_cpp", f"quantizing as {dtype}", str(to), "llama-cpp-python")
+    source = partial.with_suffix(".fp16")
+    try:
+        write(source)
+        parameters = library.llama_model_quantize_default_params()
+        parameters.ftype = getattr(library, f"LLAMA_FTYPE_{LLAMA_CPP_TYPES[dtype]}")
+        code = library.llama_model_quantize(str(source).encode(), str(partial).encode(), ctypes.byref(parameters))
+    finally:
+        source.unlink(missing_ok=True)
+    if code or not partial.is_file():
+        raise JinguError(
+            f"llama.cpp could not quantize the model as {dtype} (code {code}).",
+            where=to,
+            fix="Choose q8_0; k-quants need matrices whose rows have a multiple of 256 elements.",
+        )

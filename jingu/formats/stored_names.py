@@ -1,0 +1,126 @@
+"""Other ways in which transformers stores a decoder: inside a model of images and text, and with experts in one tensor.
+
+- Composite models (`LlavaForConditionalGeneration`, `Mistral3ForConditionalGeneration`, ...) have the decoder's config
+  under `text_config`. Its tensors are below `model.language_model.`, or below `language_model.model.` in older files.
+- `save_pretrained(save_original_format=False)` of transformers 5 stores the matrices of all experts of a layer as they
+  are in memory: `experts.gate_up_proj` [E, 2·I, D] and `experts.down_proj` [E, D, I].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jingu.errors import JinguError
+from jingu.formats.safetensors import TensorLocation
+from jingu.model.families import FAMILIES
+
+# Prefixes of the decoder's tensors in a composite model, and what stands in their place in a model of text.
+_DECODER_PREFIXES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "model.language_model.lm_head.": "lm_head.",
+    "model.language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+_FUSED = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
+# Names of an expert's matrices in the files of each family: module, gate, up, down.
+_EXPERT_NAMES = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
+
+# A tensor: the file, its key there, and its place.
+Stored = tuple[Path, str, TensorLocation]
+
+
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is that of a composite model, with the decoder's config in it."""
+    return isinstance(config.get("text_config"), Mapping)
+
+
+def decoder_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Return the config of the decoder in a composite model, as if it were a separate model; other configs as they are.
+
+    Raises:
+        JinguError: jingu does not read the decoder's architecture.
+    """
+    if not is_composite(config):
+        return config
+    text_config = config["text_config"]
+    kind = str(text_config.get("model_type")).removesuffix("_text")
+    families = {family.model_type or family.name: family for family in FAMILIES.values()}
+    family = families.get(str(text_config.get("model_type")), families.get(kind))
+    if family is None:
+        name = (config.get("architectures") or [config.get("model_type")])[0]
+        raise JinguError(
+            f"jingu does not read the decoder of {name}, whose model_type is {text_config.get('model_type')!r}.",
+            where=where,
+            fix=f"It reads decoders of the types {', '.join(sorted(families))}.",
+        )
+    inherited: dict[str, Any] = {
+        key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config
+    }
+    merged = {**inherited, **text_config, "architectures": [family.architectures[0]]}
+    # transformers ties the head if one of the configs says so.
+    if config.get("tie_word_embeddings"):
+        merged["tie_word_embeddings"] = True
+    return merged
+
+
+def decoder_tensors(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
+    """Return the decoder's tensors of a composite model under their names in a model of text, and the omitted names."""
+    decoder = {}
+    omitted = []
+    for key, tensor in tensors.items():
+        prefix = next((prefix for prefix in _DECODER_PREFIXES if key.startswith(prefix)), None)
+        if prefix is None:
+            omitted.append(key)
+        else:
+            name = _DECODER_PREFIXES[prefix] + key.removeprefix(prefix)
+            decoder[name] = (tensor[0], name, tensor[2])
+    return decoder, omitted
+
+
+def divide_experts(tensors: Mapping[str, Stored], expected: Collection[str]) -> dict[str, Stored]:
+    """Return the tensors with a matrix per expert in place of those of all experts, where the model expects them so.
+
+    Args:
+        expected: names of the model's tensors.
+    """
+    divided: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        match = _FUSED.fullmatch(name)
+        router = re.fullmatch(r"(.+)\.mlp\.gate\.weight", name)
+        if match is not None and name not in expected:
+            divided |= _expert_matrices(match["layer"], match["part"], tensor, expected) or {name: tensor}
+        elif router is not None and name not in expected and f"{router[1]}.block_sparse_moe.gate.weight" in expected:
+            divided[f"{router[1]}.block_sparse_moe.gate.weight"] = tensor
+        else:
+            divided[name] = tensor
+    return divided
+
+
+def _expert_matrices(layer: str, part: str, tensor: Stored, expected: Collection[str]) -> dict[str, Stored]:
+    """Return the matrices of all experts by name; empty if the model expects none of these names."""
+    path, key, location = tensor
+    names = next(
+        (names for names in _EXPERT_NAMES if f"{layer}.{names[0]}.experts.0.{names[1]}.weight" in expected), None
+    )
+    if names is None or len(location.shape) != 3:
+        return {}
+    module, gate, up, down = names
+    experts, rows, columns = location.shape
+    matrices = {}
+    parts = [gate, up] if part == "gate_up_proj" else [down]
+    size = location.bytes // experts // len(parts)
+    for expert in range(experts):
+        for number, matrix in enumerate(parts):
+            begin = location.begin + (expert * len(parts) + number) * size
+            shape = torch.Size((rows // len(parts), columns))
+            name = f"{layer}.{module}.experts.{expert}.{matrix}.weight"
+            matrices[name] = (path, key, TensorLocation(shape, location.dtype, begin, size))
+    return matrices

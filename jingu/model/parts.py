@@ -1,0 +1,291 @@
+"""The parts of a model: for each, the shapes, sharding, initial values and cost of its parameters, without PyTorch.
+
+This is the only place that knows them. Modules create their parameters from these rows, and the parameter table,
+initial weights, counts and plans read them. To add a part, add its fields to the spec, its rows here, and its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import expm1, log
+from typing import NamedTuple
+
+from jingu.model.sharding_table import ShardingStyle, ShardingTable
+from jingu.model.spec import (
+    Experts,
+    FeedForward,
+    GatedFeedForward,
+    LayerNorm,
+    LayerSpec,
+    LearnedPositions,
+    ModelSpec,
+    Norm,
+    PlainFeedForward,
+    RandomProjectionRouter,
+    RelativeBias,
+)
+
+
+class ModuleRow(NamedTuple):
+    """A child module with a weight and perhaps a bias. Biases start at zero.
+
+    Attributes:
+        shape: shape of the weight: outputs and inputs, of experts the number of experts first.
+        style: how it can be sharded; None: not at all.
+        bias: whether it has a bias.
+        initial: initial value of all elements of the weight; None: they are normally distributed.
+        std: their standard deviation; None: `ModelSpec.initializer_range`.
+        is_trained: whether it is ever trained.
+    """
+
+    shape: tuple[int, ...]
+    style: ShardingStyle | None = None
+    bias: bool = False
+    initial: float | None = None
+    std: float | None = None
+    is_trained: bool = True
+
+
+# The rows of a module, by the names of its children; those of a block have the paths of grandchildren.
+Rows = Mapping[str, ModuleRow]
+
+
+def styles(rows: Rows) -> ShardingTable:
+    """Return how the children of a module can be sharded, without their own children."""
+    return {name: row.style for name, row in rows.items() if row.style is not None and "." not in name}
+
+
+def child_rows(rows: Rows, name: str) -> dict[str, ModuleRow]:
+    """Return the rows of the child `name` of a module."""
+    return {path.removeprefix(f"{name}."): row for path, row in rows.items() if path.startswith(f"{name}.")}
+
+
+def norm_rows(name: str, norm: Norm, width: int, style: ShardingStyle | None = None) -> dict[str, ModuleRow]:
+    """Return the row of a norm of `width` elements by its name; none if it has no weight."""
+    if isinstance(norm, LayerNorm):
+        return {name: ModuleRow((width,), style, norm.bias, initial=1.0)}
+    return {name: ModuleRow((width,), style, initial=0.0 if norm.offset else 1.0)} if norm.has_weight else {}
+
+
+def qk_norm(layer: LayerSpec) -> Norm:
+    """Return the norm of queries and keys."""
+    norm = layer.norm
+    has_weight = layer.attention.qk_norm_weight
+    return norm if has_weight or isinstance(norm, LayerNorm) else norm.model_copy(update={"has_weight": False})
+
+
+def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
+    """Return the rows of self-attention or cross-attention."""
+    part, width = layer.attention, spec.hidden_size
+    inner, kv_inner = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
+    # If scores are not scaled, the query matrix is.
+    q_std = None if part.scale_scores else spec.initializer_range * part.head_dim**-0.5
+    rows = {
+        "q": ModuleRow((inner, width), "heads", part.qkv_bias, std=q_std),
+        "k": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
+        "v": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
+        "output": ModuleRow((width, inner), "from_heads", part.output_bias, std=residual_std(spec)),
+    }
+    if part.qk_norm and part.qk_norm_width == "head":
+        rows |= norm_rows("q_norm", qk_norm(layer), part.head_dim) | norm_rows("k_norm", qk_norm(layer), part.head_dim)
+    elif part.qk_norm:
+        rows |= norm_rows("q_norm", qk_norm(layer), inner, "heads")
+        rows |= norm_rows("k_norm", qk_norm(layer), kv_inner, "kv_heads")
+    return rows
+
+
+def residual_std(spec: ModelSpec) -> float:
+    """Return the standard deviation of matrices whose outputs are added to the hidden states.
+
+    It is smaller by 1/√(2·layers), so that the variance of the hidden states does not grow with depth (Radford et al.,
+    2019).
+    """
+    return spec.initializer_range / (2 * spec.num_layers) ** 0.5
+
+
+def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+    """Return the rows of a feed-forward, or of a mixture of experts.
+
+    Args:
+        width: the hidden size.
+        std: standard deviation of the initial weights of `down`.
+    """
+    size = part.intermediate_size
+    if not isinstance(part, Experts):
+        gate = {"gate": ModuleRow((size, width), "column", part.bias)} if isinstance(part, GatedFeedForward) else {}
+        up, down = ModuleRow((size, width), "column", part.bias), ModuleRow((width, size), "row", part.bias, std=std)
+        # The two trained numbers of xIELU, before softplus: 0.8 and 0.8 - 0.5.
+        numbers = {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3))} if part.activation == "xielu" else {}
+        alphas = {name: ModuleRow((1,), initial=number) for name, number in numbers.items()}
+        return {**gate, "up": up, "down": down, **alphas}
+    experts = part.num_experts
+    rows = {
+        "router": ModuleRow((experts, width), is_trained=not isinstance(part.router, RandomProjectionRouter)),
+        "gate": ModuleRow((experts, size, width), "column"),
+        "up": ModuleRow((experts, size, width), "column"),
+        "down": ModuleRow((experts, width, size), "row", std=std),
+    }
+    shared = shared_expert(part)
+    if shared is not None:
+        rows |= _prefixed("shared", feed_forward_rows(shared, width, std))
+        if part.shared_expert_gate:
+            rows["shared_gate"] = ModuleRow((1, width))
+    return rows
+
+
+def shared_expert(part: Experts) -> GatedFeedForward | None:
+    """Return the feed-forward of the shared expert; None if there is none."""
+    if part.shared_intermediate_size is None:
+        return None
+    return GatedFeedForward(intermediate_size=part.shared_intermediate_size, activation=part.activation)
+
+
+def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, ModuleRow]:
+    """Return the rows of a block; with `has_source`, it also attends to an encoder."""
+    branches = {"attention": attention_rows(spec, layer)}
+    if has_source:
+        branches["cross_attention"] = branches["attention"]
+    branches["feed_forward"] = feed_forward_rows(layer.feed_forward, spec.hidden_size, residual_std(spec))
+    rows: dict[str, ModuleRow] = {}
+    for branch, branch_rows in branches.items():
+        before, behind = norm_places(layer, branch)
+        rows |= norm_rows(f"{branch}_norm", layer.norm, spec.hidden_size) if before else {}
+        rows |= _prefixed(branch, branch_rows)
+        rows |= norm_rows(f"{branch}_output_norm", layer.norm, spec.hidden_size) if behind else {}
+    return rows
+
+
+def norm_places(layer: LayerSpec, branch: str) -> tuple[bool, bool]:
+    """Return whether a branch of a block has a norm before it, and one behind it."""
+    is_shared = layer.block_order == "parallel_one_norm" and branch == "feed_forward"
+    return layer.norm_placement != "behind" and not is_shared, layer.norm_placement != "before"
+
+
+def stack_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
+    """Return the rows of a stack (decoder or encoder) before its blocks, without the embedding that both share."""
+    rows: dict[str, ModuleRow] = {}
+    if isinstance(spec.position, LearnedPositions):
+        rows["positions"] = ModuleRow((spec.max_position_embeddings, spec.hidden_size), "tokens")
+    if isinstance(spec.position, RelativeBias):
+        rows["relative_bias"] = ModuleRow((spec.position.num_buckets, spec.attention.num_heads))
+    if spec.embedding_norm:
+        rows |= norm_rows("embedding_norm", spec.norm, spec.hidden_size)
+    return rows
+
+
+def end_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
+    """Return the rows of the embedding and of the heads."""
+    # A scaled head divides the hidden states so that such an embedding can be tied (Raffel et al., 2020).
+    shape = (spec.vocab_size, spec.hidden_size)
+    rows = {"embedding": ModuleRow(shape, "vocabulary", std=1.0 if spec.scale_lm_head else None)}
+    if not spec.tie_word_embeddings and not spec.score_head:
+        rows["head"] = ModuleRow(shape, "vocabulary")
+    if spec.score_head or spec.value_head:
+        rows["score"] = ModuleRow((1, spec.hidden_size))
+    return rows
+
+
+def model_rows(spec: ModelSpec) -> Iterator[tuple[str, ModuleRow]]:
+    """Yield the rows of a model by their full names, in module order."""
+    ends = end_rows(spec)
+    yield "embedding", ends.pop("embedding")
+    yield from _stack(spec, spec.layers, has_source=spec.num_encoder_layers is not None)
+    yield from ends.items()
+    if spec.num_encoder_layers:
+        encoder = _stack(spec, (spec.default_layer,) * spec.num_encoder_layers, has_source=False)
+        yield from ((f"encoder.{name}", row) for name, row in encoder)
+
+
+def _stack(spec: ModelSpec, layers: tuple[LayerSpec, ...], *, has_source: bool) -> Iterator[tuple[str, ModuleRow]]:
+    yield from stack_rows(spec).items()
+    blocks = {layer: block_rows(spec, layer, has_source=has_source) for layer in dict.fromkeys(layers)}
+    for number, layer in enumerate(layers):
+        yield from _prefixed(f"blocks.{number}", blocks[layer]).items()
+    yield from norm_rows("norm", spec.norm, spec.hidden_size).items()
+
+
+def _prefixed(prefix: str, rows: Rows) -> dict[str, ModuleRow]:
+    return {f"{prefix}.{name}": row for name, row in rows.items()}
+
+
+# Costs
+
+
+def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
+    """Return the bytes per token that autograd saves in a block whose parameters are all trained.
+
+    A mixture of experts counts as a feed-forward of the size that a token uses, plus the permuted rows.
+
+    Args:
+        size: bytes of the compute dtype.
+    """
+    part, feed_forward = layer.attention, layer.feed_forward
+    stacks = 1 + (spec.num_encoder_layers is not None)
+    inner = part.num_heads * part.head_dim
+    # Tensors saved by norms, and the inputs of matmuls.
+    branches = ["attention"] * stacks + ["feed_forward"]
+    norms = sum(sum(norm_places(layer, branch)) for branch in branches)
+    inputs = stacks + 1 - (layer.block_order == "parallel_one_norm")
+    saved = norms * _saved_by_norm(layer.norm, spec.hidden_size, 1, size) + inputs * spec.hidden_size * size
+    # Queries, keys and values in fp32 and repeated for all heads, as without a fused kernel; and the input of the
+    # output projection.
+    saved += stacks * inner * (3 * max(size, 4.0) + size)
+    if part.qk_norm:
+        heads = part.num_heads + part.num_kv_heads
+        groups = heads if part.qk_norm_width == "head" else 2
+        saved += stacks * _saved_by_norm(qk_norm(layer), heads * part.head_dim, groups, size)
+    return saved + _saved_by_feed_forward(dense_equivalent(feed_forward), size) + routed_bytes(spec, layer, size)
+
+
+def dense_equivalent(part: FeedForward) -> PlainFeedForward | GatedFeedForward:
+    """Return the feed-forward of the size that a token uses of a mixture of experts; a dense one as it is."""
+    if not isinstance(part, Experts):
+        return part
+    size = part.num_experts_per_token * part.intermediate_size + (part.shared_intermediate_size or 0)
+    return GatedFeedForward(intermediate_size=size, activation=part.activation)
+
+
+def routed_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
+    """Return the bytes per token that a mixture of experts saves beside its matmuls: the permuted rows."""
+    part = layer.feed_forward
+    if not isinstance(part, Experts):
+        return 0.0
+    return part.num_experts_per_token * 2.0 * spec.hidden_size * size + 8.0 * part.num_experts
+
+
+def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: float) -> float:
+    # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
+    tensors = 2 * isinstance(part, GatedFeedForward) + 1 + (part.activation != "relu")
+    return tensors * part.intermediate_size * size
+
+
+def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:
+    """Return the bytes per token that a norm over `groups` groups of together `width` elements saves."""
+    wide = max(size, 4.0)
+    if isinstance(norm, LayerNorm):
+        return width * size + 2 * groups * wide
+    # Inputs, and results before the multiplication with the weight, in at least fp32.
+    return (1 + norm.has_weight) * width * wide + groups * wide
+
+
+def attended_tokens(layer: LayerSpec, sequence: int) -> float:
+    """Return the mean number of tokens that a token of a sequence attends to: without a window, half of them."""
+    window = cached_tokens(layer, sequence)
+    if layer.attention.chunk_size == layer.attention.reach is not None:
+        return window / 2
+    return window * (1 - window / (2 * sequence))
+
+
+def cached_tokens(layer: LayerSpec, past: int) -> int:
+    """Return how many of `past` tokens a layer attends to in generation."""
+    return min(layer.attention.reach or past, past)
+
+
+def attention_width(layer: LayerSpec) -> int:
+    """Return the number of elements of all query heads together."""
+    return layer.attention.num_heads * layer.attention.head_dim
+
+
+def cached_numbers(layer: LayerSpec) -> int:
+    """Return the numbers that a layer caches for each token: its keys and values."""
+    return 2 * layer.attention.num_kv_heads * layer.attention.head_dim

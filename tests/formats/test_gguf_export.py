@@ -1,0 +1,207 @@
+"""GGUF files that jingu writes, as transformers and llama.cpp read them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+
+from jingu.cli import main
+from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES
+from jingu.formats.models import open_model
+from jingu.formats.stored_model import load_model
+from jingu.model.inputs import Inputs
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+
+SIZES = {
+    "vocab_size": 317,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+MOE = {"num_experts_per_tok": 2}
+QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama3": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=24),
+    "mixtral": transformers.MixtralConfig(**SIZES, **MOE, num_local_experts=4),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, **MOE, num_experts=4, moe_intermediate_size=32, head_dim=16, norm_topk_prob=True
+    ),
+    "gpt2": transformers.GPT2Config(vocab_size=317, n_embd=64, n_layer=3, n_head=4, n_positions=128, eos_token_id=0),
+}
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that saves a random model of a family, with random biases and norms, as a folder."""
+    parent = tmp_path_factory.mktemp("models")
+    texts = ["some text, and 12345 more text:\n    it is text; isn't it?  中文 text and more words " * 5]
+    tokenizer = train_tokenizer(iter(texts), 317, ["<|endoftext|>"])
+
+    def make(name: str) -> Path:
+        folder = parent / name
+        if not folder.is_dir():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+            with torch.no_grad():
+                for parameter_name, parameter in model.named_parameters():
+                    if any(part in parameter_name for part in ("norm", "bias", "ln_")):
+                        parameter.add_(torch.randn_like(parameter) * 0.1)
+            model.save_pretrained(folder)
+            tokenizer.save(folder)
+        return folder
+
+    return make
+
+
+def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        decoder = load_model(open_model(path), torch.float32)
+        return decoder.logits(decoder(Inputs(ids)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_numbers_come_back(name: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    source = make_model(name)
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", "fp32"]) == 0
+    ids = torch.arange(100)[None] * 7 % 317
+    assert torch.equal(logits_of(file, ids), logits_of(source, ids))
+    assert Tokenizer.load(open_model(file).tokenizer()).encode("isn't it? 中文 12345") == (
+        Tokenizer.load(source).encode("isn't it? 中文 12345")
+    )
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2"])
+def test_transformers_reads_the_file(name: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    source = make_model(name)
+    assert main(["export", str(source), "--to", str(tmp_path / "model.gguf"), "--dtype", "fp32"]) == 0
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    actual = model.state_dict()
+    assert expected.keys() == actual.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, rtol=0, atol=0, msg=key)
+    config = model.config
+    assert config.num_key_value_heads == 2 and config.max_position_embeddings == 128
+
+
+@pytest.mark.parametrize("dtype", PACKAGE_TYPES)
+def test_types_are_those_of_the_package(dtype: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(make_model("qwen3_moe")), "--to", str(file), "--dtype", dtype]) == 0
+    reader = gguf.GGUFReader(file)
+    kind = Kind[PACKAGE_TYPES[dtype]]
+    state = transformers.AutoModelForCausalLM.from_pretrained(make_model("qwen3_moe")).state_dict()
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    up = state["model.layers.1.mlp.experts.gate_up_proj"][:, 32:].numpy()
+    assert tensors["blk.1.ffn_up_exps.weight"].tensor_type == kind
+    np.testing.assert_array_equal(tensors["blk.1.ffn_up_exps.weight"].data, gguf.quants.quantize(up, kind))
+    assert tensors["blk.1.ffn_gate_inp.weight"].tensor_type == Kind.F32
+    assert tensors["output_norm.weight"].tensor_type == Kind.F32
+
+
+def test_rows_that_are_no_whole_blocks_stay_fp16(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 64})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    train_tokenizer(iter(["text " * 50]), 300, ["<|endoftext|>"]).save(tmp_path / "model")
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(tmp_path / "model"), "--to", str(file), "--dtype", "q8_0"]) == 0
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    assert kinds["blk.0.ffn_up.weight"] == Kind.F16 and kinds["blk.0.ffn_down.weight"] == Kind.Q8_0
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        (CONFIGS["llama"], ["--dtype", "q4_k_m"], "needs the package llama-cpp-python"),
+        (transformers.MistralConfig(**SIZES, sliding_window=64), [], "ignores the window of 64 tokens"),
+        (transformers.GlmConfig(**SIZES, head_dim=16, pad_token_id=1), [], "does not write GlmForCausalLM as GGUF"),
+        (
+            transformers.LlamaConfig(**SIZES, rope_parameters=DYNAMIC),
+            [],
+            "does not compute rotary scaling of the type dynamic",
+        ),
+        (
+            transformers.Qwen3MoeConfig(**SIZES, **QWEN_MOE, norm_topk_prob=False),
+            [],
+            "always divides the weights of a token's experts by their sum",
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_run_is_refused(
+    config: Any, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    train_tokenizer(iter(["text " * 50]), 300, ["<|endoftext|>"]).save(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "a" / "model.gguf"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("a/*"))
+
+
+def test_places_and_types(
+    make_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(make_model("llama"))
+    assert main(["export", source, "--to", str(tmp_path / "folder"), "--dtype", "q8_0"]) == 2
+    assert "q8_0 is a type of GGUF files only. Name the file with --to MODEL.gguf." in capsys.readouterr().err
+    assert main(["export", source, "--to", str(tmp_path / "model.gguf")]) == 0
+    assert main(["export", source, "--to", str(tmp_path / "model.gguf")]) == 2
+    assert "the file exists already" in capsys.readouterr().err
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_the_same(name: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """The check compares ids of odd texts and log-probabilities; then 100 tokens of greedy text."""
+    import llama_cpp
+
+    source = make_model(name)
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(source), "--to", str(file), "--dtype", "fp32", "--check"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    ids = [11, 12, 13]
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False, eos_token_id=None)[0].tolist()
+    opened = llama_cpp.Llama(str(file), n_ctx=128, verbose=False, n_threads=1, type_k=0, type_v=0, flash_attn=False)
+    generated = opened.generate(ids, temp=0.0)
+    assert [next(generated) for _ in range(100)] == expected[3:]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", LLAMA_CPP_TYPES)
+def test_k_quants(dtype: str, tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    train_tokenizer(iter(["text " * 50]), 300, ["<|endoftext|>"]).save(tmp_path / "model")
+    file = tmp_path / "model.gguf"
+    assert main(["export", str(tmp_path / "model"), "--to", str(file), "--dtype", dtype, "--check"]) == 0
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["Modelfile", "model", "model.gguf"]
