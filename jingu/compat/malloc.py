@@ -18,7 +18,7 @@ def _find_trim() -> Callable[[int], int] | None:
     except AttributeError:
         return None
     trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    return trim  # type: ignore[no-any-return]
+    return trim
 
 
 def release_free_memory() -> bool:
