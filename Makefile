@@ -18,13 +18,19 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(PIP) --editable ".[test,check,bench,tensorboard]"
 	touch $@
 
+# Clients whose dependencies are not those of jingu, for their tests in `make test-all`.
+.venv-clients: tests/serve/clients/requirements.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
 quickstart: .venv/core
 	$(BIN)/python examples/quickstart.py $(ARGUMENTS)
 
 test: .venv/develop check
 	$(BIN)/pytest -m "not slow" --numprocesses 2 --dist worksteal
 
-test-all: .venv/develop check
+test-all: .venv/develop .venv-clients check
 	$(BIN)/pytest
 
 # What the changes since BASE reach, by imports.
@@ -46,4 +52,4 @@ bench: .venv/develop
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build runs
+	rm -rf .venv .venv-clients build runs

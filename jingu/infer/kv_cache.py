@@ -79,7 +79,7 @@ class PagedKVCache:
         groups: rows whose attention is computed together.
         tables: block tables of the sequences of each group.
         use_slices: whether contiguous blocks and slots are addressed as slices rather than by index.
-        row_multiple: a step's rows are padded to a multiple of this.
+        row_multiple: a step's rows are padded to a multiple of this, a power of two; see `pad`.
         encoding: the block table that receives the encoder's keys and values in this step; None: no encoder runs.
     """
 
@@ -104,6 +104,18 @@ class PagedKVCache:
         ]
         self._rotary: dict[Hashable, RotaryTables] = {}
 
+    def pad(self, rows: int) -> int:
+        """Return how many rows to compute in a step that needs `rows`: a multiple of `row_multiple`, and at most a
+        sixteenth more than the next one.
+
+        Between two powers of two it is one of 16 numbers, because oneDNN compiles kernels for each shape of a matmul.
+        They take milliseconds, and a third of a megabyte that it does not free.
+        """
+        if self.row_multiple == 1:
+            return rows
+        multiple = max(self.row_multiple, 1 << max(rows.bit_length() - 5, 0))
+        return rows + -rows % multiple
+
     def layer(self, number: int) -> _LayerKVCache:
         """Return the cache of one layer."""
         return self._layers[number]
@@ -116,7 +128,7 @@ class PagedKVCache:
             encoding: block table of the sequence whose source the encoder reads in this step.
 
         Returns:
-            Tokens and positions [1, T], padded to a multiple of `row_multiple`; and the first row of each chunk.
+            Tokens and positions [1, T], padded as `pad` says; and the first row of each chunk.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -163,7 +175,7 @@ class PagedKVCache:
         neighbours = range(slots[0], slots[0] + len(slots))
         self.first_slot = slots[0] if self.use_slices and slots == list(neighbours) else None
         # Padding rows compute token 0 at position 0 and write to the scratch block.
-        padding = -len(ids) % self.row_multiple
+        padding = self.pad(len(ids)) - len(ids)
         self.slots_T = copy_to_device(slots + [SCRATCH_BLOCK * self.block_size] * padding, self.device)
         rows = copy_to_device([ids + [0] * padding, positions + [0] * padding], self.device)
         return rows[:1], rows[1:], starts

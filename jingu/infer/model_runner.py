@@ -79,7 +79,7 @@ class ModelRunner:
         cache = self.cache
         # 1. Pad the head's rows like those of the model, so that a row's logits do not depend on their number.
         rows_N = copy_to_device(rows or [0], cache.device)
-        rows_N = F.pad(rows_N, (0, -len(rows_N) % cache.row_multiple))
+        rows_N = F.pad(rows_N, (0, cache.pad(len(rows_N)) - len(rows_N)))
         source = None if source_BS is None else Inputs(source_BS)
         hidden_ND = torch.empty(0, 0)
 

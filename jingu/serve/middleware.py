@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jingu.compat.malloc import release_free_memory
 from jingu.serve.async_engine import RequestHandle
 from jingu.serve.http_errors import ApiError
 from jingu.serve.responses import error_response
@@ -25,6 +26,10 @@ from jingu.serve.settings import ServeSettings
 LOGGER = logging.getLogger("jingu.serve")
 # Maximum size of a request's headers.
 MAX_HEADER_BYTES = 32_768
+# A body of at least this many bytes leaves so much free memory behind that it is returned to the operating system.
+LARGE_BODY_BYTES = 262_144
+# Seconds until then, so that many large requests cost one release.
+_RELEASE_DELAY = 1.0
 # Paths that need no API key, because they reveal nothing about the model.
 PUBLIC_PATHS = ("/health", "/chat")
 
@@ -37,6 +42,7 @@ class AccessMiddleware:
         self._settings = settings
         self._keys = [_digest(key.encode()) for key in settings.keys]
         self._hosts = {host.lower() for host in settings.hosts}
+        self._release_timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, and log it."""
@@ -62,7 +68,7 @@ class AccessMiddleware:
 
         try:
             self._check_host_and_key(scope)
-            await self._app(scope, self._limit_body(receive, _body_decompressor(scope)), send_with_id)
+            await self._app(scope, self._limit_body(receive, _body_decompressor(scope), log), send_with_id)
         except Exception as error:
             if not isinstance(error, ApiError):
                 LOGGER.exception("a request failed", extra={"fields": {"id": request_id}})
@@ -73,6 +79,8 @@ class AccessMiddleware:
         finally:
             seconds = round(time.perf_counter() - start, 4)
             log |= {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+            if log.get("body_bytes", 0) >= LARGE_BODY_BYTES:
+                self._release_memory_later()
             handle: RequestHandle | None = log.pop("handle", None)
             if handle is not None:
                 log |= handle.stats.log_fields()
@@ -106,11 +114,23 @@ class AccessMiddleware:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def _limit_body(self, receive: Receive, decompressor: Any) -> Receive:
+    def _release_memory_later(self) -> None:
+        """Return free memory to the operating system soon, on another thread."""
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            self._release_timer = None
+            loop.run_in_executor(None, release_free_memory)
+
+        if self._release_timer is None:
+            self._release_timer = loop.call_later(_RELEASE_DELAY, release)
+
+    def _limit_body(self, receive: Receive, decompressor: Any, log: dict[str, Any]) -> Receive:
         """Wrap `receive` so that it decompresses the body, and limits its size and the time until it is complete.
 
         Args:
             decompressor: an object of zlib; None for a body that is not compressed.
+            log: receives the size of the body.
         """
         settings = self._settings
         deadline = time.monotonic() + settings.patience
@@ -130,6 +150,7 @@ class AccessMiddleware:
                 if decompressor is not None:
                     message["body"] = _decompress(decompressor, message, settings.body_bytes - size + 1)
                 size += len(message.get("body", b""))
+                log["body_bytes"] = size
                 if size > settings.body_bytes:
                     raise HTTPException(413, f"the body is larger than {settings.body_bytes:,} bytes")
             return message

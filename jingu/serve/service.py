@@ -127,8 +127,11 @@ class Service:
         return handle
 
 
-def get_service(request: HttpRequest) -> Service:
-    """Return the service of an application (a FastAPI dependency)."""
+async def get_service(request: HttpRequest) -> Service:
+    """Return the service of an application (a FastAPI dependency).
+
+    It is asynchronous because FastAPI would call a plain function on one of 40 threads.
+    """
     service: Service = request.app.state.service
     return service
 

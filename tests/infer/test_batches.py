@@ -17,6 +17,7 @@ from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.generate import print_stream
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import block_bytes
+from jingu.infer.model_runner import ModelRunner
 from jingu.infer.prepack import prepack_weights
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
@@ -186,6 +187,38 @@ def test_prompts_with_bidirectional_attention(kind: str, tokenizer: Tokenizer) -
     assert engine.stats().prefix_cache_hits == 0
     with pytest.raises(JinguError, match="unavailable with prefix language models"):
         engine.submit(replace(requests[0], prompt_logprobs=True))
+
+
+def test_steps_have_few_different_numbers_of_rows(tokenizer: Tokenizer) -> None:
+    """oneDNN keeps its kernels for each of them."""
+    model = model_of("llama-bf16", tokenizer, prepacked=True)
+    cache = ModelRunner(model, num_blocks=4, block_size=8).cache
+    padded = [cache.pad(rows) for rows in range(1, 2049)]
+    assert len(set(padded)) < 120 and all(count % cache.row_multiple == 0 for count in padded)
+    assert all(rows <= count < rows + max(cache.row_multiple, rows / 16) for rows, count in enumerate(padded, 1))
+
+
+@pytest.mark.parametrize("kind", ["llama-bf16", "gpt2"])
+def test_answers_in_steps_of_many_rows(kind: str, tokenizer: Tokenizer) -> None:
+    """With 37 and 69 sequences, steps are padded beyond the multiple of rows."""
+    model = model_of(kind, tokenizer, prepacked=True)
+    requests = [
+        Request((5 + number, 9, 4), max_tokens=3, ignore_eos=True, sampling=SamplingParams(temperature=0.0))
+        for number in range(69)
+    ]
+
+    def generate(requests: list[Request], max_num_seqs: int) -> list[list[int]]:
+        engine = Engine(model, EngineSettings(max_num_seqs=max_num_seqs))
+        ids: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
+        while engine.busy:
+            for event in engine.step():
+                if event.token is not None:
+                    ids[event.request_id].append(event.token.id)
+        return list(ids.values())
+
+    few = generate(requests, 3)
+    for count in (37, 69):
+        assert generate(requests[:count], count) == few[:count]
 
 
 def test_prefixes_are_shared_and_few_blocks_are_wasted(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
+import openai
 import pytest
 
 from jingu.chat.chat_format import find_chat_format
@@ -203,6 +206,24 @@ def serve(tiny_model: InferenceModel) -> Iterator[Serve]:
         end()
     logger.removeHandler(handler)
     logger.level = before
+
+
+# Clients of the server that a module's own fixture `server` starts.
+
+
+@pytest.fixture(scope="module")
+def claude(server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="a", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def llama(server: Running) -> ollama.Client:
+    return ollama.Client(host=server.url)
 
 
 def send(server: Running, path: str, body: object) -> http.client.HTTPConnection:

@@ -1,4 +1,4 @@
-"""What agents and gateways send, with their own clients: Claude Code, Ollama's library, LiteLLM, LangChain, the hub."""
+"""What agents and gateways send, with their own clients: Claude Code, Ollama's library, the hub."""
 
 from __future__ import annotations
 
@@ -42,21 +42,6 @@ def says(prompt: str) -> str:
 @pytest.fixture(scope="module")
 def server(serve: Serve, tiny_model: InferenceModel) -> Running:
     return serve(ScriptedEngine(tiny_model, says))
-
-
-@pytest.fixture(scope="module")
-def claude(server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def llama(server: Running) -> ollama.Client:
-    return ollama.Client(host=server.url)
 
 
 # Anthropic
@@ -273,7 +258,7 @@ def test_ollama_sends_all_its_options(llama: ollama.Client, server: Running) -> 
     assert answer.response == "Hello, 世界!" and len(answer.logprobs[0].top_logprobs) == 2
 
 
-# huggingface_hub, LiteLLM, LangChain
+# huggingface_hub
 
 
 def test_hub_calls_tools(server: Running) -> None:
@@ -285,35 +270,39 @@ def test_hub_calls_tools(server: Running) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "ollama", "ollama_chat", "anthropic"])
-def test_litellm(provider: str, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without this, the library looks for prices on the web.
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-    base = server.url + ("/v1" if provider in ("openai", "hosted_vllm") else "")
-    body: dict[str, Any] = {"model": f"{provider}/tiny", "api_base": base, "api_key": "a", "max_tokens": 300}
-    messages = [{"role": "user", "content": "Hi"}]
-    answer = litellm.completion(**body, messages=messages)
-    assert answer.choices[0].message.content == "Hello, 世界!"
-    chunks = litellm.completion(**body, messages=messages, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello, 世界!"
-    if provider != "ollama":
-        answer = litellm.completion(**body, messages=MESSAGES, tools=[FUNCTION])
-        (call,) = answer.choices[0].message.tool_calls
-        assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
-    if provider == "ollama":
-        result = litellm.embedding("ollama/tiny", input=["a", "b"], api_base=base)
-        assert [row["embedding"] for row in result.data] == [[0.6, 0.8]] * 2
+# guidellm, whose fields make the server generate as many tokens as the benchmark wants.
 
 
-def test_langchain(server: Running) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    fields: dict[str, Any] = {"model": "tiny", "base_url": f"{server.url}/v1", "api_key": "a"}
-    chat = langchain.ChatOpenAI(**fields)
-    assert chat.invoke("Hi").content == "Hello, 世界!"
-    (call,) = chat.bind_tools([FUNCTION]).invoke("Write it.").tool_calls
-    assert call["args"] == json.loads(ARGUMENTS)
-    assert chat.with_structured_output(Group).invoke("as JSON") == Group(place="北京", people=3)
-    embeddings = langchain.OpenAIEmbeddings(**fields, check_embedding_ctx_length=False)
-    vectors = embeddings.embed_documents(["a"] * 1000)
-    assert len(vectors) == 1000 and vectors[-1] == pytest.approx([0.6, 0.8])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 8, "stop": None, "ignore_eos": True}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+                "max_completion_tokens": 8,
+                "stop": None,
+                "ignore_eos": True,
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+                "max_output_tokens": 8,
+                "stop": None,
+                "ignore_eos": True,
+            },
+        ),
+    ],
+)
+def test_bodies_of_guidellm(path: str, body: dict[str, Any], server: Running) -> None:
+    status, answer, _ = server.call(path, {"model": "tiny", **body})
+    usage = answer["usage"]
+    assert status == 200 and usage.get("completion_tokens", usage.get("output_tokens")) == 8
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    status, text, _ = server.call(
+        path, {"model": "tiny", **body, "stream": True, **({} if "input" in body else options)}
+    )
+    assert status == 200 and ('"completion_tokens":8' in text or '"output_tokens":8' in text)

@@ -46,21 +46,6 @@ def server(serve: Serve, tiny_model: InferenceModel, tmp_path_factory: pytest.Te
     return start(serve, tiny_model, tmp_path_factory.mktemp("template"), TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def claude(server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def llama(server: Running) -> ollama.Client:
-    return ollama.Client(host=server.url)
-
-
 def test_messages_have_blocks_of_thinking(claude: anthropic.Anthropic) -> None:
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 200}
     enabled: Any = {"type": "enabled", "budget_tokens": 1024}
