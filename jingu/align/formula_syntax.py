@@ -232,17 +232,20 @@ class _FormulaReader:
         """Read factors; a divisor is a factor of the kind `inverse`."""
         factors: list[FormulaNode] = []
         is_inverse = False
+        has_sign = False
         while (token := self.peek()) and token not in _SEPARATORS | _SIGNS | _CLOSING:
             if token in _TIMES | _DIVIDED:
                 self.tokens.pop()
                 is_inverse = token in _DIVIDED
+                has_sign = True
                 continue
             factor = self._read_power(depth)
             if is_inverse:
                 factor = FormulaNode("inverse", (factor,))
-            elif factors and self._is_ambiguous(factors[-1], factor):
+            elif factors and not has_sign and self._is_ambiguous(factors[-1], factor):
                 factors.append(FormulaNode("unknown"))
             is_inverse = False
+            has_sign = False
             factors.append(factor)
         return factors
 
@@ -288,7 +291,7 @@ class _FormulaReader:
             closing = self.tokens.pop()
             if (token, closing) in (("(", ")"), ("[", "]"), ("{", "}")) and node.kind != "list":
                 return FormulaNode("group" if token != "{" else "braces", (node,))
-            return FormulaNode("list", (node,))
+            return FormulaNode("list", (node,), token + closing)
         if token in _FRACTIONS | _BINOMIALS:
             first, second = self._read_argument(depth), self._read_argument(depth)
             return FormulaNode("fraction" if token in _FRACTIONS else "binomial", (first, second))

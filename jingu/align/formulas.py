@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from jingu.align.final_answers import conclusion, denies, final_number, marked_answer, parse_number
-from jingu.align.formula_syntax import LIMIT, FormulaSyntaxError, differ, measure, read_formula, unevaluated
+from jingu.align.formula_syntax import LIMIT, FormulaSyntaxError, measure, read_formula, unevaluated
+from jingu.align.normal_form import compare
 
 # Characters of an answer's formula; a longer one is wrong.
 _MAX_FORMULA = 2_000
@@ -123,8 +124,9 @@ def _compare_formulas(expected: str, answer: str) -> bool:
         limit = LIMIT
     else:
         limit = LIMIT.union(measure(expected_node))
-        if differ(node, expected_node):
-            return False
+        verdict = compare(node, expected_node)
+        if verdict is not None:
+            return verdict
     if not measure(node).fits(limit):
         return False
     from math_verify import verify
