@@ -34,7 +34,9 @@ def name(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(family, "_published_models", lambda: published)
     monkeypatch.setitem(tabled.TABLES, name, table[name])
     monkeypatch.setitem(FAMILIES, name, tabled.tabled_families()[-1])
-    configs: dict[str, Any] = eval(f"{{{line}}}", {"components": components})
+    names: dict[str, Any] = {"components": components}
+    exec(f"configs = {{{line}}}", names)
+    configs = names["configs"]
     assert list(configs) == [name]
     monkeypatch.setitem(tests_of_tables.CONFIGS, name, configs[name])
     return name

@@ -72,6 +72,9 @@ def open_hf(folder: Path) -> StoredModel:
     is_part = is_composite(config)
     config = decoder_config(config, folder / "config.json")
     model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, config, is_part))
+    if is_part and (model.spec.logit_scale != 1.0 or model.spec.logit_softcap is not None):
+        # transformers leaves them out in composite models, though the weights were trained with them.
+        log_warning(f"{folder}: logits are scaled or capped, as in the model of text alone.")
     generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         model = replace(model, generation_config=read_model_json(generation_config))
