@@ -115,7 +115,7 @@ def test_tables_keep_their_columns(document: Path) -> None:
     assert re.findall(r"<[a-z][^>]*>", text) == [], "Markdown would treat it as markup"
 
 
-@pytest.mark.parametrize("name", ["configuration", "protocols"])
+@pytest.mark.parametrize("name", ["configuration", "families", "protocols"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     guides = ROOT / "docs" / "guides"
     spec = importlib.util.spec_from_file_location(f"{name}_guide", guides / f"{name}.py")

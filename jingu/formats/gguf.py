@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +28,8 @@ from jingu.errors import JinguError
 from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.formats.unread import unread_architecture
+from jingu.model.families import FAMILIES
 from jingu.runtime.files import temporary_folder
 from jingu.runtime.log import log_warning
 from jingu.tables import read_table
@@ -283,13 +284,9 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
     if name not in ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
-        similar = get_close_matches(name, ARCHITECTURES, n=3, cutoff=0.4) or list(ARCHITECTURES)
         with_experts = " with experts" if name in ARCHITECTURES else ""
-        raise JinguError(
-            f"jingu does not support the architecture {name}{with_experts} in GGUF.",
-            where=path,
-            fix=f"It supports {', '.join(similar)}; use other models as Hugging Face folders.",
-        )
+        what = f"jingu does not support the architecture {name}{with_experts} in GGUF"
+        raise unread_architecture(what, [name], path, FAMILIES)
     if "token_embd.weight" not in infos:
         raise ValueError("there is no token_embd.weight")
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jingu.errors import JinguError
 from jingu.formats.safetensors import TensorLocation, read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
 from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite
+from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
@@ -72,6 +72,9 @@ def open_hf(folder: Path) -> StoredModel:
     is_part = is_composite(config)
     config = decoder_config(config, folder / "config.json")
     model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, config, is_part))
+    if is_part and (model.spec.logit_scale != 1.0 or model.spec.logit_softcap is not None):
+        # transformers leaves them out in composite models, though the weights were trained with them.
+        log_warning(f"{folder}: logits are scaled or capped, as in the model of text alone.")
     generation_config = folder / "generation_config.json"
     if generation_config.is_file():
         model = replace(model, generation_config=read_model_json(generation_config))
@@ -203,13 +206,10 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
         return match
     if not names and config.get("model_type") in FAMILIES:
         return FAMILIES[config["model_type"]]
-    name = names[0] if names else str(config.get("model_type"))
-    similar = get_close_matches(name, families, n=3, cutoff=0.4)
-    raise JinguError(
-        f"jingu does not support the architecture {name}.",
-        where=where,
-        fix=f"{'Similar ones are' if similar else 'It supports'} {', '.join(similar or families)}.",
-    )
+    model_type = str(config.get("model_type"))
+    name = names[0] if names else model_type
+    what = f"jingu does not support the architecture {name}"
+    raise unread_architecture(what, [*names, model_type], where, FAMILIES)
 
 
 def _open_weights(

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from jingu.errors import JinguError
 from jingu.formats.safetensors import TensorLocation
+from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
 
 # Prefixes of the decoder's tensors in a composite model, and what stands in their place in a model of text.
@@ -56,11 +56,9 @@ def decoder_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
     family = families.get(str(text_config.get("model_type")), families.get(kind))
     if family is None:
         name = (config.get("architectures") or [config.get("model_type")])[0]
-        raise JinguError(
-            f"jingu does not read the decoder of {name}, whose model_type is {text_config.get('model_type')!r}.",
-            where=where,
-            fix=f"It reads decoders of the types {', '.join(sorted(families))}.",
-        )
+        model_type = str(text_config.get("model_type"))
+        what = f"jingu does not read the decoder of {name}, whose model_type is {model_type!r}"
+        raise unread_architecture(what, [model_type, kind], where, FAMILIES)
     inherited: dict[str, Any] = {
         key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,27 @@ def aya(text: transformers.PreTrainedConfig) -> Any:
     return transformers.AyaVisionForConditionalGeneration(config)
 
 
+def gemma3(**settings: Any) -> Any:
+    """Windows shorter than the text, and scaled positions in the layers without."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0},
+    }
+    kinds = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    text = transformers.Gemma3TextConfig(**TEXT, **kinds, rope_parameters=rope, query_pre_attn_scalar=20, **settings)
+    vision = transformers.SiglipVisionConfig(**VISION)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def ministral3() -> Any:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+    return mistral3(transformers.Ministral3Config(**TEXT, rope_parameters={**rope, "rope_theta": 50.0}))
+
+
 MODELS = {
+    "gemma3": gemma3,
+    "mistral3-ministral3": ministral3,
     "llava-llama": lambda: llava(transformers.LlamaConfig(**TEXT)),
     "llava-qwen2": lambda: llava(transformers.Qwen2Config(**{**TEXT, "head_dim": 8}, tie_word_embeddings=True)),
     "mistral3": lambda: mistral3(transformers.MistralConfig(**TEXT, sliding_window=None)),
@@ -95,6 +116,34 @@ def test_the_decoder_of_a_composite_model(
     spec = open_model(folder).spec
     assert read_spec(folder) == spec and spec.num_layers == 3
     # The export is a model of text, which transformers loads without the parts that were left out.
+    assert main(["export", str(folder), "--to", str(tmp_path / "export")]) == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(exported(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+SCALED: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gemma3": (lambda: gemma3(final_logit_softcapping=2.0), lambda logits: 2 * (logits / 2).tanh()),
+    "cohere2": (
+        lambda: aya(transformers.Cohere2Config(**{**TEXT, "head_dim": 8}, logit_scale=0.3)),
+        lambda logits: 0.3 * logits,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_logits_are_those_of_the_model_of_text(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers applies scale and cap in its models of text, and ignores them in composite models."""
+    build, scaled = SCALED[name]
+    model = build().eval()
+    folder = save(model, tmp_path / "model")
+    ids = torch.arange(40)[None] * 7 % 300
+    with torch.inference_mode():
+        expected = scaled(model(input_ids=ids).logits)
+    torch.testing.assert_close(logits_of(folder, ids), expected, rtol=1e-5, atol=1e-5)
+    assert "as in the model of text alone" in caplog.text
     assert main(["export", str(folder), "--to", str(tmp_path / "export")]) == 0
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     with torch.inference_mode():

@@ -1,0 +1,134 @@
+"""Generate families.md from the families' tables: `python docs/guides/families.py > docs/guides/families.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jingu.formats.gguf import ARCHITECTURES
+from jingu.model.families import FAMILIES, Family
+from jingu.model.families.name_map import TABLES
+from jingu.model.spec import Experts, LayerSpec, ModelSpec, RotaryPositions, flatten_fields
+
+OPENING = """\
+# Families
+
+The families of models that jingu trains, imports, exports and serves. *Components*: how a family differs from Llama
+(RMS norms before attention and feed-forward, rotary positions over whole heads in halves, gated feed-forwards with
+silu, grouped queries, no biases). Options that the table does not name are read from the config; one that jingu does
+not support is refused. *GGUF*: llama.cpp's name of the architecture, if such files are read and written.
+
+`python docs/guides/families.py > docs/guides/families.md` generates this page from the tables in
+`jingu/model/families/`; a test checks that it is up to date. [Add a family](add-a-family.md) shows how to add one.
+
+| `family` | architecture | components | presets | GGUF |
+|---|---|---|---|---|
+"""
+# Words for fields of a spec, by path and value. A value of None stands for any that is not the default.
+WORDS: dict[tuple[str, object], str] = {
+    ("num_encoder_layers", None): "encoder and decoder",
+    ("norm.type", "layer"): "LayerNorm",
+    ("norm.bias", False): "norms without bias",
+    ("norm.offset", True): "norms that store w − 1",
+    ("norm.has_weight", False): "norms without weight",
+    ("norm_placement", "around"): "norms before and behind each branch",
+    ("norm_placement", "behind"): "norms behind each branch",
+    ("block_order", "parallel"): "parallel attention and feed-forward",
+    ("block_order", "parallel_one_norm"): "parallel attention and feed-forward behind one norm",
+    ("embedding_norm", True): "norm of the embedding",
+    ("position.type", "alibi"): "ALiBi",
+    ("position.type", "learned"): "learned positions",
+    ("position.type", "relative_bias"): "relative position biases",
+    ("position.interleaved", True): "rotary pairs of neighboring dims",
+    ("position.partial_rotary_factor", None): "partial rotary positions",
+    ("attention.qkv_bias", True): "biases of q, k and v",
+    ("attention.output_bias", True): "bias of the output",
+    ("attention.qk_norm", True): "normalized queries and keys",
+    ("attention.qk_norm_width", "all_heads"): "one norm over all heads",
+    ("attention.qk_norm_after_rotary", True): "that norm after rotary",
+    ("attention.softcap", None): "soft cap on scores",
+    ("attention.scale", None): "scale of scores",
+    ("attention.scale_scores", False): "scores without scale",
+    ("feed_forward.type", "plain"): "plain feed-forwards",
+    ("feed_forward.type", "experts"): "experts",
+    ("feed_forward.bias", True): "biases of the feed-forward",
+    ("residual_scale", None): "scale of residuals",
+    ("embedding_scale", None): "scale of the embedding",
+    ("logit_scale", None): "scale of logits",
+    ("logit_softcap", None): "soft cap on logits",
+    ("scale_lm_head", True): "scaled hidden states before the head",
+    ("normalize_lm_head", True): "normalized rows of the head",
+}
+ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "relu²", "xielu": "xIELU"}
+# Words for the arguments of `rope` in the tables.
+ROPE = {
+    "has_alpha": "rotary base scaled by alpha",
+    "names_original_context": "longrope",
+    "has_query_scaling": "queries scaled by their positions",
+}
+
+
+def guide() -> str:
+    """Return the page: a row for each family."""
+    rows = [row(family) for _, family in sorted(FAMILIES.items())]
+    return OPENING + "\n".join(rows) + "\n"
+
+
+def row(family: Family) -> str:
+    """Return the row of a family."""
+    architectures = ", ".join(f"`{name}`" for name in family.architectures)
+    presets = ", ".join(f"`{name}`" for name in family.presets)
+    cells = (f"`{family.name}`", architectures, ", ".join(components(family)), presets, gguf_name(family))
+    return f"| {' | '.join(cells)} |"
+
+
+def gguf_name(family: Family) -> str:
+    """Return llama.cpp's name of the family's architecture; empty if jingu has no GGUF for it."""
+    for name, table in ARCHITECTURES.items():
+        if family.architectures[0] in (table["hugging_face"], *table.get("aliases", ())):
+            return f"`{name}`"
+    return ""
+
+
+def components(family: Family) -> Iterator[str]:
+    """Yield in words how a family differs from Llama: by its template, and by what its configs may say beside that."""
+    plain = FAMILIES["llama"].template
+    spec = family.template
+    table = TABLES.get(family.name, {}) if "architectures" in TABLES.get(family.name, {}) else {}
+    yield from layer_components(spec)
+    layers = table.get("layers", {})
+    has_window = layers.get("window") == "uniform" or "default_window" in layers
+    if has_window or (not spec.layer_kinds and spec.attention.sliding_window is not None):
+        yield "windows"
+    fields, usual = (flatten_fields(each) for each in (spec, plain))
+    # Scales and caps that are neutral in the template, and keys of the config.
+    keys = {place for place, entry in table.get("keys", {}).items() if entry and ("scale" in place or "cap" in place)}
+    for (path, value), words in WORDS.items():
+        actual = fields.get(path)
+        differs = actual != usual.get(path) and actual is not None
+        if (differs and value in (None, actual)) or path in keys:
+            yield words
+    yield from (words for name, words in ROPE.items() if table.get("rope", {}).get(name))
+    activation = fields.get("feed_forward.activation", "silu")
+    if activation != "silu":
+        yield ACTIVATIONS[str(activation)]
+    if spec.tie_word_embeddings:
+        yield "tied head"
+
+
+def layer_components(spec: ModelSpec) -> Iterator[str]:
+    """Yield in words how the layers of a model differ from each other."""
+    layers: tuple[LayerSpec, ...] = tuple(spec.layers)
+    windows = [layer.attention.sliding_window for layer in layers]
+    if spec.layer_kinds and any(windows):
+        yield "layers with and without windows"
+    rotary = [layer.position for layer in layers if isinstance(layer.position, RotaryPositions)]
+    if rotary and len(rotary) < len(layers):
+        yield "layers without positions"
+    if len({position.theta for position in rotary}) > 1:
+        yield "a rotary base for each kind of layer"
+    if any(isinstance(layer.feed_forward, Experts) for layer in layers) and not isinstance(spec.feed_forward, Experts):
+        yield "layers with experts"
+
+
+if __name__ == "__main__":
+    print(guide(), end="")

@@ -1,0 +1,69 @@
+"""Architectures that jingu does not read: real configs of transformers, refused by their components."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import transformers
+
+from jingu.errors import JinguError
+from jingu.formats.gguf import ARCHITECTURES
+from jingu.formats.huggingface import open_hf
+from jingu.formats.unread import COMPONENTS, UNREAD, find_unread
+from jingu.model.families import FAMILIES
+
+# Name of the config, class of the model, what the error says is missing, and the nearest family.
+REFUSED = [
+    ("Qwen3NextConfig", "Qwen3NextForCausalLM", "layers of the gated delta rule", "qwen3_moe"),
+    ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "gates on the output of attention", "qwen3"),
+    ("GptOssConfig", "GptOssForCausalLM", "attention sinks", "mixtral"),
+    ("DeepseekV2Config", "DeepseekV2ForCausalLM", r"latent attention \(MLA\)", "qwen3_moe"),
+    ("DeepseekV3Config", "DeepseekV3ForCausalLM", "a sigmoid router", "qwen3_moe"),
+    ("Glm4MoeConfig", "Glm4MoeForCausalLM", "a correction bias", "glm4"),
+    ("Gemma3nTextConfig", "Gemma3nForCausalLM", "embeddings for each layer", "gemma3_text"),
+    ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "Mamba-2 layers", "granite"),
+    ("NemotronHConfig", "NemotronHForCausalLM", "blocks of one mixer", "arcee"),
+    ("FalconH1Config", "FalconH1ForCausalLM", "a multiplier for each projection", "granite"),
+    ("Lfm2Config", "Lfm2ForCausalLM", "gated short convolutions", "qwen3"),
+    ("Llama4TextConfig", "Llama4ForCausalLM", "attention within chunks", "smollm3"),
+    ("OPTConfig", "OPTForCausalLM", "learned positions with an offset", "gpt2"),
+]
+
+
+@pytest.mark.parametrize(("config", "architecture", "missing", "near"), REFUSED)
+def test_the_error_names_components(config: str, architecture: str, missing: str, near: str, tmp_path: Path) -> None:
+    getattr(transformers, config)(architectures=[architecture]).save_pretrained(tmp_path)
+    with pytest.raises(JinguError, match=rf"architecture {architecture}\. Missing: .*{missing}.*\bare .*\b{near}\b"):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Gemma3nConfig", "Qwen3_5Config", "Llama4Config"])
+def test_composite_models_name_components_too(name: str, tmp_path: Path) -> None:
+    architecture = name.replace("Config", "ForConditionalGeneration")
+    getattr(transformers, name)(architectures=[architecture]).save_pretrained(tmp_path)
+    with pytest.raises(JinguError, match=rf"the decoder of {architecture}.* Missing: "):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Qwen9ForCausalLM", "GemmaForCausalML", "Something"])
+def test_unknown_architectures_get_no_hint(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    with pytest.raises(JinguError) as error:
+        open_hf(tmp_path)
+    assert error.value.fix == "`jingu model list` shows the families that it reads."
+    assert "Missing" not in error.value.what
+
+
+def test_the_table_is_about_families_that_are_not_read() -> None:
+    """An entry goes when its family is read; names and components are spelled as elsewhere."""
+    read = {name for family in FAMILIES.values() for name in family.architectures}
+    for name, entry in UNREAD.items():
+        assert name not in FAMILIES and not read & set(entry["architectures"]), name
+        assert set(entry["near"]) <= set(FAMILIES), name
+        assert set(entry["missing"]) <= set(COMPONENTS) and entry["missing"], name
+        for each in entry.get("gguf", ()):
+            assert each not in ARCHITECTURES and each in gguf.MODEL_ARCH_NAMES.values(), name
+        assert find_unread([entry["architectures"][0]]) is entry
+    assert {each for entry in UNREAD.values() for each in entry["missing"]} == set(COMPONENTS)
