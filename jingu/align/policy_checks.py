@@ -116,7 +116,8 @@ def _check_combinations(settings: PolicySettings) -> None:
         refuse(
             settings.overlong_tokens > limit, name, settings.overlong_tokens, f"at most task.max_new_tokens, {limit}"
         )
-    if settings.objective != "gmpo":
+    # CISPO usually has no lower bound (MiniMax, 2025).
+    if settings.objective != "gmpo" and not (settings.objective == "cispo" and settings.clip_low == 1):
         refuse(settings.clip_low >= 1, "task.clip_low", settings.clip_low, "below 1")
     if isinstance(settings, GrpoSettings) and settings.advantage != "group" and settings.scale != "group":
         what = (

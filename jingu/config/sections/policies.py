@@ -222,8 +222,8 @@ class PolicySettings(RolloutSettings):
         objective: clip: the clipped surrogate objective of PPO; cispo: log-probabilities weighted by the clipped ratio
             (MiniMax, 2025); gmpo: the geometric mean of the clipped ratios of an answer's tokens (Zhao et al., 2025,
             who clip at 0.4 on both sides).
-        clip_low: The ratio is clipped below 1 - clip_low, which must be above 0; with gmpo its logarithm below
-            -clip_low.
+        clip_low: The ratio is clipped below 1 - clip_low, which must be above 0 (with cispo, 0 is no bound); with gmpo
+            its logarithm below -clip_low.
         clip_high: The ratio is clipped above 1 + clip_high; with gmpo its logarithm above clip_high.
         importance_cap: Upper bound of the weights that correct for the difference between generation and training
             (truncated importance sampling, Yao et al., 2025); null: no correction. With `asynchronous` the default is
