@@ -11,7 +11,7 @@ import atexit
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
@@ -50,6 +50,15 @@ Metadata = Mapping[str, Any]
 
 ARCHITECTURES = read_table(__file__, "gguf.toml")
 _METADATA = ARCHITECTURES.pop("metadata")
+# Where no architecture says otherwise, keys of config.json that say whether there are biases.
+_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+
+
+def metadata_keys(name: str) -> dict[str, str]:
+    """Return the keys of config.json whose values an architecture of GGUF has, with its keys."""
+    table = ARCHITECTURES[name]
+    keys = {**table.get("keys", ARCHITECTURES["llama"]["keys"]), **table.get("changes", {})}
+    return {key: gguf_key for key, gguf_key in keys.items() if gguf_key}
 
 
 def open_gguf(path: Path) -> StoredModel:
@@ -62,7 +71,7 @@ def open_gguf(path: Path) -> StoredModel:
     library = import_optional("gguf", "reading GGUF files", str(path))
     try:
         metadata, infos = _read_header(path, library)
-        config = _hf_config(metadata, infos, path)
+        config = hf_config(metadata, infos, path)
         _check_metadata(metadata, config, library, path)
     except (ValueError, struct.error, OSError) as error:
         raise JinguError(
@@ -96,10 +105,11 @@ def _open_weights(
     Args:
         infos: location of each tensor in the file, by its GGUF name.
         name: GGUF's name of the architecture.
-        config: the model's config in Hugging Face's form, from `_hf_config`.
+        config: the model's config in Hugging Face's form, from `hf_config`.
         expected: shapes by Hugging Face's names.
     """
     permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    has_offset = ARCHITECTURES[name].get("norm_offset", False)
     number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
@@ -121,6 +131,8 @@ def _open_weights(
     # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
     def read(name: str) -> Tensor:
         tensor = _read_tensor(path, library, tensors[name])
+        if has_offset and name.endswith("norm.weight"):
+            return tensor.float() - 1
         if name.endswith(transposed_names):
             return tensor.t()
         if name.endswith(permuted_names):
@@ -279,7 +291,7 @@ def _check_types(path: Path, library: ModuleType, infos: Mapping[str, TensorLoca
 # The model
 
 
-def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path) -> dict[str, Any]:
+def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Path) -> dict[str, Any]:
     """Return the contents of the config.json that a Hugging Face folder of this model would have."""
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
@@ -293,23 +305,23 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     def get(key: str) -> Any:
         return metadata.get(f"{name}.{key}")
 
-    architecture = ARCHITECTURES[name]
-    keys = architecture.get("keys", ARCHITECTURES["llama"]["keys"])
-    is_mixtral = experts and name == "llama"
+    table = ARCHITECTURES[name]
+    class_name = "MixtralForCausalLM" if experts and name == "llama" else table["hugging_face"]
+    if "windowed" in table and get("attention.sliding_window"):
+        class_name = table["windowed"]
     config = {
-        "architectures": ["MixtralForCausalLM" if is_mixtral else architecture["hugging_face"]],
+        "architectures": [class_name],
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
-        **{key: get(gguf_key) for key, gguf_key in keys.items()},
+        **{key: get(gguf_key) for key, gguf_key in metadata_keys(name).items()},
     }
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
     if name != "gpt2":
         config |= {
-            "head_dim": get("attention.key_length") or get("rope.dimension_count"),
+            **_head_config(table, get),
             "rope_scaling": _rope_scaling(metadata, name, infos, path),
-            "attention_bias": "blk.0.attn_q.bias" in infos,
-            "mlp_bias": "blk.0.ffn_up.bias" in infos,
+            **{key: f"blk.0.{tensor}" in infos for key, tensor in table.get("biases", _BIASES).items()},
             "num_local_experts": experts or None,
             "norm_topk_prob": True,
         }
@@ -319,15 +331,38 @@ def _hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pa
     return config
 
 
+def _head_config(table: Mapping[str, Any], get: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the keys of config.json about the size of heads, their rotated share, their scale, and their windows.
+
+    Args:
+        table: the architecture's entry in gguf.toml.
+        get: returns a value of the metadata.
+    """
+    heads, width = get("attention.head_count") or 1, get("embedding_length")
+    size = get("attention.key_length") or (None if table.get("has_partial_rotary") else get("rope.dimension_count"))
+    keys: dict[str, Any] = {"head_dim": size}
+    if table.get("has_partial_rotary"):
+        keys["head_dim"] = size = size or width // heads
+        keys["partial_rotary_factor"] = (get("rope.dimension_count") or size) / size
+    if "query_scale_layers" in table:
+        keys["query_pre_attn_scalar"] = width // heads if get("block_count") == table["query_scale_layers"] else size
+    # Which layers have windows: one of so many has none, or a flag for each.
+    pattern = get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        keys["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in pattern]
+    else:
+        keys["sliding_window_pattern"] = pattern
+    return keys
+
+
 def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, path: Path) -> None:
     """Raise JinguError if a metadata key that jingu does not read changes the numbers; warn of unknown keys.
 
     Args:
-        config: the model's config in Hugging Face's form, from `_hf_config`.
+        config: the model's config in Hugging Face's form, from `hf_config`.
     """
     name = metadata["general.architecture"]
-    table = ARCHITECTURES[name].get("keys", ARCHITECTURES["llama"]["keys"])
-    known_keys = {*table.values(), *_METADATA["harmless"]}
+    known_keys = {*metadata_keys(name).values(), *_METADATA["harmless"]}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
     for key in sorted(values.keys() - known_keys):
@@ -344,7 +379,8 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
             fix="Use the model's Hugging Face folder, if jingu supports it.",
         )
     head_dim = config.get("head_dim")
-    if head_dim and values.get("rope.dimension_count", head_dim) != head_dim:
+    is_partial = head_dim and values.get("rope.dimension_count", head_dim) != head_dim
+    if is_partial and not ARCHITECTURES[name].get("has_partial_rotary"):
         raise JinguError(
             f"only {values['rope.dimension_count']} of a head's {head_dim} dims are rotated, which jingu does not "
             "support in GGUF.",

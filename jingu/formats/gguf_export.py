@@ -22,9 +22,10 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.description import build_config
-from jingu.formats.gguf import ARCHITECTURES, EXPERT_NUMBER
+from jingu.formats.gguf import ARCHITECTURES, EXPERT_NUMBER, hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
-from jingu.formats.safetensors import CHUNK_ELEMENTS
+from jingu.formats.huggingface import find_family
+from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
 from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TensorMapping
@@ -40,6 +41,7 @@ from jingu.model.spec import (
     rotary_dim,
 )
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
+from jingu.tables import flatten
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_metadata import tokenizer_metadata
 from jingu.text.tokenizer import Tokenizer
@@ -57,6 +59,13 @@ LLAMA_CPP_TYPES = {
 }  # fmt: skip
 # The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
 _FP32_NAMES = ("ffn_gate_inp.weight",)
+
+
+# Fields of a spec that change what it computes, beside those of its layers and norms.
+_COMPUTED = (
+    "vocab_size", "hidden_size", "num_layers", "norm_placement", "block_order", "residual_scale", "embedding_scale",
+    "logit_scale", "logit_softcap", "embedding_norm", "normalize_lm_head", "scale_lm_head",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,9 @@ def export_gguf(model: StoredModel, to: Path, dtype: str = "auto", check: bool =
     tokenizer = Tokenizer.load(model.tokenizer())
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
     metadata |= _end_tokens(model, tokenizer)
+    fp32 = library.GGMLQuantizationType.F32
+    names = [tensor.name for tensor in _output_tensors(spec, name, model, fp32, library, to)]
+    _check_round_trip(spec, name, metadata, names, to)
     try:
         with _partial_file(to) as partial:
             if dtype in PACKAGE_TYPES:
@@ -132,6 +144,7 @@ def _architecture(spec: ModelSpec, to: Path) -> str:
     architecture = family.architectures[0]
     names = {table["hugging_face"]: name for name, table in ARCHITECTURES.items()}
     names |= {alias: name for name, table in ARCHITECTURES.items() for alias in table.get("aliases", ())}
+    names |= {table["windowed"]: name for name, table in ARCHITECTURES.items() if "windowed" in table}
     problem = ""
     if spec.adapter is not None or spec.score_head:
         problem = "llama.cpp has no such model: it has adapters that cannot be merged, or a score head"
@@ -155,19 +168,59 @@ def _keeps_router_weights(spec: ModelSpec) -> bool:
     return part.router.softmax == "before" and not part.router.norm_topk_prob
 
 
+def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], names: list[str], to: Path) -> None:
+    """Raise JinguError if the metadata describe another model, as llama.cpp has no key for what differs.
+
+    Args:
+        names: names of the file's tensors.
+    """
+    vocabulary = TensorLocation(torch.Size((spec.vocab_size, spec.hidden_size)), torch.float32, 0, 0)
+    # Scaling by Llama 3's rule is in a tensor.
+    infos = {each: vocabulary for each in names if each != "rope_freqs.weight"}
+    config = hf_config({**metadata, "general.architecture": name}, infos, to)
+    both = [_numbers(each) for each in (spec, find_family(config, to).spec_from_hf(config))]
+    differing = sorted(key for key in both[0].keys() | both[1].keys() if both[0].get(key) != both[1].get(key))
+    if differing:
+        key = differing[0]
+        values = " instead of ".join(str(each.get(key)) for each in reversed(both))
+        raise _unsupported(f"this model: it would have {key} = {values}", to)
+
+
+def _numbers(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a spec that change what it computes, by their paths, rounded as in a file."""
+    fields = {key: getattr(spec, key) for key in _COMPUTED}
+    for number, layer in enumerate(spec.layers):
+        window = layer.attention.sliding_window
+        parts = {**layer.attention.model_dump(), "sliding_window": window}
+        if window is not None and window >= spec.max_position_embeddings:
+            parts["sliding_window"] = None
+        fields |= flatten({"attention": parts}, f"layers.{number}.")
+        position = layer.position.model_dump()
+        if isinstance(layer.position, RotaryPositions) and isinstance(layer.position.scaling, Llama3Scaling):
+            position["scaling"] = None
+        fields |= flatten({"position": position, "feed_forward": layer.feed_forward.model_dump()}, f"layers.{number}.")
+    fields |= flatten({"norm": spec.norm.model_dump()})
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in fields.items()}
+
+
 # Metadata
 
 
 def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) -> dict[str, Any]:
     """Return the metadata that describe the model."""
-    table = ARCHITECTURES[name]
-    keys = table.get("keys", ARCHITECTURES["llama"]["keys"])
+    keys = metadata_keys(name)
     config = build_config(spec, model.config, torch.float32)
     metadata: dict[str, Any] = {"general.name": to.stem, "general.type": "model"}
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
     if name != "gpt2":
         size = spec.attention.head_dim
-        values |= {"rope.dimension_count": size, "attention.key_length": size, "attention.value_length": size}
+        rotated = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
+        values |= {"rope.dimension_count": rotated, "attention.key_length": size, "attention.value_length": size}
+    if "rope.freq_base_swa" in keys.values():
+        windowed = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
+        bases = [float(place.theta) for place in windowed if isinstance(place, RotaryPositions)]
+        if bases:
+            values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
     # GPT-2's config leaves it out where it is four times the hidden size.
     values.setdefault("feed_forward_length", spec.feed_forward.intermediate_size)
@@ -237,7 +290,7 @@ def _write_file(
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
     for key, value in metadata.items():
         _add_value(writer, key, value, library)
-    tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library)
+    tensors = _output_tensors(spec, name, model, library.GGMLQuantizationType[kind], library, file)
     for tensor in tensors:
         block, size = library.GGML_QUANT_SIZES[tensor.kind]
         stored_shape = (*tensor.shape[:-1], tensor.shape[-1] // block * size)
@@ -268,9 +321,9 @@ def _add_value(writer: Any, key: str, value: Any, library: ModuleType) -> None:
 
 
 def _output_tensors(
-    spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType
+    spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType, to: Path
 ) -> list[_OutputTensor]:
-    """Return the tensors of the file in the order of the model's."""
+    """Return the tensors of the file in the order of the model's. Raises JinguError if llama.cpp lacks one."""
     number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
     names = library.get_tensor_name_map(number, spec.num_layers)
     permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
@@ -278,7 +331,8 @@ def _output_tensors(
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in map_tensors(spec):
         gguf_name = names.get_name(EXPERT_NUMBER.sub(".experts.", mapping.hf_name), try_suffixes=(".weight", ".bias"))
-        assert gguf_name is not None, mapping.hf_name
+        if gguf_name is None:
+            raise _unsupported(f"models of this architecture with {mapping.hf_name}", to)
         groups.setdefault(gguf_name, []).append(mapping)
     tensors = []
     for gguf_name, group in groups.items():
@@ -290,7 +344,11 @@ def _output_tensors(
             shape = (len(group), *shape)
         heads = spec.attention.num_heads if "q_proj" in hf_name else spec.attention.num_kv_heads
         read = _PartReader(
-            group, model, hf_name.endswith(transposed_names), heads if hf_name.endswith(permuted_names) else None
+            group,
+            model,
+            hf_name.endswith(transposed_names),
+            heads if hf_name.endswith(permuted_names) else None,
+            1.0 if ARCHITECTURES[name].get("norm_offset") and hf_name.endswith("norm.weight") else 0.0,
         )
         tensors.append(_OutputTensor(gguf_name, shape, _kind_of(gguf_name, shape, kind, library), read))
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
@@ -316,6 +374,7 @@ class _PartReader:
     model: StoredModel
     is_transposed: bool
     heads: int | None
+    offset: float
 
     def __call__(self) -> Iterator[Tensor]:
         for mapping in self.group:
@@ -325,6 +384,8 @@ class _PartReader:
             else:
                 [name] = names
                 tensor = mapping.transform.to_hf(self.model.read(name, mapping.expert), mapping.spec)
+            if self.offset:
+                tensor = tensor.float() + self.offset
             if self.is_transposed:
                 tensor = tensor.t()
             if self.heads is not None:

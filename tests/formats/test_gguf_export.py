@@ -53,6 +53,51 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     ),
     "gpt2": transformers.GPT2Config(vocab_size=317, n_embd=64, n_layer=3, n_head=4, n_positions=128, eos_token_id=0),
 }
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+KINDS = {"sliding_window": 7}
+TIED = {"tie_word_embeddings": True}
+SIX = {**SIZES, "num_hidden_layers": 7}
+PATTERN = {
+    period: [("sliding" if (number + 1) % period else "full") + "_attention" for number in range(7)]
+    for period in (2, 4, 6)
+}
+GRANITE = {
+    "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 3.0,
+}  # fmt: skip
+# Families that are tables.
+CONFIGS |= {
+    "gemma": transformers.GemmaConfig(**SIZES, head_dim=24),
+    "gemma2": transformers.Gemma2Config(
+        **SIX, **KINDS, head_dim=24, query_pre_attn_scalar=24, layer_types=PATTERN[2], final_logit_softcapping=5.0
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIX, **KINDS, head_dim=24, query_pre_attn_scalar=24, layer_types=PATTERN[6],
+        rope_parameters={
+            "sliding_attention": {**ROPE, "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0},
+        },
+    ),
+    "olmo2": transformers.Olmo2Config(**SIZES, rope_parameters=ROPE, pad_token_id=0),
+    "olmo3": transformers.Olmo3Config(
+        **SIX, **KINDS, layer_types=PATTERN[4], pad_token_id=0,
+        rope_parameters={"sliding_attention": ROPE, "full_attention": ROPE},
+    ),
+    "smollm3": transformers.SmolLM3Config(**SIX, rope_parameters=ROPE, pad_token_id=0),
+    "glm4": transformers.Glm4Config(**SIZES, head_dim=24, attention_bias=True, pad_token_id=0),
+    "phi3": transformers.Phi3Config(**SIZES, pad_token_id=0),
+    "cohere": transformers.CohereConfig(**SIZES, logit_scale=0.3, pad_token_id=0),
+    "cohere2": transformers.Cohere2Config(
+        **SIX, **KINDS, layer_types=PATTERN[4], logit_scale=0.3, pad_token_id=0, head_dim=16
+    ),
+    "granite": transformers.GraniteConfig(**SIZES, **GRANITE, rope_parameters=ROPE, pad_token_id=0),
+    "exaone4": transformers.Exaone4Config(**SIX, sliding_window=None, layer_types=["full_attention"] * 7),
+    "seed_oss": transformers.SeedOssConfig(**SIZES, head_dim=24),
+    "ernie4_5": transformers.Ernie4_5Config(**SIZES, head_dim=24, pad_token_id=0),
+    "starcoder2": transformers.Starcoder2Config(**SIZES, sliding_window=None),
+    "stablelm": transformers.StableLmConfig(**SIZES, use_qkv_bias=True),
+    "arcee": transformers.ArceeConfig(**SIZES, pad_token_id=0),
+    "hunyuan": transformers.HunYuanDenseV1Config(**SIZES, head_dim=24, pad_token_id=0),
+}  # fmt: skip
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
 
 
@@ -72,6 +117,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
                 for parameter_name, parameter in model.named_parameters():
                     if any(part in parameter_name for part in ("norm", "bias", "ln_")):
                         parameter.add_(torch.randn_like(parameter) * 0.1)
+                        # In bf16, so that norms stored as w and as w - 1 are the same to the bit.
+                        parameter.copy_(parameter.bfloat16())
             model.save_pretrained(folder)
             tokenizer.save(folder)
         return folder
