@@ -55,7 +55,9 @@ from jingu.infer.sequence import Sequence, SequenceGroup, score_targets
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.decoder import Decoder
+from jingu.model.spec import LongropeScaling, RotaryPositions
 from jingu.runtime.device import copy_to_device
+from jingu.runtime.log import log_warning
 
 # Appends the next token to a sequence and returns the event.
 NextEvent = abc.Callable[[], Event]
@@ -101,6 +103,7 @@ class Engine:
         self._groups: dict[int, SequenceGroup] = {}
         self._events: list[Event] = []
         self._next_request_id = 0
+        self._has_warned = False
         self._stats = EngineStats(total_blocks=self._blocks.num_usable)
 
     # Complete results
@@ -236,6 +239,21 @@ class Engine:
         self._stats.prompt_tokens += group.num_prompt_tokens
         return group.request_id
 
+    def _warn_of_long_prompt(self, prompt: list[int]) -> None:
+        """Warn once if a prompt is longer than the original context of longrope.
+
+        The cache uses the factors for short texts up to there, and transformers those for long texts in all of it.
+        """
+        places = (layer.position for layer in self.model.spec.kinds)
+        scalings = [place.scaling for place in places if isinstance(place, RotaryPositions)]
+        borders = [each.original_max_position_embeddings for each in scalings if isinstance(each, LongropeScaling)]
+        if borders and len(prompt) > min(borders) and not self._has_warned:
+            self._has_warned = True
+            log_warning(
+                f"a prompt has {len(prompt):,} tokens, more than the model's original context of {min(borders):,}: its "
+                "first tokens are computed with the positions of short texts, so answers differ from transformers'."
+            )
+
     def _make_group(self, request: Request) -> SequenceGroup:
         """Check a request against the model and the KV cache; return its group, which has no sequences yet."""
         # 1. Check the request against the model.
@@ -247,6 +265,7 @@ class Engine:
             self._check_embeds()
             refuse(not request.prompt, "prompt", "empty", "1 token or more")
         check_request_fits(spec, prompt, request.max_tokens, request.generates)
+        self._warn_of_long_prompt(prompt)
         for continuation in request.continuations:
             check_token_ids(spec, continuation, "continuations")
         check_token_ids(spec, request.stop_token_ids, "stop_token_ids")

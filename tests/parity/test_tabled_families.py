@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import jingu
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
@@ -140,3 +142,16 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
     change(folder, **changes)
     with pytest.raises(JinguError, match=message):
         open_hf(folder)
+
+
+def test_a_prompt_beyond_the_original_context_of_longrope_is_warned_of(
+    tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written("phi3", tmp_path / "model")
+    for file in tokenizer.iterdir():
+        shutil.copy(file, tmp_path / "model")
+    model = jingu.load(tmp_path / "model")
+    model.generate("so me te xt", max_tokens=2)
+    assert "original context" not in caplog.text
+    model.generate("so me te xt " * 8, max_tokens=2)
+    assert "more than the model's original context of 20" in caplog.text
