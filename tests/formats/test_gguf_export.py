@@ -132,7 +132,12 @@ def logits_of(path: Path, ids: torch.Tensor) -> torch.Tensor:
         return decoder.logits(decoder(Inputs(ids)))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+QUICK = {"llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "gemma3", "phi3", "cohere2", "granite", "starcoder2"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+)
 def test_the_numbers_come_back(name: str, make_model: Callable[[str], Path], tmp_path: Path) -> None:
     source = make_model(name)
     file = tmp_path / "model.gguf"
