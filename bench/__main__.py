@@ -48,6 +48,7 @@ TITLES = {
     " 0.5%)",
     "alignment": "Alignment compared with TRL 1.16: DPO on a random Llama of 6 × 384, GRPO on SmolLM2-135M; CPU time on"
     " one thread",
+    "reward_curve": "Sorting five digits from rewards: the reward of each step of GRPO beside that of TRL",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
