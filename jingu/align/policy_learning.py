@@ -156,7 +156,7 @@ class PolicyLearning:
         self._is_first_update = True
         self._staleness = 0
         self._metrics: dict[str, float] = {}
-        self._explained = math.nan
+        self._explained_variance = math.nan
         # Tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|, Σ importance weights after the cap;
         # and the largest mismatch and uncapped weight.
         self._sums = torch.zeros(6, dtype=torch.float64, device=mesh.device_type)
@@ -257,8 +257,8 @@ class PolicyLearning:
                 break
             first = step * settings.prompts_per_step
             prompts = self._generator.prompts.select(self._run.config.seed, first, len(dead), attempt)
-            others = split_groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
-            for index, group in zip(dead, others, strict=True):
+            new_groups = split_groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
+            for index, group in zip(dead, new_groups, strict=True):
                 if not is_dead(group):
                     groups[index] = group
                     num_resampled += 1
@@ -292,14 +292,14 @@ class PolicyLearning:
                 values.append(model(inputs, loss=head).flatten())
         # Copy to the host once for all answers: every copy waits for the device.
         on_host = torch.cat(values).cpu().split([len(value_N) for value_N in values])
-        own: dict[int, list[float]] = {}
+        rank_values: dict[int, list[float]] = {}
         for start, batch, value_N in zip(starts, batches, on_host, strict=True):
             answers = zip(value_N.view(batch.mask.shape), batch.mask, strict=True)
-            own |= {start + index: value_A[mask_A].tolist() for index, (value_A, mask_A) in enumerate(answers)}
-        merged = {}
-        for part in gather_from_all(list(own.items())):
-            merged.update(dict(part))
-        return merged
+            rank_values |= {start + index: value_A[mask_A].tolist() for index, (value_A, mask_A) in enumerate(answers)}
+        all_values = {}
+        for part in gather_from_all(list(rank_values.items())):
+            all_values.update(dict(part))
+        return all_values
 
     def _logprobs(self, index: int) -> Sequence[float]:
         """Return the log-probabilities of an answer under the weights at the beginning of the step."""
@@ -402,8 +402,10 @@ class PolicyLearning:
         self._returns = {index: return_RT[index, : len(values)].tolist() for index, values in self._values.items()}
         # Explained variance of the critic's predictions.
         returns_N, values_N = return_RT[scorable_RT], value_RT[scorable_RT]
-        rest = (returns_N - values_N).var() / returns_N.var() if len(returns_N) > 1 else torch.tensor(math.nan)
-        self._explained = float(1.0 - rest)
+        unexplained_share = (
+            (returns_N - values_N).var() / returns_N.var() if len(returns_N) > 1 else torch.tensor(math.nan)
+        )
+        self._explained_variance = float(1.0 - unexplained_share)
         return whiten(advantage_RT, scorable_RT) if settings.whiten else advantage_RT.where(scorable_RT, 0.0)
 
     # Batches
@@ -536,7 +538,7 @@ class PolicyLearning:
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        tokens, entropy, clipped, first, mismatch, importance = sums
+        tokens, entropy, clip_count, first, mismatch, importance = sums
         # Only the first update measures the mismatch.
         if self._is_first_update:
             precision = self._run.config.precision.type
@@ -556,7 +558,7 @@ class PolicyLearning:
             **self._metrics,
             **critic,
             "entropy": entropy / tokens.clamp_min(1.0),
-            "clipped": clipped / tokens.clamp_min(1.0),
+            "clipped": clip_count / tokens.clamp_min(1.0),
             "mismatch_mean": mismatch / first.clamp_min(1.0),
             "mismatch_max": largest[0],
             **(weights if self.settings.importance_cap is not None else {}),
@@ -581,16 +583,16 @@ class PolicyLearning:
         if self._asynchronous is not None:
             metrics["staleness"] = self._staleness
         if self._values:
-            metrics["explained_variance"] = self._explained
+            metrics["explained_variance"] = self._explained_variance
         if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
             metrics["resampled_groups"] = num_resampled
         for name in find_audits(samples[0], self.settings.rewards):
             metrics[f"agreement/{name}"] = agreement(samples, name, self.settings.answers_per_prompt)
         if self._reference_logprobs:
             differences = [
-                sampled - reference
+                logprob - reference
                 for index in range(len(samples))
-                for sampled, reference in zip(self._logprobs(index), self._reference_logprobs[index], strict=True)
+                for logprob, reference in zip(self._logprobs(index), self._reference_logprobs[index], strict=True)
             ]
             metrics["kl"] = fmean(differences)
         return metrics

@@ -87,9 +87,9 @@ class PreferenceLearning(StatelessTask):
         return LocatedRows(datasets, rows, np.ones(count, bool))
 
     def attach(
-        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, mismatched: bool = False
+        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, is_mismatched: bool = False
     ) -> AnswerBatch:
-        batch = self._references.attach(batch, datasets, rows, mismatched=mismatched)
+        batch = self._references.attach(batch, datasets, rows, is_mismatched=is_mismatched)
         return _answers(prepend_virtual_tokens(batch, self.run.spec))
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
@@ -179,7 +179,7 @@ class PreferenceLearning(StatelessTask):
         device = torch.device(self.mesh.device_type)
         total_n = torch.zeros(len(self.TERMS), dtype=torch.float64, device=device)
         units = torch.zeros((), dtype=torch.float64, device=device)
-        dataset = rows.supervised
+        dataset = rows.supervised_rows
         assert isinstance(dataset, PreferenceDataset)
         # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
         # runs on padding.
@@ -200,7 +200,7 @@ class PreferenceLearning(StatelessTask):
         means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))
         return dict(zip(self.TERMS, means_n.tolist(), strict=True))
 
-    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+    def begin_evaluation(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
         """Prepare an evaluation of these rows with the model; KTO estimates its divergence here."""
 
     def units_per_row(self, batch: AnswerBatch) -> Tensor:
@@ -319,10 +319,10 @@ class KtoLearning(PreferenceLearning):
         starts = range(first, first + plan.rows_per_rank, plan.micro_batch_size)
         self._estimate_divergence(model, [self.locate(step, start, plan.micro_batch_size) for start in starts])
 
-    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
-        self._estimate_divergence(model, located)
+    def begin_evaluation(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
+        self._estimate_divergence(model, batches)
 
-    def _estimate_divergence(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+    def _estimate_divergence(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
         """Set the divergence from a forward pass over the rows.
 
         KTO: the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7). BCO: halfway between the
@@ -335,7 +335,7 @@ class KtoLearning(PreferenceLearning):
         # S sides: sums of log ratios, and numbers of answers.
         sums_S2 = torch.zeros(len(sides), 2, dtype=torch.float64, device=device)
         with eval_mode(model), force_eager():
-            for datasets, rows, is_real in located:
+            for datasets, rows, is_real in batches:
                 parts = [
                     dataset.read(rows[[index]]) if is_bco else dataset.read_mismatched(rows[[index]])
                     for index, dataset in enumerate(datasets)
@@ -343,7 +343,7 @@ class KtoLearning(PreferenceLearning):
                 fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
                 batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                attached_batch = self.attach(batch, datasets, rows, mismatched=not is_bco)
+                attached_batch = self.attach(batch, datasets, rows, is_mismatched=not is_bco)
                 answers = self.scorer.score(model, to_answer_device(attached_batch, device))
                 exists_BK = answers.exists
                 values_BK = answers.log_ratio.where(exists_BK, 0.0)

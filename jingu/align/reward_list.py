@@ -280,7 +280,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
 def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
     """Return the values of answers under a reward; None for all of them if it failed and `on_error` is not stop."""
     try:
-        return _checked(reward, reward.scorer.score(answers), answers)
+        return _check_values(reward, reward.scorer.score(answers), answers)
     except JinguError as error:
         if reward.settings.on_error == "stop":
             raise
@@ -288,7 +288,7 @@ def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
         return [None] * len(answers)
 
 
-def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
+def _check_values(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
     where = f"the reward {reward.name}"
     if len(values) != len(answers):
         raise JinguError(
@@ -374,13 +374,13 @@ class ModelScorer:
     late: Sequence[int] = ()
 
     def __init__(self, settings: ModelReward, tokenizer: Tokenizer, where: str) -> None:
-        self._stored = open_model(Path(settings.model))
+        self._checkpoint = open_model(Path(settings.model))
         self._model: Decoder | None = None
         where = f"{where}.model"
-        if not self._stored.spec.score_head:
+        if not self._checkpoint.spec.score_head:
             what = f"{settings.model} has no score head."
             raise JinguError(what, where=where, fix="Name a run of the task reward, or a model for classification.")
-        folder = self._stored.tokenizer_folder
+        folder = self._checkpoint.tokenizer_folder
         if folder is not None and Tokenizer.load(folder).vocab() != tokenizer.vocab():
             what = "the reward model has another vocabulary than the model that answers."
             raise JinguError(what, where=where, fix="Take one with the same tokenizer.")
@@ -388,7 +388,7 @@ class ModelScorer:
     @torch.inference_mode()
     def score(self, answers: Sequence[Answer]) -> Values:
         if self._model is None:
-            self._model = load_model(self._stored, torch.float32)
+            self._model = load_model(self._checkpoint, torch.float32)
 
         def head(hidden_BTD: Tensor, weight_1D: Tensor) -> Tensor:
             return hidden_BTD[:, -1].float() @ weight_1D[0].float()

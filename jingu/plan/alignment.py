@@ -64,14 +64,13 @@ def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
     fullest = max(phases, key=lambda name: phases[name].total)
     totals = {name: memory.total for name, memory in phases.items()}
     seconds = _seconds(result.work, update, result.machine, rollouts)
-    others = tuple(_beside(result.work, each) for each in rollouts.companions if each.role == "trained")
     return replace(
         result,
         seconds=seconds,
         memory=phases[fullest],
         updates=rollouts.updates,
         phases=totals,
-        others=others,
+        further_models=tuple(_beside(result.work, each) for each in rollouts.companions if each.role == "trained"),
     )
 
 
@@ -94,29 +93,29 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
     work, machine = result.work, result.machine
     own_update = fullest_stage(update)[1]
     device = {part: size for part, size in result.memory.device.items() if part in ("weights", "optimizer state")}
-    offloaded = dict(result.memory.offloaded)
-    trained: dict[str, RankMemory] = {}
+    host = dict(result.memory.host)
+    trained_models: dict[str, RankMemory] = {}
     # 1. Persistent state: the trained model and its companions.
     for companion in rollouts.companions:
         name = f"{companion.name} weights"
         if companion.role == "whole":
             size = 4.0 * num_parameters(companion.spec)
-            (device if machine.is_shared else offloaded)[name] = size
+            (device if machine.is_shared else host)[name] = size
             continue
-        own = fullest_stage(_beside(update, companion))[1]
-        place, parts = (offloaded, own.offloaded) if own.offloaded else (device, own.device)
+        memory = fullest_stage(_beside(update, companion))[1]
+        place, parts = (host, memory.host) if memory.host else (device, memory.device)
         place[name] = parts["weights"]
         if companion.role == "trained":
             place[f"{companion.name} optimizer state"] = parts["optimizer state"]
-            trained[companion.name] = own
+            trained_models[companion.name] = memory
     # 2. Updates, one model after the other.
-    rest = {part: size for part, size in own_update.device.items() if part not in device}
-    phases = {"update": RankMemory(device | rest, offloaded)}
-    for name, own in trained.items():
-        rest = {
-            f"{name} {part}": size for part, size in own.device.items() if part not in ("weights", "optimizer state")
+    parts_in_use = {part: size for part, size in own_update.device.items() if part not in device}
+    phases = {"update": RankMemory(device | parts_in_use, host)}
+    for name, memory in trained_models.items():
+        parts_in_use = {
+            f"{name} {part}": size for part, size in memory.device.items() if part not in ("weights", "optimizer state")
         }
-        phases[f"{name} update"] = RankMemory(device | rest, offloaded)
+        phases[f"{name} update"] = RankMemory(device | parts_in_use, host)
     # 3. Generation: with several ranks, each one has a whole copy of the model.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
     cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
@@ -126,7 +125,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
     elif rollouts.prepacks:
         generation["prepacked copy"] = _matrix_numbers(work) * work.software.compute_bytes
-    phases["generation"] = RankMemory(device | generation, offloaded)
+    phases["generation"] = RankMemory(device | generation, host)
     return phases
 
 
@@ -164,8 +163,8 @@ def _seconds(work: Workload, update: Workload, machine: Machine, rollouts: Rollo
         seconds["log-probabilities"] = rollouts.updates * _forward_seconds(update, machine)
     for companion in rollouts.companions:
         if companion.role != "whole":
-            other = _beside(update, companion)
-            value = _forward_seconds(other, machine)
-            value += sum(step_time(other, machine).values()) * (companion.role == "trained")
+            model_work = _beside(update, companion)
+            value = _forward_seconds(model_work, machine)
+            value += sum(step_time(model_work, machine).values()) * (companion.role == "trained")
             seconds[companion.name] = rollouts.updates * value
     return seconds

@@ -19,7 +19,7 @@ from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.machine import Machine
-from jingu.plan.memory import owned_parts
+from jingu.plan.memory import rank_shares
 from jingu.plan.workload import BlockSizes, ModelSizes, Software, Stage, Workload
 
 # Terms of a step, in the order of tables.
@@ -103,10 +103,10 @@ class BlockTime:
     elementwise: float
 
 
-def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
+def _matmul_seconds(flops: float, num_bytes: float, machine: Machine) -> float:
     rates = machine.efficiency
     peak = machine.matmul_tflops * 1e12 * rates.matmul
-    return max((flops + rates.half_gflop * 1e9) / peak, moved / (machine.memory_gbs * rates.memory * 1e9))
+    return max((flops + rates.half_gflop * 1e9) / peak, num_bytes / (machine.memory_gbs * rates.memory * 1e9))
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class Matmul:
 
     Attributes:
         shape: shape of the part; experts first.
-        moved: bytes of operands and results.
+        num_bytes: bytes of operands and results.
     """
 
     shape: tuple[int, ...]
     flops: float
-    moved: float
+    num_bytes: float
     seconds: float
     is_trained: bool
 
@@ -141,9 +141,9 @@ def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
             rows *= soft.expert_imbalance
         outputs, inputs = shape[-2], shape[-1] * weight.packing
         flops = 2.0 * rows * outputs * inputs * count
-        moved = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
-        seconds = _matmul_seconds(flops / soft.matmul_speed, moved, machine)
-        result.append(Matmul((*shape[:-1], inputs), flops, moved, seconds, weight.is_trained))
+        num_bytes = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
+        seconds = _matmul_seconds(flops / soft.matmul_speed, num_bytes, machine)
+        result.append(Matmul((*shape[:-1], inputs), flops, num_bytes, seconds, weight.is_trained))
     return result
 
 
@@ -179,14 +179,14 @@ def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime
         context = float(cached_tokens(part.layer, work.sequence))
         if part.is_causal and soft.fused_attention:
             context = attended_tokens(part.layer, work.sequence)
-        flops = 4.0 * part.attended * work.tokens * context * attention_width(part.layer) / sizes.tensor
+        flops = 4.0 * part.num_attention * work.tokens * context * attention_width(part.layer) / sizes.tensor
         speed = rates.attention if soft.fused_attention else rates.matmul * 0.6
         attention = flops / (machine.matmul_tflops * 1e12 * speed)
         if work.parallel.context_method == "ring" and sizes.context > 1 and part.is_causal:
             # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
             attention *= 2 - 1 / sizes.context
         if not soft.fused_attention:
-            traffic += part.attended * heads * work.tokens * work.sequence * soft.saved_scores * 2
+            traffic += part.num_attention * heads * work.tokens * work.sequence * soft.saved_scores * 2
     elementwise = soft.traffic * traffic / (machine.memory_gbs * rates.memory * 1e9)
     return BlockTime(matmuls, backward, attention, elementwise)
 
@@ -233,7 +233,7 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     again = (0.0, selective) if soft.fused_attention else (selective, 0.6 * selective)
     # Tensor parallelism: an all-gather and a reduce-scatter around attention and around the feed-forward.
     passes = 2.0 + full
-    calls = 2 * (block.attended + 1) * passes
+    calls = 2 * (block.num_attention + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
     expert = _expert_seconds(tokens_bytes / sizes.tensor, block, work, groups["expert"], machine)
     terms = {
@@ -260,13 +260,13 @@ def _expert_seconds(size: float, block: BlockSizes, work: Workload, group: Neigh
     part = block.experts
     if part is None or group.ranks == 1:
         return 0.0
-    chosen, share_far = part.num_experts_per_token, 1.0
+    per_token, share_far = part.num_experts_per_token, 1.0
     if work.software.sends_to_nodes:
         # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
         # probability that a node has none.
         nodes = group.ranks / group.in_node
-        share_far = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
-    return 2 * exchange_seconds(size * chosen, group, machine, share_far)
+        share_far = nodes * (1 - (1 - 1 / nodes) ** per_token) / per_token
+    return 2 * exchange_seconds(size * per_token, group, machine, share_far)
 
 
 def model_seconds(work: Workload, machine: Machine) -> float:
@@ -306,8 +306,8 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
         travelling = 2 * part.num_kv_heads * row * (group.ranks - 1)
         near = group.in_node == group.ranks
         rate = machine.link_gbs * machine.efficiency.link if near else machine.nic_gbs * machine.efficiency.nic
-        computed = _block_time(block, work, machine).attention
-        return max(0.0, travelling / (rate * 1e9) - computed)
+        attention = _block_time(block, work, machine).attention
+        return max(0.0, travelling / (rate * 1e9) - attention)
     return exchange_seconds((2 * part.num_heads + 2 * part.num_kv_heads) * row, group, machine)
 
 
@@ -328,9 +328,9 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
         computing = time.forward + time.backward if work.software.overlaps_sends else 0.0
         terms["pipeline"] = max(0.0, travel - computing) * batches
         # The bubble: the time in which a micro-batch passes through the other ranks and back.
-        others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
-        others -= time.forward + time.backward
-        terms["bubble"] = idle_share(work) * (others + (ranks - 1) * travel)
+        elsewhere = sum(stage.count * (seconds.forward + seconds.backward) for stage, seconds in times)
+        elsewhere -= time.forward + time.backward
+        terms["bubble"] = idle_share(work) * (elsewhere + (ranks - 1) * travel)
         if machine.ranks_per_core > 1:
             _share_cores(terms, times, work, machine)
     return terms
@@ -393,15 +393,15 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering."""
     soft, zero = work.software, work.parallel.zero_stage
     groups = place_groups(work, machine)
-    parts = owned_parts(work, stage)
-    gathered = sum(part.gathered * count for part, count in parts)
-    reduced = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
+    parts = rank_shares(work, stage)
+    gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
+    reduced_bytes = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
     rounds = work.accumulation
     # Embedding and head need a call of their own, which matters only for small models.
     calls = (stage.num_blocks + machine.is_shared) * soft.gathers_per_block
-    gather = ring_seconds(gathered, groups["fsdp"], machine, calls)
-    reduce = ring_seconds(reduced, groups["fsdp"], machine, calls)
-    replicas = 2 * ring_seconds(reduced / groups["fsdp"].ranks, groups["replicate"], machine, calls)
+    gather = ring_seconds(gathered_bytes, groups["fsdp"], machine, calls)
+    reduce = ring_seconds(reduced_bytes, groups["fsdp"], machine, calls)
+    replicas = 2 * ring_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
     if zero == 3:
         gathers, reductions = 2 * rounds, rounds
     else:
@@ -412,15 +412,15 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     # Overlapped communication competes with computation (`overlap`), and the first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    exposed = passes * max(first * gather, gather - time.forward * soft.overlap)
+    seconds = passes * max(first * gather, gather - time.forward * soft.overlap)
     backward = (gather if zero == 3 else 0.0) + reduce
-    exposed += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
-    return exposed + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
+    seconds += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
+    return seconds + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
 
 
 def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
     """Return the seconds of gradient clipping and the update, including transfers to and from main memory."""
-    numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
+    numbers = sum(part.num_trained * count for part, count in rank_shares(work, stage))
     if work.parallel.offload.type != "none":
         # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory.
         bus, memory = 8.0, 30.0

@@ -319,13 +319,13 @@ def all_ranks_agree(value: bool) -> bool:
     return all(gather_from_all(value))
 
 
-def wait_until_all_done(done: Callable[[float], bool]) -> None:
+def wait_until_all_done(poll: Callable[[float], bool]) -> None:
     """Wait until every rank is done, without a timeout. (A single collective would wait for `COLLECTIVE_TIMEOUT`.)
 
     Args:
-        done: a function that waits at most the given number of seconds, and returns whether this rank is done.
+        poll: a function that waits at most the given number of seconds, and returns whether this rank is done.
     """
-    while not all_ranks_agree(done(_PATIENCE)):
+    while not all_ranks_agree(poll(_PATIENCE)):
         pass
 
 

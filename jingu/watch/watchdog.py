@@ -147,14 +147,14 @@ class Watchdog:
             return self._timeout * _FIRST_STEPS_FACTOR
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
 
-    def _idle_seconds(self, ranks: list[LocalRank], unlimited: tuple[str, ...]) -> float:
+    def _idle_seconds(self, ranks: list[LocalRank], phases: tuple[str, ...]) -> float:
         """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit.
 
         Args:
-            unlimited: phases without a time limit.
+            phases: phases without a time limit.
         """
         operations = [rank.operation for rank in ranks]
-        if any(operation[1] in unlimited for operation in operations):
+        if any(operation[1] in phases for operation in operations):
             # A stopped process does not continue its save or evaluation, either.
             return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
         return time.monotonic() - min(operation[5] for operation in operations)
