@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 
 from jingu.config.sections.optimizers import Slots
 from jingu.model.parts import score_bytes
@@ -23,7 +23,7 @@ STATE = ("weights", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank: bytes on the GPU by part, and offloaded bytes by part."""
+    """The memory of one rank: bytes on the GPU by part, and offloaded bytes (in main memory or on disk) by part."""
 
     device: dict[str, float]
     host: dict[str, float]
@@ -87,13 +87,12 @@ def rank_share(
     return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes)
 
 
-def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
+@singledispatch
+def micro_batches_in_flight(_software: Software, work: Workload, stage: Stage) -> float:
     """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
     ranks, batches = work.sizes.pipeline, work.accumulation
     if ranks == 1:
         return 1.0
-    if work.software.in_flight is not None:
-        return min(batches, work.software.in_flight)
     chunks = stages_per_rank(work.parallel)
     match work.parallel.pipeline_schedule:
         case "gpipe":
@@ -107,37 +106,23 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     return min(batches, warm_up / chunks)
 
 
-def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+@singledispatch
+def block_activations(software: Software, block: BlockSizes, work: Workload) -> tuple[float, float, float]:
     """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
     input."""
-    sizes, soft, spec, layer = work.sizes, work.software, work.spec, block.layer
+    sizes, spec, layer = work.sizes, work.spec, block.layer
     assert layer is not None
     tokens = work.tokens / sizes.tensor
-    spread = tokens if soft.sequence_parallel else work.tokens
-    input_bytes = spread * spec.hidden_size * soft.compute_bytes
-    total = tokens * work.saved_bytes(block)
-    inputs = 0.0
-    if soft.sequence_parallel:
-        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
-        inputs = (work.tokens - tokens) * (block.num_attention + 1) * spec.hidden_size * soft.compute_bytes
-        inputs *= soft.saved_per_hidden is None
-    else:
-        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
-        total += (work.tokens - tokens) * 10 * spec.hidden_size
-    total += inputs
-    saved_scores = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
-    scores = 0.0
-    if saved_scores:
-        scores = saved_scores * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
-    if block.experts is not None and work.sizes.expert > 1:
+    input_bytes = tokens * spec.hidden_size * software.compute_bytes
+    # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
+    inputs = (work.tokens - tokens) * (block.num_attention + 1) * spec.hidden_size * software.compute_bytes
+    total = tokens * block.saved_bytes + inputs
+    heads = layer.attention.num_heads
+    scores = score_bytes(layer, software.compute_bytes) * heads / sizes.tensor * work.tokens * work.sequence
+    if block.experts is not None and sizes.expert > 1:
         # The all-to-all stores the rows of tokens in two more orders.
-        total += 2 * tokens * block.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes
-    selective = tokens * (
-        soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes + 4 * layer.attention.num_heads
-    )
-    selective += input_bytes + inputs
-    if not soft.fused_attention:
-        selective = total
+        total += 2 * tokens * block.experts.num_experts_per_token * spec.hidden_size * software.compute_bytes
+    selective = tokens * (block.matmul_outputs * software.compute_bytes + 4 * heads) + (input_bytes + inputs)
     return total + scores, selective, input_bytes
 
 
@@ -148,7 +133,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.num_trained for part, count in parts),
         "optimizer state": sum(count * part.state for part, count in parts),
-        **_gathered_memory(work, stage, parts),
+        **gathered_memory(soft, work, stage, parts),
         **_activations(work, stage),
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
@@ -182,11 +167,12 @@ def checkpoint_bytes(work: Workload) -> float:
     return sum(part.num_trained * soft.weight_bytes + part.state for part in parts)
 
 
-def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> dict[str, float]:
+@singledispatch
+def gathered_memory(
+    soft: Software, work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]
+) -> dict[str, float]:
     """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
-    soft, zero = work.software, work.parallel.zero_stage
-    if not soft.copies_weights:
-        return {}
+    zero = work.parallel.zero_stage
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
@@ -212,11 +198,11 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
 
 def _activations(work: Workload, stage: Stage) -> dict[str, float]:
     """Return the bytes of activations in flight, and of one chunk of the loss."""
-    soft, spec, checkpointing = work.software, work.spec, work.checkpointing
-    in_flight = micro_batches_in_flight(work, stage)
+    soft, checkpointing = work.software, work.checkpointing
+    in_flight = micro_batches_in_flight(soft, work, stage)
     total = recomputation = 0.0
     for block, numbers in stage.blocks:
-        all_bytes, selective, input_bytes = block_activations(block, work)
+        all_bytes, selective, input_bytes = block_activations(soft, block, work)
         num_checkpointed = 0
         if checkpointing.type != "none":
             num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
@@ -225,14 +211,19 @@ def _activations(work: Workload, stage: Stage) -> dict[str, float]:
         # Checkpointed blocks are recomputed one at a time.
         recomputation = max(recomputation, all_bytes * min(1, num_checkpointed))
     result = {"activations": total, "recomputation": recomputation}
-    if stage.has_head and not spec.score_head:
-        # Hidden states and their gradient, a chunk of logits, and the gradient of the head's weight in fp32.
-        vocabulary = -(-spec.vocab_size // work.sizes.tensor)
-        tokens = work.tokens if soft.whole_logits else min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
-        states = 2 * work.tokens * spec.hidden_size * soft.compute_bytes
-        weight = 4.0 * vocabulary * spec.hidden_size * (not soft.whole_logits)
-        result["loss"] = states + tokens * vocabulary * soft.logit_bytes + weight
+    if stage.has_head and not work.spec.score_head:
+        result["loss"] = loss_bytes(soft, work)
     return result
+
+
+@singledispatch
+def loss_bytes(software: Software, work: Workload) -> float:
+    """Return the bytes of hidden states and their gradient, of a chunk of logits, and of the gradient of the head's
+    weight in fp32."""
+    vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
+    tokens = min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
+    states = 2 * work.tokens * work.spec.hidden_size * software.compute_bytes
+    return states + tokens * vocabulary * software.logit_bytes + 4.0 * vocabulary * work.spec.hidden_size
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:

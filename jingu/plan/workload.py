@@ -109,33 +109,17 @@ class BlockSizes:
 
 @dataclass(frozen=True, eq=False)
 class Software:
-    """How a training system executes a step. The defaults are those of jingu; published runs have others.
+    """How jingu executes a step in a precision.
+
+    A subclass describes another training system: the functions of the planner that take a `Software` first are
+    `singledispatch` functions, and can be registered for the subclass (`bench/planning.py`).
 
     Attributes:
         weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
         reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
         state_share: size of optimizer state that has the dtype of the master weights, relative to fp32.
-        copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
         offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
             to the device; on a CPU they stay where they are.
-        whole_logits: whether the logits of all tokens exist at the same time.
-        logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
-        saved_matmuls: share of the matmuls whose results selective checkpointing saves.
-        fused_attention: whether attention never stores its scores.
-        sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
-        saved_per_hidden: bytes that a block saves per element of a token's hidden state; None: count them.
-        saved_scores: bytes stored per score without fused attention.
-        in_flight: micro-batches in flight on every rank of a pipeline; None: derive them from the schedule.
-        traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
-        kernels: number of kernels in a block's forward pass.
-        gathers_per_block: collectives that gather a block's parameters under ZeRO 3.
-        overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
-        overlaps_sends: whether hidden states are sent between stages during computation.
-        expert_imbalance: rows of the fullest expert, relative to the mean.
-        expert_kernels: additional kernels of a mixture of experts: routing, permutation, matmuls.
-        sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
-        overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
-        matmul_speed: speed of matmuls, relative to bf16.
     """
 
     weight_bytes: float = 4.0
@@ -143,26 +127,17 @@ class Software:
     reduce_bytes: float = 4.0
     compute_bytes: float = 2.0
     state_share: float = 1.0
-    copies_weights: bool = True
     offload_copies_weights: bool = True
-    whole_logits: bool = False
-    logit_bytes: float = 6.0
-    saved_matmuls: float = 1.0
-    fused_attention: bool = True
-    sequence_parallel: bool = True
-    saved_per_hidden: float | None = None
-    saved_scores: float = 5.0
-    in_flight: int | None = None
-    traffic: float = 1.5
-    kernels: int = 30
-    gathers_per_block: int = 1
-    overlap: float = 0.8
-    overlaps_sends: bool = False
-    expert_imbalance: float = 1.0
-    expert_kernels: int = 30
-    sends_to_nodes: bool = False
-    overlaps_experts: bool = False
-    matmul_speed: float = 1.0
+
+    # Constants of jingu: bytes of a logit and its gradient, in all dtypes in which they exist; bytes that elementwise
+    # operations of a forward pass move, relative to the saved bytes; kernels in the forward pass of a block, and
+    # further ones of a mixture of experts; share of the computing time that communication of gradients and weights can
+    # overlap with.
+    logit_bytes = 6.0
+    traffic = 1.5
+    kernels = 30
+    expert_kernels = 30
+    overlap = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +166,6 @@ class Workload:
     @property
     def tokens_per_step(self) -> int:
         return self.sequence * self.micro_batch * self.accumulation * self.sizes.data
-
-    def saved_bytes(self, block: BlockSizes) -> float:
-        """Return the bytes per token that a block saves for its backward pass, without attention scores."""
-        per_hidden = self.software.saved_per_hidden
-        return block.saved_bytes if per_hidden is None else per_hidden * self.spec.hidden_size
 
     @property
     def tokens(self) -> int:
