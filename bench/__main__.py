@@ -29,6 +29,7 @@ TITLES = {
     "experts": "Expert offloading: a quarter of the experts of SmolLM2 with 8 experts (1.3 GB, 2 per token) resident,"
     " bf16",
     "quantization": "8-bit and 4-bit quantization compared with the default: SmolLM2-135M, one stream, CPU time",
+    "quantized_exports": "Quantized exports for GPUs: SmolLM2-135M, in the layout of compressed-tensors",
     "precision": "Losses in bf16 and fp16 compared with fp32: 200 steps of a real run"
     " (4 × 192, 8 × 256 tokens per step)",
     "data": "Data: opening at any size, batches from a warm page cache, building compared with `datasets.map`",
@@ -48,6 +49,7 @@ TITLES = {
     " 0.5%)",
     "alignment": "Alignment compared with TRL 1.16: DPO on a random Llama of 6 × 384, GRPO on SmolLM2-135M; CPU time on"
     " one thread",
+    "reward_curve": "Sorting five digits from rewards: the reward of each step of GRPO beside that of TRL",
     "checkpoint": "Checkpoints of a model with 300 MB of state (26M Llama with AdamW, fp32), 2 threads",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

@@ -208,9 +208,7 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
     """Measure `jingu train` in this process."""
     import torch
 
-    from jingu.align import rollouts
     from jingu.align.commands import prepare as prepare_rows
-    from jingu.align.policy_learning import PolicyLearning
     from jingu.config.load import load_config
     from jingu.runtime.device import peak_memory
     from jingu.training import loop
@@ -235,17 +233,25 @@ def measure_jingu(task: str, precision: str, folder: Path, steps: int) -> Measur
         return result
 
     loop.train_step = step_and_note
-    timer.wrap(rollouts, "_collect")
-    timer.wrap(PolicyLearning, "begin_step")
+    wrap_rollouts(timer)
     train(config)
     peak = peak_memory(torch.device("cpu"))
     if task == "dpo":
         return Measurement(timer.seconds(), peak)
-    # `begin_step` contains generation; the rest of it is bookkeeping.
-    begin = timer.inside["begin_step"][WARMUP:]
-    generation = timer.inside["_collect"][WARMUP:]
-    others = [whole - part for whole, part in zip(begin, generation, strict=True)]
-    return Measurement(timer.seconds(), peak, median(generation), median(others))
+    # `begin_step` contains `_generate`, which contains the rewards. Without generation it is bookkeeping.
+    begin, generate, rewards = (timer.inside[name][WARMUP:] for name in ("begin_step", "_generate", "add_rewards"))
+    generation = [total - part for total, part in zip(generate, rewards, strict=True)]
+    bookkeeping = [total - part for total, part in zip(begin, generation, strict=True)]
+    return Measurement(timer.seconds(), peak, median(generation), median(bookkeeping))
+
+
+def wrap_rollouts(timer: StepTimer) -> None:
+    """Let `timer` measure the parts of a step of GRPO before its update: all of them, the answers, their rewards."""
+    from jingu.align import policy_learning
+
+    timer.wrap(policy_learning.PolicyLearning, "begin_step")
+    timer.wrap(policy_learning.PolicyLearning, "_generate")
+    timer.wrap(policy_learning, "add_rewards")
 
 
 def measure_trl(task: str, precision: str, folder: Path, steps: int) -> Measurement:

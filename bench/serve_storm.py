@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -23,6 +24,7 @@ from bench.serve import build_tiny_model
 from bench.smollm2 import find_smollm2
 
 STREAMS, PROMPTS, TOKENS, SECONDS, STORMS = 64, 12, 16, 12.0, 6
+KV_CACHE = "500MB"
 
 
 @dataclass
@@ -147,7 +149,8 @@ def build_long_bodies() -> list[bytes]:
 def measure(model: str, seconds: float, tokens: int) -> list[str]:
     """Start the server with a model and return the rows of the table."""
     command = [sys.executable, "-m", "jingu", "serve", model, "--port", "0", "--precision", "fp32"]
-    command += ["--max-concurrent-requests", "256"]
+    # Blocks of the KV cache are kept for later prompts: with a small one, the first storm fills it.
+    command += ["--max-concurrent-requests", "256", "--kv-cache", KV_CACHE]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
@@ -160,19 +163,24 @@ def measure(model: str, seconds: float, tokens: int) -> list[str]:
         for _ in range(STORMS):
             gaps.append(asyncio.run(storm.run(seconds)))
             memory.append(process.memory_info().rss)
-        quiet, hostile = gaps[-1]
+        quiet, hostile = ([pair[phase] for pair in gaps] for phase in (0, 1))
+        differences = [second - first for first, second in gaps]
     finally:
         server.terminate()
         server.wait(60)
     return [
         f"| answers that differ from quiet ones, of {storm.num_whole} | {storm.num_different} | 0 |",
         f"| streams cut; prompts of 1.9 MB refused | {storm.num_cut}; {storm.num_refused} | |",
-        f"| longest gap of a stream, without hostile clients | {quiet:.2f} s | |",
-        f"| longest gap of a stream, with them | {hostile:.2f} s | |",
-        f"| beyond that without them | {hostile - quiet:.2f} s | at most 0.3 s |",
+        f"| longest gap of a stream in each of {STORMS} storms, without hostile clients | {_list(quiet)} s | |",
+        f"| the same with them | {_list(hostile)} s | |",
+        f"| beyond that without them, median | {median(differences):.2f} s | at most 0.3 s |",
         f"| longest time of `/health` | {storm.health:.2f} s | |",
         f"| memory after each of {STORMS} storms | {', '.join(f'{size / 1e6:.0f}' for size in memory)} MB | flat |",
     ]
+
+
+def _list(seconds: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in seconds)
 
 
 def run(size: str = "") -> str:

@@ -276,9 +276,10 @@ def _f1(pairs: Array, average: str = "binary") -> Array:
 
 
 def _pearson(pairs: Array) -> Array:
+    """Pearson's correlation; not a number where one side is constant, as in SciPy."""
     centered_pairs = pairs - pairs.mean(-2, keepdims=True)
     product = np.sqrt((centered_pairs**2).sum(-2).prod(-1))
-    return np.divide(centered_pairs.prod(-1).sum(-1), product, out=np.zeros(product.shape), where=product > 0)
+    return np.divide(centered_pairs.prod(-1).sum(-1), product, out=np.full(product.shape, np.nan), where=product > 0)
 
 
 def _rank(values: Array) -> Array:
@@ -458,6 +459,10 @@ def check_samples(task: TaskSettings, samples: Sequence[EvaluationSample]) -> No
     if task.output_type == "loglikelihood_rolling" and not any(text for sample in samples for _, text in sample.pairs):
         raise task.error("all of its texts are empty, and an empty text has no likelihood.", "Check doc_to_target.")
     names = [metric["metric"] for metric in metrics_of(task) if not callable(metric.get("aggregation"))]
+    for sample in samples if not {"pearson", "spearman"}.isdisjoint(names) else ():
+        if not sample.gold or not text_metrics.has_number(str(sample.gold[0])):
+            what = f"a correlation needs numbers, and the right answer of a document is {str(sample.gold)[:100]}."
+            raise task.error(what, "Check doc_to_target, or leave the document out with metadata.leave_out.")
     if "acc_mutual_info" in names and any(len(sample.pairs) != 2 * len(sample.choices) for sample in samples):
         raise task.error("the metric acc_mutual_info is for choices after one context.", "Use acc.")
     for name in (metric["metric"] for metric in metrics_of(task) if "tokenize" not in metric):

@@ -136,10 +136,19 @@ def count_labels(gold: Sequence[str], text: str, metric: Options) -> tuple[int, 
     return 2 * len(right & predicted_labels), len(right) + len(predicted_labels)
 
 
+# A number, perhaps with a minus sign of typography, thousands between commas, or an exponent.
+_NUMBER = re.compile(r"[-−]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def has_number(text: str) -> bool:
+    """Return whether `parse_number` finds a number."""
+    return _NUMBER.search(text) is not None
+
+
 def parse_number(text: str) -> float:
     """Return the first number in a text; 0 if there is none."""
-    match = re.search(r"-?\d+(?:\.\d+)?", text)
-    return float(match[0]) if match else 0.0
+    match = _NUMBER.search(text)
+    return float(match[0].replace("−", "-").replace(",", "")) if match else 0.0
 
 
 def distinct_ratio(texts: Sequence[str], size: int) -> float:

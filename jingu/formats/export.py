@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from jingu.formats.description import build_config, special_token_ids
 from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
 from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
+from jingu.formats.quantized_forms import FORMS, Form, QuantizedDtype, choose_form
 from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
 from jingu.model.families import FAMILIES, Family, constant_tensors, equivalent_spec, map_tensors
-from jingu.model.families.name_map import IDENTITY, TensorMapping
+from jingu.model.families.name_map import IDENTITY, TRANSPOSE, TensorMapping
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
@@ -42,6 +45,7 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
 
     Args:
         dtype: dtype to write, a name in `DTYPES`; auto: the dtype of most stored weights (fp32 if they are quantized).
+            A name in `FORMS` quantizes the matrices of the blocks; the other weights are written as with auto.
         check: whether weights that contain NaN or infinity are an error; otherwise they are only reported.
 
     Raises:
@@ -60,12 +64,16 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
             fix="`jingu tune export` writes it in the format of peft.",
         )
     torch_dtype = DTYPES.get(dtype, model.dtype)
-    family = export_hf(model.spec, model.read, model.tokenizer(), to, torch_dtype, source=model, check=check)
+    form = dtype if dtype in FORMS else None
+    stored_dtype = torch_dtype if form is None else QuantizedDtype(form, torch_dtype)
+    family = export_hf(model.spec, model.read, model.tokenizer(), to, stored_dtype, source=model, check=check)
     architecture = family.classifier if model.spec.score_head else family.architectures[0]
     loaders = f"transformers loads it as {architecture}"
     if family.equivalent:
         loaders = "transformers has no such architecture: jingu loads it, and so does the code of its authors"
-    print(f"Wrote {to} in {str(torch_dtype).removeprefix('torch.')}; {loaders}.")
+    elif form is not None:
+        loaders = f"vLLM loads it, and with the package compressed-tensors, transformers does as {architecture}"
+    print(f"Wrote {to} in {form or str(torch_dtype).removeprefix('torch.')}; {loaders}.")
     chat_format = find_chat_format(to, Tokenizer.load(to))
     if chat_format is not None and chat_format.stop:
         print(f"Its answers end with the text {chat_format.stop[0]!r}, which is no token: set it as a stop string.")
@@ -87,7 +95,7 @@ def export_hf(
     read: ReadTensor,
     tokenizer_folder: Path,
     to: Path,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | QuantizedDtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
     *,
     source: StoredModel | None = None,
@@ -101,7 +109,7 @@ def export_hf(
         read: returns a whole parameter by jingu's name (`StoredModel.read`, or a dictionary's `__getitem__`).
         tokenizer_folder: folder with the tokenizer to copy.
         to: a new or empty folder.
-        dtype: dtype of the written weights.
+        dtype: dtype of the written weights, and the form of quantized ones.
         shard_bytes: maximum size of a weight file.
         source: the model that supplies config, generation config and chat templates; None: the special token ids
             come from the tokenizer.
@@ -130,15 +138,18 @@ def export_hf(
     # Without a generation config, transformers takes these settings from the config.
     if generation_config is None and "model_type" not in source_config:
         generation_config = source_config
-    config = build_config(spec, source_config, dtype)
+    plan = _plan_weights(spec, dtype)
+    config = build_config(spec, source_config, plan.dtype)
+    if plan.form is not None:
+        config |= {"quantization_config": plan.form.config(plan.plain_modules)}
     with create_folder_atomically(to) as folder:
         write_json(folder / "config.json", config)
         if generation_config is not None:
             write_json(folder / "generation_config.json", generation_config)
         copy_tokenizer(tokenizer_folder, folder, None if source is None else source.chat_templates)
         with single_thread():  # casts and checks on one thread are as fast as the disk
-            broken = _write_weights(folder, spec, read, dtype, shard_bytes)
-        dtype_name = str(dtype).removeprefix("torch.")
+            broken = _write_weights(folder, plan, read, shard_bytes)
+        dtype_name = str(plan.dtype).removeprefix("torch.")
         problem = f"{len(broken)} of the weights contain NaN or infinity in {dtype_name}: {', '.join(broken)}."
         if broken and not check:
             _LOGGER.warning("%s: %s", to, problem)
@@ -163,35 +174,109 @@ def _require_empty(to: Path) -> None:
         )
 
 
-def _write_weights(folder: Path, spec: ModelSpec, read: ReadTensor, dtype: torch.dtype, shard_bytes: int) -> list[str]:
-    """Write the weight files, and their index if there are several; return names of tensors with NaN or infinity."""
+@dataclass(frozen=True)
+class _WeightPlan:
+    """The tensors to write.
+
+    Attributes:
+        mappings: the tensors by Hugging Face's names.
+        dtype: dtype of what is not quantized, and of scales.
+        form: form of the quantized matrices; None: there are none.
+        matrices: names of the quantized matrices.
+        plain_modules: modules with a matrix that is not quantized, apart from embeddings.
+    """
+
+    mappings: Sequence[TensorMapping]
+    dtype: torch.dtype
+    form: Form | None = None
+    matrices: frozenset[str] = frozenset()
+    plain_modules: Sequence[str] = ()
+
+    def layout(self, mapping: TensorMapping) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return dtype and shape of the stored tensors of one of Hugging Face's, by name."""
+        if self.form is None or mapping.hf_name not in self.matrices:
+            return {mapping.hf_name: (self.dtype, mapping.shape)}
+        parts = self.form.layout(mapping.shape, self.dtype)
+        module = mapping.hf_name.removesuffix("weight")
+        return {f"{module}{suffix}": part for suffix, part in parts.items()}
+
+    def num_bytes(self, mapping: TensorMapping) -> int:
+        """Return the bytes of the stored tensors of one of Hugging Face's."""
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in self.layout(mapping).values())
+
+
+def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _WeightPlan:
+    """Return the tensors to write. As in `quantize_blocks`, the matrices of blocks are quantized, apart from routers.
+
+    Raises:
+        JinguError: the matrices cannot have the form.
+    """
     mappings = [*map_tensors(spec), *constant_tensors(spec)]
-    sizes = [prod(mapping.shape) * dtype.itemsize for mapping in mappings]
-    shards = _split_into_shards(mappings, sizes, shard_bytes)
+    if isinstance(dtype, torch.dtype):
+        return _WeightPlan(mappings, dtype)
+    weights = [mapping for mapping in mappings if len(mapping.shape) == 2 and mapping.hf_name.endswith(".weight")]
+    in_blocks = [mapping for mapping in weights if all("blocks." in name for name in mapping.jingu_shapes)]
+    matrices = {
+        mapping.hf_name: mapping.shape
+        for mapping in in_blocks
+        if not any(name.endswith((".router.weight", "shared_gate.weight")) for name in mapping.jingu_shapes)
+    }
+    wrong_mapping = next((mapping for mapping in in_blocks if mapping.transform is TRANSPOSE), None)
+    if wrong_mapping is not None:
+        what = f"{spec.family} stores its matrices transposed (such as {wrong_mapping.hf_name})"
+        reason = f"what loads {dtype.form} expects a row for each output"
+        raise JinguError(f"{what}, and {reason}.", where="--dtype", fix="Use bf16 or fp16.")
+    # A linear module that is not listed is expected to be quantized. Embeddings are no linear modules.
+    embeddings = {mapping.hf_name for mapping in mappings if "embedding.weight" in mapping.jingu_shapes}
+    plain = [
+        mapping.hf_name.removesuffix(".weight")
+        for mapping in weights
+        if mapping.hf_name not in matrices and mapping.hf_name not in embeddings
+    ]
+    if spec.tie_word_embeddings:
+        plain.append("lm_head")
+    return _WeightPlan(mappings, dtype.scales, choose_form(dtype.form, matrices), frozenset(matrices), plain)
+
+
+def _write_weights(folder: Path, plan: _WeightPlan, read: ReadTensor, shard_bytes: int) -> list[str]:
+    """Write the weight files, and their index if there are several; return names of tensors with NaN or infinity."""
+    sizes = [plan.num_bytes(mapping) for mapping in plan.mappings]
+    shards = _split_into_shards(plan.mappings, sizes, shard_bytes)
     read = _cache_last(read)
     index: dict[str, str] = {}
     broken: list[str] = []
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header = safetensors_header((mapping.hf_name, DTYPE_NAMES[dtype], mapping.shape) for mapping in shard)
+        layout = {key: part for mapping in shard for key, part in plan.layout(mapping).items()}
+        header = safetensors_header((key, DTYPE_NAMES[dtype], shape) for key, (dtype, shape) in layout.items())
         with (folder / name).open("xb", buffering=0) as file:
             write_all(file, memoryview(header))
             for mapping in shard:
-                is_finite = True
-                elements = 0
-                for chunk in _chunks(_hf_parts(mapping, read), dtype):
-                    is_finite = is_finite and not has_nan_or_infinity(chunk)
-                    elements += chunk.numel()
-                    write_all(file, tensor_bytes(chunk))
-                # The header is written already, so another number of elements would damage the file.
-                if elements != prod(mapping.shape):
-                    raise ValueError(f"{mapping.hf_name} has {elements} elements")
-                if not is_finite:
+                if not _write_tensor(file, plan, mapping, read):
                     broken.append(mapping.hf_name)
-                index[mapping.hf_name] = name
+        index |= dict.fromkeys(layout, name)
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": index})
     return broken
+
+
+def _write_tensor(file: FileIO, plan: _WeightPlan, mapping: TensorMapping, read: ReadTensor) -> bool:
+    """Write one of Hugging Face's tensors; return whether all of its values are finite."""
+    if plan.form is not None and mapping.hf_name in plan.matrices:
+        weight = torch.cat([*_chunks(_hf_parts(mapping, read), plan.dtype)])
+        for part in plan.form.encode(weight).values():
+            write_all(file, tensor_bytes(part.contiguous()))
+        return not has_nan_or_infinity(weight)
+    is_finite = True
+    elements = 0
+    for chunk in _chunks(_hf_parts(mapping, read), plan.dtype):
+        is_finite = is_finite and not has_nan_or_infinity(chunk)
+        elements += chunk.numel()
+        write_all(file, tensor_bytes(chunk))
+    # The header is written already, so another number of elements would damage the file.
+    if elements != prod(mapping.shape):
+        raise ValueError(f"{mapping.hf_name} has {elements} elements")
+    return is_finite
 
 
 def _chunks(parts: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:

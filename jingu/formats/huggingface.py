@@ -15,9 +15,10 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
+from jingu.formats.quantized_forms import PACKED, SHAPE, SUFFIXES, decode, packed_shape
 from jingu.formats.safetensors import TensorLocation, read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
-from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite
+from jingu.formats.stored_names import Stored, decoder_config, decoder_tensors, divide_experts, is_composite
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping, read_parameter
@@ -31,7 +32,7 @@ WEIGHTS = "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Suffixes of the weight scales of FP8 matrices, and of their activation scales, which jingu does not need.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-_INPUT_SCALES = (".input_scale", ".activation_scale")
+_INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Modules of other libraries around a model or a part of it, whose names some files contain.
 _WRAPPERS = {
@@ -215,20 +216,22 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
 def _open_weights(
     folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, shapes: Shapes
 ) -> StoredWeights:
-    """Open the weight files of a Hugging Face folder. FP8 matrices are dequantized to fp32 as they are read.
+    """Open the weight files of a Hugging Face folder. Quantized matrices are dequantized as they are read.
 
     Args:
         is_part: whether the model is the decoder of a composite model.
         shapes: shapes by Hugging Face's names.
     """
     # Rows and columns of an FP8 block, which shares a scale. Without them, the scales divide a matrix evenly.
-    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    quantization = config.get("quantization_config") or {}
+    block = quantization.get("weight_block_size")
     files = _weight_files(folder, config.get("transformers_weights"))
     tensors = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
     if is_part:
         tensors, left_out = decoder_tensors(tensors)
         modules = sorted({key.removeprefix("model.").partition(".")[0] for key in left_out})
         log_info(f"{folder}: only the decoder is read, without {', '.join(modules) or 'other parts'}.")
+    tensors, readers = _take_quantized(tensors, quantization)
     tensors = divide_experts(tensors, shapes)
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
     scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
@@ -251,6 +254,8 @@ def _open_weights(
 
     def read(name: str) -> Tensor:
         path, key, location = by_name[name]
+        if key in readers:
+            return readers[key]()
         if location.dtype == torch.float8_e4m3fn and key in scale_keys:
             values = map_tensor(path, location.begin, location.shape, location.dtype)
             return _dequantize_fp8(values, read_stored(*tensors[scale_keys[key]]), block)
@@ -268,6 +273,47 @@ def _open_weights(
     largest = max((location for _, _, location in by_name.values()), key=lambda location: location.bytes, default=None)
     dtype = largest.dtype if largest and largest.dtype in FLOAT_DTYPES else torch.float32
     return StoredWeights({name: location.shape for name, (_, _, location) in by_name.items()}, read, dtype)
+
+
+def _take_quantized(
+    tensors: Mapping[str, Stored], quantization: Mapping[str, Any]
+) -> tuple[dict[str, Stored], dict[str, Callable[[], Tensor]]]:
+    """Return the tensors with each matrix in the forms of compressed-tensors as one, and readers of these matrices.
+
+    Args:
+        quantization: the model's `quantization_config`.
+    """
+    if quantization.get("quant_method") != "compressed-tensors":
+        return dict(tensors), {}
+    groups = (quantization.get("config_groups") or {}).values()
+    blocks = {tuple(block) for group in groups if (block := (group.get("weights") or {}).get("block_structure"))}
+    block = blocks.pop() if len(blocks) == 1 else None
+    modules = [key.removesuffix(f".{PACKED}") for key in tensors if key.endswith(f".{PACKED}")]
+    modules += [key.removesuffix(".weight") for key in tensors if key.endswith(".weight") and f"{key}_scale" in tensors]
+    matrices = dict(tensors)
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for module in modules:
+        keys = {suffix: f"{module}.{suffix}" for suffix in (*SUFFIXES, "weight") if f"{module}.{suffix}" in tensors}
+        parts = {suffix: matrices.pop(key) for suffix, key in keys.items()}
+        path, _, first = next(iter(parts.values()))
+        read_shape = partial(_map_stored, *parts[SHAPE]) if SHAPE in parts else None
+        shape = packed_shape({suffix: location.shape for suffix, (_, _, location) in parts.items()}, read_shape)
+        matrices[f"{module}.weight"] = path, f"{module}.weight", replace(first, shape=shape, dtype="quantized")
+        readers[f"{module}.weight"] = partial(_read_quantized, parts, block)
+    return matrices, readers
+
+
+def _map_stored(path: Path, _key: str, location: TensorLocation) -> Tensor:
+    assert isinstance(location.dtype, torch.dtype)
+    return map_tensor(path, location.begin, location.shape, location.dtype)
+
+
+def _read_quantized(parts: Mapping[str, Stored], block: tuple[int, int] | None) -> Tensor:
+    path, key, _ = next(iter(parts.values()))
+    try:
+        return decode({suffix: _map_stored(*part) for suffix, part in parts.items()}, block)
+    except JinguError as error:
+        raise JinguError(error.what, where=f"{path}, {key}", fix=error.fix) from error
 
 
 def _hf_name(key: str, base: str, names: Collection[str]) -> str:

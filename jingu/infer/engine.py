@@ -340,7 +340,7 @@ class Engine:
                 f"prompt and output need up to {num_tokens} tokens, and the KV cache has room for "
                 f"{self._blocks.num_usable * block_size}.",
                 where="prompt",
-                fix="Ask for fewer tokens, or give the engine a larger KV cache.",
+                fix="Ask for fewer tokens, or give the engine a larger KV cache (--kv-cache).",
             )
 
     def max_new_tokens(self, prompt_tokens: int) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter
 from torch import Tensor, nn
 
 from jingu.checkpoint.mapped_files import FileReader, FileRegion, file_region
@@ -37,7 +36,7 @@ from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, can_quantize
 from jingu.model.spec import Experts, QuantizationFormat
 from jingu.parallel.offload import DiskStorage
-from jingu.runtime.device import device_module, make_worker_threads, request_huge_pages
+from jingu.runtime.device import device_module, make_worker_threads, parse_size, request_huge_pages
 
 # (index of a layer in the order of computation, index of one of its experts).
 ExpertKey = tuple[int, int]
@@ -387,7 +386,7 @@ def _allocate_like(
 
 def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:
     """Return how many experts there is room for. Raise JinguError if there are fewer than MIN_SLOTS."""
-    count = min(total_bytes, parse_size(resident, total_bytes)) // expert_bytes
+    count = min(total_bytes, parse_size(resident, total_bytes, OPTION)) // expert_bytes
     if count < MIN_SLOTS:
         least = MIN_SLOTS * expert_bytes
         raise JinguError(
@@ -397,28 +396,6 @@ def _count_slots(resident: str, total_bytes: int, expert_bytes: int) -> int:
             fix=f"Give {least:,} bytes or more, or {math.ceil(1000 * least / total_bytes) / 10}%.",
         )
     return count
-
-
-def parse_size(text: str, whole: int) -> int:
-    """Parse a share of the whole (25%) or a size (800MB, 3GB, 1.5GiB, 1000000), and return it in bytes.
-
-    Raises:
-        JinguError: the text is neither, or more than 100%.
-    """
-    is_share = text.endswith("%")
-    try:
-        if is_share:
-            size = int(whole * float(text[:-1]) / 100)
-        else:
-            size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValueError:
-        size = 0
-    if size < 1:
-        fix = "Give a share, such as 25%, or bytes, such as 3GB."
-        raise JinguError(f"{text} is not a size.", where=OPTION, fix=fix)
-    if is_share and size > whole:
-        raise JinguError(f"{text} is more than all.", where=OPTION, fix="Give 100% or less.")
-    return size
 
 
 # Prediction of which experts will be needed, and when, from the experts of past tokens and from routers that are

@@ -23,9 +23,11 @@ from jingu.infer.kv_cache import block_bytes
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import FinishReason, Request, max_new_tokens
 from jingu.infer.sampling import SamplingOptions, SamplingParams
-from jingu.runtime.device import find_device_type, has_compiler, has_fast_bf16
+from jingu.runtime.device import find_device_type, has_compiler, has_fast_bf16, parse_size, total_memory
 from jingu.runtime.ranks import RankInfo
 from jingu.runtime.signals import EXIT_INTERRUPTED, defer_interrupt
+
+KV_CACHE_OPTION = "--kv-cache"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class InferenceOptions:
     Attributes:
         precision: auto computes in bf16 if the device has hardware for it, else in fp32; see also `use_int4_blocks`.
         resident_experts: how much of a model's experts is in memory (25%, 3GB); None keeps all of them.
+        kv_cache: size of the KV cache (25% of the memory, 4GB); None: see `EngineSettings.kv_cache_bytes`.
         pipeline: pipeline stages over the launched ranks; the ranks of a stage use tensor parallelism.
         draft_model: a smaller model with the same tokenizer, which proposes draft tokens. It does not change outputs.
         num_speculative_tokens: draft tokens in a step; None: see `EngineSettings`. Without a draft model they are
@@ -47,6 +50,7 @@ class InferenceOptions:
     precision: Precision = "auto"
     device: DeviceType = "auto"
     resident_experts: str | None = None
+    kv_cache: str | None = None
     pipeline: int = 1
     draft_model: Path | None = None
     num_speculative_tokens: int | None = None
@@ -74,6 +78,7 @@ class InferenceOptions:
         if self.compile and not has_compiler(place):
             what = "there is no compiler here: Triton is needed, and g++ or clang++."
             raise JinguError(what, where="--compile", fix="Install them, or leave it out.")
+        self._kv_cache_bytes(place)
         if not allow_rewards:
             check_language_model(model)
         if self.draft_model is not None:
@@ -91,6 +96,17 @@ class InferenceOptions:
         if ranks is None or ranks.is_first:
             self._warn_of_slow_matmuls(inference_model, place)
         return compile_blocks(inference_model) if self.compile else inference_model
+
+    def _kv_cache_bytes(self, device: torch.device) -> int | None:
+        """Return the size of the KV cache in bytes; None if no option sets it."""
+        if self.kv_cache is None:
+            return None
+        total = total_memory(device)
+        size = parse_size(self.kv_cache, total, KV_CACHE_OPTION)
+        if size > total:
+            what = f"{self.kv_cache} is more than the memory, which has {total:,} bytes."
+            raise JinguError(what, where=KV_CACHE_OPTION, fix="Give less, or a share such as 25%.")
+        return size
 
     def _warn_of_slow_matmuls(self, model: InferenceModel, device: torch.device) -> None:
         """Warn if the precision is slower than the default on this CPU."""
@@ -124,12 +140,12 @@ class InferenceOptions:
         """Load the draft model, if there is one, and return an engine for a model.
 
         Args:
-            kv_cache_tokens: capacity of the KV cache in tokens; None: see `EngineSettings.kv_cache_bytes`.
+            kv_cache_tokens: capacity of the KV cache in tokens, unless the options have a size.
         """
         draft_model = None if self.draft_model is None else load(self.draft_model, self.precision, self.device)
         graphs = CudaGraphRunner() if self.cuda_graphs else None
-        kv_cache_bytes = None
-        if kv_cache_tokens is not None:
+        kv_cache_bytes = self._kv_cache_bytes(model.parameter.device)
+        if kv_cache_bytes is None and kv_cache_tokens is not None:
             kv_cache_bytes = kv_cache_tokens * block_bytes(model.spec, 1, model.parameter.itemsize)
         settings = EngineSettings(
             max_num_seqs, kv_cache_bytes=kv_cache_bytes, num_speculative_tokens=self.num_speculative_tokens

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import ByteSize, TypeAdapter
 
 from jingu.compat.torch import compiler_is_loaded, cpu_has_bf16_units, has_triton
 from jingu.config.sections.parallel import DeviceType
@@ -255,6 +256,31 @@ def total_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(device_module(device).get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def parse_size(text: str, total: int, option: str) -> int:
+    """Return a number of bytes: a share of the total (25%), or a size (800MB, 3GB, 1.5GiB, 1000000).
+
+    Args:
+        option: the option with the text, for errors.
+
+    Raises:
+        JinguError: the text is neither, or more than 100%.
+    """
+    is_share = text.endswith("%")
+    try:
+        if is_share:
+            size = int(total * float(text[:-1]) / 100)
+        else:
+            size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValueError:
+        size = 0
+    if size < 1:
+        fix = "Give a share, such as 25%, or bytes, such as 3GB."
+        raise JinguError(f"{text} is not a size.", where=option, fix=fix)
+    if is_share and size > total:
+        raise JinguError(f"{text} is more than all.", where=option, fix="Give 100% or less.")
+    return size
 
 
 def is_out_of_memory(error: Exception) -> bool:

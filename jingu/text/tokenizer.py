@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
@@ -266,6 +267,11 @@ class Tokenizer:
         """
         if not spans:
             return self.encode(text, parse_special_tokens=parse_special_tokens), []
+        if self._keeps_bytes(text):
+            ids = self.encode(text, parse_special_tokens=parse_special_tokens)
+            token_spans = self._spans_by_bytes(text, ids, spans)
+            if token_spans is not None:
+                return ids, token_spans
         encoding = self._encode_text(text, parse_special_tokens)
         ids = list(encoding.ids)
 
@@ -285,6 +291,47 @@ class Tokenizer:
                 last += begins_inside or encoding.char_to_token(end - 1) is None
             token_spans.append((first_token_from(start), last))
         return ids, token_spans
+
+    def _keeps_bytes(self, text: str) -> bool:
+        """Return whether the ids of a text stand for exactly its bytes."""
+        normalizer = (self._spec.get("normalizer") or {}).get("type")
+        return self.spelling == "bytes" and (
+            normalizer is None or (normalizer == "NFC" and unicodedata.is_normalized("NFC", text))
+        )
+
+    def _spans_by_bytes(
+        self, text: str, ids: list[int], spans: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int]] | None:
+        """Return the spans of `encode_spans` from the bytes of each id; None if these are not the bytes of the text.
+
+        This is faster than offsets, which the library tracks through every merge.
+        """
+        ends_T = self._num_bytes[ids].cumsum() if ids else np.zeros(0, np.int64)
+        num_bytes = len(text.encode(errors="replace"))
+        if num_bytes != (ends_T[-1] if ids else 0):
+            return None
+        borders = [border for span in spans for border in span]
+        if num_bytes != len(text):
+            borders = [len(text[:border].encode(errors="replace")) for border in borders]
+        # The token of a border is the first that ends after it. It belongs to the span that ends there if it begins
+        # inside.
+        tokens = ends_T.searchsorted(borders, side="right").tolist()
+        token_spans = []
+        for index in range(0, len(borders), 2):
+            start, end = borders[index : index + 2]
+            first, last = tokens[index : index + 2]
+            if start < end and last < len(ids):
+                last += bool((ends_T[last - 1] if last else 0) < end)
+            token_spans.append((first, last))
+        return token_spans
+
+    @cached_property
+    def _num_bytes(self) -> npt.NDArray[np.int64]:
+        """The number of bytes of each id in a vocabulary that spells bytes; 0 for an unknown id."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for piece, token in self.vocab().items():
+            lengths[token] = len(piece.encode()) if piece in self._added_texts else len(piece)
+        return lengths
 
     def _encode_text(self, text: str, parse_special_tokens: bool) -> Any:
         inner = self._parsing if parse_special_tokens else self._inner

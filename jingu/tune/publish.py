@@ -18,6 +18,7 @@ from jingu.formats.export import convert
 from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES, export_gguf
 from jingu.formats.models import open_model
 from jingu.formats.provenance import Record, read_provenance
+from jingu.formats.quantized_forms import FORMS
 from jingu.runtime.device import DTYPES
 from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.hub import HubName, explain_hub_errors, local_path, parse_name
@@ -49,6 +50,9 @@ def export(
     """
     if to is not None and to.suffix == ".gguf":
         file = to
+        if dtype in FORMS:
+            what = f"{dtype} is a type of Hugging Face folders only."
+            raise JinguError(what, where="--dtype", fix="Name a folder with --to, or use a type such as q4_k_m.")
 
         def write(_folder: Path) -> None:
             export_gguf(open_model(model), file, dtype, check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import re
 from typing import Any
 
@@ -19,7 +20,7 @@ from jingu.evaluate.evaluation import evaluate_task, prepare_task
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.scoring import AnswerCache, Scorer
 from jingu.evaluate.task_file import TaskSettings
-from jingu.evaluate.task_metrics import AGGREGATIONS, Answer, aggregate, measure
+from jingu.evaluate.task_metrics import Answer, aggregate, measure
 from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel
 from tests.evaluate.conftest import WriteTask, load_task
@@ -47,8 +48,18 @@ def test_correlations_are_scipys() -> None:
         for name, function in (("pearson", scipy.stats.pearsonr), ("spearman", scipy.stats.spearmanr)):
             result = aggregate({"metric": name}, pairs.tolist())
             assert result.value == pytest.approx(function(*pairs.T).statistic)
-    assert AGGREGATIONS["pearson"](np.ones((2, 5, 2))) == pytest.approx([0, 0])
-    assert text_metrics.parse_number("about -3.5 points") == -3.5 and text_metrics.parse_number("none") == 0
+    # Without variation a correlation is unknown, and not zero.
+    for name in ("pearson", "spearman"):
+        result = aggregate({"metric": name}, [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)])
+        assert math.isnan(result.value) and math.isnan(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("about -3.5 points", -3.5), ("none", 0), ("−5", -5), ("1,234.5", 1234.5), (".5", 0.5), ("1e3", 1000), ("4.", 4)],
+)
+def test_the_first_number_of_an_answer_is_read(text: str, number: float) -> None:
+    assert text_metrics.parse_number(text) == number
 
 
 def test_multilabel_f1_is_scikit_learns() -> None:

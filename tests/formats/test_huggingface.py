@@ -110,8 +110,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quantization_config": {"bits": 4}},
-        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None, or "
-        "matrices in FP8). Without this option its numbers would be wrong, so it is not loaded.",
+        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None, "
+        "FP8, or the forms of compressed-tensors without sparsity). Without this option its numbers would be wrong, so "
+        "it is not loaded.",
     ),
     (
         {"hidden_size": "absent"},

@@ -272,7 +272,7 @@ def test_cached_prefixes_are_evicted(tokenizer: Tokenizer) -> None:
         engine.submit(Request(tuple(range(1, 160)), SamplingParams(), 2))
     assert str(error.value) == (
         "prompt: prompt and output need up to 161 tokens, and the KV cache has room for 128. Ask for fewer tokens, or "
-        "give the engine a larger KV cache."
+        "give the engine a larger KV cache (--kv-cache)."
     )
 
 

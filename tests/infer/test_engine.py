@@ -220,6 +220,18 @@ def test_generate_prints_prompt_and_continuation(
     assert len(capsys.readouterr().out) > len(printed.out)
 
 
+def test_the_size_of_the_kv_cache_is_an_option(tiny: InferenceModel, tmp_path: Path) -> None:
+    sizes = {
+        text: InferenceOptions("fp32", kv_cache=text).make_engine(tiny).stats().total_blocks
+        for text in ("40kB", "80kB")
+    }
+    assert 0 < 2 * sizes["40kB"] <= sizes["80kB"] <= 2 * sizes["40kB"] + 1
+    # What is wrong is said before a model is opened.
+    for text, problem in (("much", "is not a size"), ("900TB", "more than the memory"), ("101%", "more than all")):
+        with pytest.raises(JinguError, match=problem):
+            InferenceOptions(kv_cache=text).load(tmp_path / "missing")
+
+
 @pytest.mark.parametrize("prompt", [(), (7,), (7,) * 20])
 @pytest.mark.parametrize("cache_tokens", [48, 640])
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])

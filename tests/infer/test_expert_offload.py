@@ -21,7 +21,7 @@ from jingu.formats.export import export_hf
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
-from jingu.infer.expert_offload import ExpertOffloader, ReuseDistancePredictor, parse_size
+from jingu.infer.expert_offload import OPTION, ExpertOffloader, ReuseDistancePredictor
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
@@ -29,6 +29,7 @@ from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import init_weights
+from jingu.runtime.device import parse_size
 from jingu.text.tokenizer import Tokenizer
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ def test_answers_are_bitwise_equal_within_the_memory_limit(
         assert generate_events(some, prompts) == expected, resident
         actual = some.expert_offloader.stats()
         assert slots is None or actual.resident_bytes == slots * one
-        assert actual.resident_bytes <= parse_size(resident, actual.total_bytes)
+        assert actual.resident_bytes <= parse_size(resident, actual.total_bytes, OPTION)
         uses = sum(len(experts) for _, experts in some.expert_offloader.trace)
         assert actual.hits + actual.misses == uses
         assert actual.bytes_read == (actual.misses + actual.prefetched) * one
@@ -274,12 +275,12 @@ def test_recent_visits_count_more_than_frequent_ones() -> None:
 
 
 def test_sizes() -> None:
-    assert [parse_size(text, 1000) for text in ("25%", "12.5 %", "100%", "7", "3kB", "1.5GiB", "2MB")] == [
+    assert [parse_size(text, 1000, OPTION) for text in ("25%", "12.5 %", "100%", "7", "3kB", "1.5GiB", "2MB")] == [
         250, 125, 1000, 7, 3000, 1610612736, 2000000,
     ]  # fmt: skip
     for text in ("", "0", "-3", "101%", "much", "25%%", "1e3", "nan"):
         with pytest.raises(JinguError, match=r"is (not a size|more than all)"):
-            parse_size(text, 1000)
+            parse_size(text, 1000, OPTION)
 
 
 def test_impossible_settings_are_refused(folders: dict[str, Path], tmp_path: Path, tokenizer: Tokenizer) -> None:

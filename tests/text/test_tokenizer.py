@@ -387,3 +387,30 @@ def test_only_some_tokenizers_have_a_least_number_of_tokens(change: dict[str, An
     text = "각" * 500  # NFC joins three letters of each
     assert (changed.min_tokens(text) > 0) is is_bounded
     assert changed.min_tokens(text) <= len(changed.encode(text))
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+@given(
+    text=st.lists(st.sampled_from(["the end", " is", "  ", "\n\n", "é", "e\u0301", "각", "🙂", "<|endoftext|>"])).map(
+        "".join
+    ),
+    cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    special=st.booleans(),
+)
+def test_spans_from_bytes_equal_those_from_the_offsets_of_the_library(
+    normalizer: dict[str, str] | None, text: str, cuts: tuple[int, int], special: bool
+) -> None:
+    tokenizer = _bounded_tokenizer()
+    tokenizer = Tokenizer(json.dumps({**json.loads(tokenizer.content), "normalizer": normalizer}), tokenizer._config)
+    start, end = sorted(min(cut, len(text)) for cut in cuts)
+    ids, [span] = tokenizer.encode_spans(text, [(start, end)], parse_special_tokens=special)
+    library = tokenizer._parsing if special else tokenizer._inner
+    encoding = library.encode(text, add_special_tokens=False)
+    assert ids == encoding.ids
+    # The tokens that begin in the span, after those of which a part stands before it.
+    inside = [index for index, (first, last) in enumerate(encoding.offsets) if last > start and first < end]
+    expected = (inside[0], inside[-1] + 1) if inside and start < end else None
+    if expected is not None:
+        assert span == expected
+    else:
+        assert span[0] == span[1]

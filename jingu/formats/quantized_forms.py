@@ -1,0 +1,328 @@
+"""Quantized matrices in the layout of compressed-tensors, which vLLM, SGLang and transformers load.
+
+A matrix `NAME.weight` [O, I] is stored as several tensors, whose names begin with `NAME.`: the quantized values, their
+scales, and in some forms the shape, zero points or a scale of all scales. `config.json` describes them under
+`quantization_config` (https://github.com/vllm-project/compressed-tensors).
+
+Shapes: O rows, I columns (input channels), S groups of columns that share a scale, K columns of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jingu.errors import JinguError
+
+# Matrices are named after their module: `weight` and these, in the order of the file.
+PACKED = "weight_packed"
+SHAPE = "weight_shape"
+_SCALE, _ZERO_POINT, _GLOBAL_SCALE, _GROUP_INDEX = (
+    f"weight_{name}" for name in ("scale", "zero_point", "global_scale", "g_idx")
+)
+SUFFIXES = (PACKED, _SCALE, SHAPE, _ZERO_POINT, _GLOBAL_SCALE, _GROUP_INDEX)
+# Group sizes of int4, from the most common one.
+_GROUP_SIZES = (128, 64, 32)
+_FP8 = torch.float8_e4m3fn
+_MAX_FP8 = 448.0
+# The positive numbers of FP4 (E2M1), and the borders between them. A number on a border belongs to the neighbour with
+# an even code, as in IEEE 754.
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_EXPONENT_BIAS = 127
+# Numbers that are rounded at a time.
+_CACHE_ELEMENTS = 1 << 17
+# Shares of the largest value of a group, of which int4 takes the one with the smallest squared error.
+_CLIPPING = tuple(share / 100 for share in range(100, 69, -3))
+
+Parts = Mapping[str, Tensor]
+
+
+class QuantizedDtype(NamedTuple):
+    """The form of a model's matrices, a name in `FORMS`, and the dtype of their scales and of the other weights."""
+
+    form: str
+    scales: torch.dtype
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of quantized matrices.
+
+    Attributes:
+        format: its name in `quantization_config`.
+        weights: description of the quantized weights there.
+        inputs: description of how inputs are quantized while the model runs; None: they are not.
+        encode: returns the stored tensors of a matrix in the dtype of the scales.
+    """
+
+    format: str
+    weights: Mapping[str, Any]
+    encode: Callable[[Tensor], dict[str, Tensor]]
+    inputs: Mapping[str, Any] | None = None
+
+    def config(self, ignored_modules: Iterable[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a model.
+
+        Args:
+            ignored_modules: names of linear modules that are not quantized.
+        """
+        group = {"targets": ["Linear"], "weights": {**_WEIGHTS, **self.weights}, "input_activations": self.inputs}
+        return {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": self.format,
+            "config_groups": {"group_0": {**group, "output_activations": None}},
+            "ignore": list(ignored_modules),
+            "kv_cache_scheme": None,
+        }
+
+    def layout(self, shape: torch.Size, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return dtype and shape of the stored tensors of a matrix, by suffix."""
+        parts = self.encode(torch.empty(shape, dtype=dtype, device="meta"))
+        return {suffix: (part.dtype, part.shape) for suffix, part in parts.items()}
+
+
+_WEIGHTS: Mapping[str, Any] = {"symmetric": True, "dynamic": False, "actorder": None, "observer_kwargs": {}}
+_FP8_WEIGHTS = {"num_bits": 8, "type": "float"}
+_DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "observer": None}
+
+
+def choose_form(name: str, shapes: Mapping[str, torch.Size]) -> Form:
+    """Return the form that `--dtype` names, for matrices of these shapes.
+
+    Raises:
+        JinguError: the form divides rows into groups of columns, and these do not divide all matrices.
+    """
+    if name == "fp8":
+        weights = {**_FP8_WEIGHTS, "strategy": "channel"}
+        return Form("float-quantized", weights, partial(_encode_fp8, block=None), {**_DYNAMIC, "strategy": "token"})
+    if name == "fp8_block":
+        odd = next((key for key, shape in shapes.items() if any(size % _BLOCK for size in shape)), None)
+        if odd is not None:
+            what = (
+                f"fp8_block has a scale for {_BLOCK} × {_BLOCK} numbers, and the matrix {odd} is {_size(shapes[odd])}."
+            )
+            raise JinguError(what, where="--dtype", fix=_USE_FP8)
+        weights = {**_FP8_WEIGHTS, "strategy": "block", "block_structure": [_BLOCK, _BLOCK]}
+        inputs = {**_DYNAMIC, "strategy": "group", "group_size": _BLOCK}
+        return Form("float-quantized", weights, partial(_encode_fp8, block=_BLOCK), inputs)
+    common = gcd(*(shape[-1] for shape in shapes.values()))
+    sizes = {"int4": _GROUP_SIZES, "nvfp4": (16,), "mxfp4": (32,)}[name]
+    size = next((size for size in sizes if common % size == 0), None)
+    if size is None:
+        matrix, shape = next((key, shape) for key, shape in shapes.items() if shape[-1] % sizes[-1])
+        what = f"{name} has a scale for {sizes[-1]} columns or more, and the matrix {matrix} has {shape[-1]}."
+        raise JinguError(what, where="--dtype", fix=_USE_FP8)
+    weights = {"num_bits": 4, "type": "int" if name == "int4" else "float", "strategy": "group", "group_size": size}
+    if name == "int4":
+        return Form("pack-quantized", weights, partial(_encode_int4, group_size=size))
+    if name == "mxfp4":
+        return Form("mxfp4-pack-quantized", {**weights, "scale_dtype": "torch.uint8"}, _encode_mxfp4)
+    scale = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    return Form("nvfp4-pack-quantized", {**weights, **scale}, _encode_nvfp4)
+
+
+def _size(shape: torch.Size) -> str:
+    return " × ".join(map(str, shape))
+
+
+# Names of the forms in `--dtype`.
+FORMS = ("fp8", "fp8_block", "int4", "nvfp4", "mxfp4")
+_BLOCK = 128
+_USE_FP8 = "Use fp8, which has a scale for each row."
+
+
+# Writing
+
+
+def _encode_fp8(weight_OI: Tensor, block: int | None) -> dict[str, Tensor]:
+    """FP8 with a scale for each row, or for each square block."""
+    values_OI = weight_OI.float()
+    if block is None:
+        largest = values_OI.abs().amax(1, keepdim=True)
+    else:
+        tiles = values_OI.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        largest = tiles.abs().amax((1, 3))
+    scale = _nonzero(largest / _MAX_FP8).to(weight_OI.dtype)
+    scale_OI = _expand_scales(scale, weight_OI.shape, block).float()
+    return {"weight": (values_OI / scale_OI).clamp(-_MAX_FP8, _MAX_FP8).to(_FP8), _SCALE: scale}
+
+
+def _encode_int4(weight_OI: Tensor, group_size: int) -> dict[str, Tensor]:
+    """4-bit integers from -8 to 7 with a scale for each group of columns, eight in an int32 from the lowest bits."""
+    columns = weight_OI.shape[1]
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight_OI.device)
+    word_parts = []
+    scale_parts = []
+    # A few rows at a time, so that the numbers stay in the CPU's cache.
+    for rows in weight_OI.split(max(1, _CACHE_ELEMENTS // columns)):
+        groups_OSK = rows.float().unflatten(1, (-1, group_size))
+        scale_OS1 = _best_scale(groups_OSK, weight_OI.dtype)
+        codes_OI = (groups_OSK / scale_OS1).round().clamp(-8, 7).flatten(1).to(torch.int32) + 8
+        # The highest four bits may set the sign. No bits overlap, so that the sum of 64 bits has the right lower half.
+        word_parts.append((codes_OI.unflatten(1, (-1, 8)) << shifts).sum(2, dtype=torch.int64).to(torch.int32))
+        scale_parts.append(scale_OS1.squeeze(2).to(weight_OI.dtype))
+    shape = torch.tensor(weight_OI.shape, dtype=torch.int64)
+    return {PACKED: torch.cat(word_parts), _SCALE: torch.cat(scale_parts), SHAPE: shape}
+
+
+def _best_scale(groups_OSK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale [O, S, 1] of 4-bit integers with the smallest squared error, rounded to `dtype`, in fp32."""
+    largest_OS1 = groups_OSK.abs().amax(2, keepdim=True)
+    best_OS1 = torch.ones_like(largest_OS1)
+    errors_OS1 = torch.full_like(largest_OS1, torch.inf)
+    for share in _CLIPPING:
+        scale_OS1 = _nonzero(largest_OS1 * share / 7.5).to(dtype).float()
+        rounded_OSK = (groups_OSK / scale_OS1).round_().clamp_(-8, 7).mul_(scale_OS1)
+        error_OS1 = rounded_OSK.sub_(groups_OSK).square_().sum(2, keepdim=True)
+        is_better_OS1 = error_OS1 < errors_OS1
+        best_OS1 = torch.where(is_better_OS1, scale_OS1, best_OS1)
+        errors_OS1 = torch.where(is_better_OS1, error_OS1, errors_OS1)
+    return best_OS1
+
+
+def _encode_nvfp4(weight_OI: Tensor) -> dict[str, Tensor]:
+    """FP4 with a scale in FP8 for each 16 columns, which a scale in fp32 for the matrix divides."""
+    groups_OSK = weight_OI.float().unflatten(1, (-1, 16))
+    global_scale = _MAX_FP8 * _FP4_VALUES[-1] / _nonzero(weight_OI.float().abs().amax())
+    largest_OS = groups_OSK.abs().amax(2)
+    scale_OS = (largest_OS / _FP4_VALUES[-1] * global_scale).clamp(2.0**-9, _MAX_FP8).to(_FP8)
+    code_bytes = _pack_fp4(groups_OSK / (scale_OS.float() / global_scale).unsqueeze(2))
+    return {PACKED: code_bytes, _SCALE: scale_OS, _GLOBAL_SCALE: global_scale.reshape(1)}
+
+
+def _encode_mxfp4(weight_OI: Tensor) -> dict[str, Tensor]:
+    """FP4 with a power of two for each 32 columns (OCP Microscaling Formats, 2023)."""
+    groups_OSK = weight_OI.float().unflatten(1, (-1, 32))
+    largest_OS = groups_OSK.abs().amax(2)
+    # The largest number of FP4 is 1.5 · 2².
+    exponents_OS = (torch.frexp(_nonzero(largest_OS)).exponent - 1 - 2).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
+    code_bytes = _pack_fp4(torch.ldexp(groups_OSK, -exponents_OS.unsqueeze(2)))
+    return {PACKED: code_bytes, _SCALE: (exponents_OS + _EXPONENT_BIAS).to(torch.uint8)}
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    """Return values with 1 in place of 0, for scales of groups that are all zero."""
+    return torch.where(values == 0, 1.0, values)
+
+
+def _pack_fp4(scaled_OSK: Tensor) -> Tensor:
+    """Return numbers rounded to FP4 [O, I / 2], two in a byte, the first in the lower half."""
+    magnitudes = scaled_OSK.flatten(1).abs()
+    codes = torch.zeros_like(magnitudes, dtype=torch.uint8)
+    for index, border in enumerate(_FP4_BORDERS):
+        # Between the codes `index` and `index + 1`: a tie goes to the even one.
+        codes += magnitudes > border if index % 2 == 0 else magnitudes >= border
+    codes |= (scaled_OSK.flatten(1) < 0).to(torch.uint8) << 3
+    pairs = codes.unflatten(1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+# Reading
+
+
+def decode(parts: Parts, block: tuple[int, int] | None = None) -> Tensor:
+    """Return the matrix [O, I] of its stored tensors, in the dtype in which compressed-tensors multiplies.
+
+    Args:
+        parts: the tensors by suffix.
+        block: rows and columns of the blocks that share a scale; None: the scales divide the matrix evenly.
+
+    Raises:
+        JinguError: a tensor is missing, or they do not fit together.
+    """
+    try:
+        if PACKED not in parts:
+            values = parts["weight"]
+            scale = parts[_SCALE]
+            values = values.to(scale.dtype) - _zero_point(parts, values.shape).to(scale.dtype)
+            return values * _expand_scales(scale, values.shape, *(block or ()))
+        if parts[PACKED].dtype == torch.uint8:
+            return _decode_fp4(parts)
+        return _decode_integers(parts)
+    except (KeyError, RuntimeError, ValueError) as error:
+        shapes = ", ".join(f"{suffix} {list(part.shape)}" for suffix, part in parts.items())
+        raise JinguError(
+            f"the parts of a quantized matrix do not fit ({shapes}; {error}).", fix="Get the files again."
+        ) from None
+
+
+def packed_shape(parts: Mapping[str, torch.Size], read_shape: Callable[[], Tensor] | None) -> torch.Size:
+    """Return the shape of the matrix of some stored tensors, given their shapes by suffix.
+
+    Args:
+        read_shape: returns the stored shape; None: it is not stored.
+    """
+    if read_shape is not None:
+        return torch.Size(read_shape().tolist())
+    if PACKED not in parts:
+        return parts["weight"]
+    return torch.Size((*parts[PACKED][:-1], 2 * parts[PACKED][-1]))
+
+
+def _decode_fp4(parts: Parts) -> Tensor:
+    code_bytes = parts[PACKED]
+    codes = torch.stack((code_bytes & 15, code_bytes >> 4), -1).flatten(-2)
+    table = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)))
+    values_OI = table[codes.int()]
+    scale = parts[_SCALE]
+    if scale.dtype == torch.uint8:
+        scale_OS = torch.ldexp(torch.ones(scale.shape), scale.int() - _EXPONENT_BIAS)
+    else:
+        scale_OS = scale.float() / parts[_GLOBAL_SCALE].float()
+    return values_OI * _expand_scales(scale_OS, values_OI.shape)
+
+
+def _decode_integers(parts: Parts) -> Tensor:
+    rows, columns = parts[SHAPE].tolist()
+    num_bits = 32 * parts[PACKED].shape[1] // columns
+    codes_OI = _unpack_integers(parts[PACKED], num_bits, columns)
+    scale_OS = parts[_SCALE]
+    shape = torch.Size((rows, columns))
+    zeros = _zero_point(parts, shape, num_bits, scale_OS.shape)
+    if _GROUP_INDEX in parts and int(parts[_GROUP_INDEX].min()) >= 0:
+        columns_of = parts[_GROUP_INDEX].long()
+        return (codes_OI.to(scale_OS.dtype) - zeros.to(scale_OS.dtype)) * scale_OS[:, columns_of]
+    return (codes_OI.to(scale_OS.dtype) - zeros.to(scale_OS.dtype)) * _expand_scales(scale_OS, shape)
+
+
+def _unpack_integers(words: Tensor, num_bits: int, columns: int) -> Tensor:
+    """Return signed integers [..., columns] from 32-bit words, in which they follow each other from the lowest bits."""
+    if num_bits not in (2, 4, 8):
+        raise ValueError(f"integers of {num_bits} bits")
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    codes = (words.unsqueeze(-1) >> shifts) & (2**num_bits - 1)
+    return codes.flatten(-2)[..., :columns] - 2 ** (num_bits - 1)
+
+
+def _zero_point(parts: Parts, shape: torch.Size, num_bits: int = 8, scales: torch.Size | None = None) -> Tensor:
+    """Return the zero point of each number, or a zero."""
+    zeros = parts.get(_ZERO_POINT)
+    if zeros is None:
+        return torch.zeros(())
+    if zeros.dtype == torch.int32 and scales is not None:
+        # Zero points are packed along the rows.
+        zeros = _unpack_integers(zeros.t(), num_bits, shape[0]).t()
+    if _GROUP_INDEX in parts:
+        return zeros[:, parts[_GROUP_INDEX].long()]
+    return _expand_scales(zeros, shape)
+
+
+def _expand_scales(scale: Tensor, shape: torch.Size, rows: int | None = None, columns: int | None = None) -> Tensor:
+    """Return scales [O or 1, I or 1] that fit a matrix, given those of its groups or blocks."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    for dim, size in ((0, rows), (1, columns if columns is not None else rows)):
+        count = shape[dim] // scale.shape[dim] if size is None else size
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(count, dim).narrow(dim, 0, shape[dim])
+    return scale
