@@ -13,6 +13,7 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
+from jingu.align.scorer import RewardContext, RewardScorer
 from jingu.config.sections.rewards import PythonTestsReward
 from jingu.errors import JinguError
 from jingu.runtime.python_tests import PythonTests, parse_tests
@@ -89,18 +90,16 @@ def _is_weak(text: str) -> bool:
     return isinstance(tests, PythonTests) and tests.is_weak
 
 
-class SandboxScorer:
+class SandboxScorer(RewardScorer):
     """Runs the tests of generated code, several answers at a time.
 
     Raises:
         JinguError: code cannot be isolated on this machine.
     """
 
-    late: Sequence[int] = ()
-
-    def __init__(self, settings: PythonTestsReward, where: str) -> None:
+    def __init__(self, settings: PythonTestsReward, context: RewardContext) -> None:
         self._settings = settings
-        self._where = where
+        self._where = context.where
         self._limits = Limits(seconds=settings.timeout, memory_bytes=settings.memory_mb * 2**20)
         try:
             self._sandbox = Sandbox()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import import_module
 from math import prod, sqrt
 from typing import Any
 
@@ -39,6 +38,7 @@ from jingu.model.quantized_weight import import_bitsandbytes, require_bitsandbyt
 from jingu.parallel.offload import DiskStorage, stream_optimizer_steps
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import ParameterSharding, all_reduce_shards, local_tensor
+from jingu.tables import import_name
 
 # Coefficients and number of iterations of Muon's quintic Newton-Schulz iteration (Jordan, 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -419,8 +419,7 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     if not groups:  # a pipeline stage may have only frozen parameters, and PyTorch requires a group
         groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "is_in_block": False}
     # 3. Create the optimizer and its state.
-    module, _, name = settings.implementation.partition(":")
-    optimizer_type: type[ShardedOptimizer] = getattr(import_module(module), name)
+    optimizer_type: type[ShardedOptimizer] = import_name(settings.implementation)
     zeros_like = torch.zeros_like if disk is None else disk.zeros_like
     optimizer = optimizer_type(list(groups.values()), settings, shardings, zeros_like)
     if disk is not None:
