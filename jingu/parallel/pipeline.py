@@ -160,7 +160,7 @@ class ParallelModel(nn.Module):
             total_n += losses_n.detach()
         return total_n
 
-    def rehearse(self, batch: Batch, loss: Loss) -> None:
+    def dry_run(self, batch: Batch, loss: Loss) -> None:
         """Run a forward and a backward pass of each stage alone, with zeros as the hidden states that it receives.
 
         No stage waits for another one. This compiles the blocks, and fails early if a micro-batch does not fit into

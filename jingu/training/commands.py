@@ -140,7 +140,7 @@ def train_on_rank(
     stop = CollectiveStop(request, ranks.world)
     with ExitStack() as stack:
         # After a failure a collective may still be in flight. Leave the process group only after it has ended.
-        stack.callback(stop.settle, timedelta(seconds=5))
+        stack.callback(stop.wait, timedelta(seconds=5))
         stack.enter_context(report_first_failure(ranks))
         # 1. Open the run, after checking that all ranks have the same settings and code, and then the same data.
         if ranks.world > 1:

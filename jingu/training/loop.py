@@ -213,7 +213,7 @@ def train_loop(
             bar.update()
 
             # 2. Decide what follows the step. All ranks must decide the same.
-            decision = stop.ask(*checkpointer.status())
+            decision = stop.agree(*checkpointer.status())
             is_last = progress.step == config.train.steps
             is_stopped = bool(decision.stop) and not is_last
             logs = is_last or _is_due(progress.step, config.train.log_every)
@@ -248,7 +248,7 @@ def train_loop(
                 break
             # 6. Leave evaluation and saving out of the training time.
             trainer.meter.skip()
-    stop.settle()
+    stop.wait()
     if progress.is_complete(config):
         _log_completion(trainer, progress)
     return progress.is_complete(config)

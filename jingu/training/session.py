@@ -314,7 +314,7 @@ def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:
     plan = trainer.plan
     batch = trainer.task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_batch_size)
     try:
-        trainer.model.rehearse(to_device(batch, trainer.ranks.device), trainer.task.loss)
+        trainer.model.dry_run(to_device(batch, trainer.ranks.device), trainer.task.loss)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

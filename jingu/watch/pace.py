@@ -169,7 +169,7 @@ class PaceMeter:
         run, core = _process_seconds(rank.process["pid"])
         return _Reading(rank.operation[2], run, core, READS.unpack_from(rank.slot, READS_OFFSET))
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Poll the ranks once. Returns descriptions of new stragglers at the end of a window."""
         phases = [rank.operation[1] for rank in self._ranks]
         # Discard windows with evaluations or saves: the first rank has more work in them than its peers.
@@ -245,7 +245,7 @@ class PaceMeter:
         """Remove this node's file, and the folder if it is empty."""
         with suppress(OSError):
             self._file().unlink(missing_ok=True)
-            self._folder.rmdir()  # fails, as it should, while another node or a verdict has a file there
+            self._folder.rmdir()  # fails, as it should, while another node or a diagnosis has a file there
 
 
 def read_windows(folder: Path) -> list[Window]:
