@@ -25,8 +25,8 @@ from jingu.config.sections.tune import LoraSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.permutation import Int64Array
+from jingu.data.preference_data import PreferenceDataset, split_answers
 from jingu.data.row_sources import RowArrays
-from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
@@ -151,10 +151,8 @@ class PreferenceLearning(StatelessTask):
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the sums over pairs of the loss and of the logged terms, in the order of TERMS."""
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
-        chosen, rejected = (
-            AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
-            for side in (0, 1)
-        )
+        parts = (split_answers(values_BK) for values_BK in (answers.policy, answers.reference, answers.tokens))
+        chosen, rejected = (AnswerLogProbs(*side) for side in zip(*parts, strict=True))
         losses_BP = self.settings.pair_losses(chosen, rejected)
         with torch.no_grad():
             chosen_BP = self.settings.rewards(chosen)
@@ -206,7 +204,7 @@ class PreferenceLearning(StatelessTask):
     def units_per_row(self, batch: AnswerBatch) -> Tensor:
         """Return the number of pairs [B] of each row."""
         exists_BK = batch.answer_tokens > 0
-        return (exists_BK[:, 0::2] & exists_BK[:, 1::2]).sum(1)
+        return torch.logical_and(*split_answers(exists_BK)).sum(1)
 
 
 class RewardLearning(PreferenceLearning):
@@ -219,13 +217,12 @@ class RewardLearning(PreferenceLearning):
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         assert batch.weights is not None
         rewards_BK = self._rewards.compute(batch, hidden_BCD, weight_VD)
-        chosen_BP = rewards_BK[:, 0::2]
-        rejected_BP = rewards_BK[:, 1::2]
+        chosen_BP, rejected_BP = split_answers(rewards_BK)
         # The weights of preference rows are margins.
-        margin_BP = batch.sum_by_answer((batch.weights * batch.is_last).to(chosen_BP.dtype))[:, 0::2]
+        margin_BP, _ = split_answers(batch.sum_by_answer((batch.weights * batch.is_last).to(chosen_BP.dtype)))
         losses_BP = reward_losses(chosen_BP, rejected_BP, margin_BP, self.settings.centering)
         tokens_BK = batch.answer_tokens
-        exists_BP = (tokens_BK[:, 0::2] > 0) & (tokens_BK[:, 1::2] > 0)
+        exists_BP = torch.logical_and(*split_answers(tokens_BK > 0))
         return _sum_pairs(losses_BP, chosen_BP.detach(), rejected_BP.detach(), exists_BP)
 
 
@@ -360,9 +357,8 @@ class KtoLearning(PreferenceLearning):
 
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
-        # Answers with odd indices are undesirable.
-        is_desirable_BK = torch.arange(batch.num_answers, device=hidden_BCD.device).remainder(2).eq(0)
-        is_desirable_BK = is_desirable_BK.expand(answers.policy.shape)
+        is_desirable_BK = torch.zeros(answers.policy.shape, dtype=torch.bool, device=hidden_BCD.device)
+        split_answers(is_desirable_BK)[0].fill_(True)
         losses_BK = kto_losses(self.settings, answers, is_desirable_BK, self._divergence)
         with torch.no_grad():
             reward_BK = self.settings.beta * answers.log_ratio

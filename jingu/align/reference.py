@@ -21,7 +21,7 @@ from jingu.config.sections.pairs import DpoSettings
 from jingu.config.sections.tasks import KtoSettings
 from jingu.data.batch import Batch
 from jingu.data.permutation import Int64Array
-from jingu.data.supervised import PreferenceDataset
+from jingu.data.preference_data import PreferenceDataset
 from jingu.errors import JinguError, pluralize
 from jingu.formats.models import open_model
 from jingu.formats.run_inputs import record_model

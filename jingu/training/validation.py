@@ -11,9 +11,9 @@ from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective
-from jingu.data.open_sources import count_epochs
+from jingu.data.open_sources import count_epochs, open_supervised
 from jingu.data.row_sources import count_validation_windows, validation_batch
-from jingu.data.supervised import SupervisedDataset, open_supervised
+from jingu.data.supervised import SupervisedDataset
 from jingu.errors import JinguError
 from jingu.model.spec import ModelSpec
 from jingu.training.batch_transforms import prepend_virtual_tokens

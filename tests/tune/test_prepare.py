@@ -20,7 +20,7 @@ from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.build import PROGRESS_NAME
 from jingu.data.dataset_manifest import DatasetManifest
 from jingu.data.indexed_dataset import IndexedReader
-from jingu.data.supervised import open_supervised
+from jingu.data.open_sources import open_supervised
 from jingu.errors import JinguError
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.document_reader import ReadCounts
