@@ -199,7 +199,7 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
     if differing:
         key = differing[0]
         values = " instead of ".join(str(each.get(key)) for each in reversed(both))
-        raise _unsupported(f"this model: it would have {key} = {values}", to)
+        raise _refuse_model(f"this model: it would have {key} = {values}", to)
 
 
 def _numbers(spec: ModelSpec) -> dict[str, Any]:
@@ -230,11 +230,11 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
     if name != "gpt2":
         size = spec.attention.head_dim
-        rotated = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
-        values |= {"rope.dimension_count": rotated, "attention.key_length": size, "attention.value_length": size}
+        rope_dims = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
+        values |= {"rope.dimension_count": rope_dims, "attention.key_length": size, "attention.value_length": size}
     if "rope.freq_base_swa" in keys.values():
-        windowed = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
-        bases = [float(place.theta) for place in windowed if isinstance(place, RotaryPositions)]
+        window_positions = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
+        bases = [float(place.theta) for place in window_positions if isinstance(place, RotaryPositions)]
         if bases:
             values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
@@ -258,18 +258,18 @@ def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
         usual = 0.1 * np.log(scaling.factor) + 1
         is_usual = abs(scaling.attention_factor - usual) < 1e-6 and (scaling.beta_fast, scaling.beta_slow) == (32, 1)
         if not is_usual or not scaling.truncate:
-            raise _unsupported("this variant of YaRN", to)
+            raise _refuse_model("this variant of YaRN", to)
         values |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(scaling.factor),
             "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
         }
     elif scaling is not None and not isinstance(scaling, Llama3Scaling):
-        raise _unsupported(f"rotary scaling of the type {scaling.type}", to)
+        raise _refuse_model(f"rotary scaling of the type {scaling.type}", to)
     return values
 
 
-def _unsupported(what: str, to: Path) -> JinguError:
+def _refuse_model(what: str, to: Path) -> JinguError:
     fix = "Export the model as a Hugging Face folder (--to FOLDER)."
     return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=fix)
 
@@ -344,7 +344,7 @@ def _mappings_by_gguf_name(spec: ModelSpec, name: str, library: ModuleType, to: 
     for mapping in map_tensors(spec):
         gguf_name = names.get_name(EXPERT_NUMBER.sub(".experts.", mapping.hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise _unsupported(f"models of this architecture with {mapping.hf_name}", to)
+            raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
         groups.setdefault(gguf_name, []).append(mapping)
     return groups
 

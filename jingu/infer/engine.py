@@ -492,7 +492,7 @@ class Engine:
         rows: list[SamplingRow] = []
         logits: list[Tensor] = []
         events: dict[Sequence, list[NextEvent]] = {}
-        takers: list[tuple[Sequence, int]] = []
+        counts: list[tuple[Sequence, int]] = []
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
             is_complete = item.num_tokens == sequence.num_uncomputed
@@ -508,9 +508,9 @@ class Engine:
             first = len(logits_NV) - 1 - len(item.draft_tokens)
             rows += sequence_rows
             logits.append(logits_NV[first : first + len(sequence_rows)])
-            takers.append((sequence, len(sequence_rows)))
+            counts.append((sequence, len(sequence_rows)))
         tokens = iter(sample_rows(torch.cat(logits), rows) if rows else ())
-        for sequence, count in takers:
+        for sequence, count in counts:
             events[sequence] = [partial(sequence.take, next(tokens)) for _ in range(count)]
         return events
 

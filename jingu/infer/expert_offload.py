@@ -162,7 +162,7 @@ class ExpertOffloader:
         self._chosen_NK: IntArray = np.empty((0, 0), dtype=np.int64)
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
 
-    def take_over(self, model: Decoder) -> None:
+    def replace_experts(self, model: Decoder) -> None:
         """Replace the experts of a model on the meta device: remove their matrices, and compute with the slots."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
         for _, block in iterate_blocks(model):
@@ -240,7 +240,7 @@ class ExpertOffloader:
         """Return the output of one expert for its rows."""
         # The event lets the reader's stream wait before it overwrites the slot.
         matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
-        y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
+        y_MD = self._blocks[layer][2].run_experts(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
             slot.used = device_module(self._device).current_stream().record_event()
         return y_MD

@@ -169,9 +169,9 @@ class MoELayer(nn.Module):
         """Run the experts on rows sorted by expert, of which each expert has `count_E`."""
         ends_E = count_E.cumsum(0).to(torch.int32)
         gate, up, down = (partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down))
-        return self.speak(x_MD, gate, up, down)
+        return self.run_experts(x_MD, gate, up, down)
 
-    def speak(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    def run_experts(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
         """Run the gated feed-forward of one or several experts, with the given functions for its three matrices."""
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 

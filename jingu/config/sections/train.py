@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field
 
@@ -47,6 +47,18 @@ class ProfileSettings(Settings):
     steps: NonNegative = 0
 
 
+TRACKERS = {
+    "wandb": "jingu.training.trackers:WandbTracker",
+    "mlflow": "jingu.training.trackers:MlflowTracker",
+}
+"""The classes of the services of `train.trackers`, each as `module:name`."""
+
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[tuple(TRACKERS)]
+
+
 class TrainSettings(Settings):
     """The training loop.
 
@@ -79,7 +91,7 @@ class TrainSettings(Settings):
     on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
     tensorboard: bool = False
-    trackers: list[Literal["wandb", "mlflow"]] = []
+    trackers: list[TrackerName] = []
     hang_timeout: Annotated[float, Field(gt=0)] | None = 60.0
     profile: ProfileSettings = ProfileSettings()
 
