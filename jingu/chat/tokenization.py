@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jingu.chat.messages import ConversationError, Message, Row
-from jingu.chat.templates import ChatTemplate, RenderedChat, Turns
+from jingu.chat.template_renderer import RenderedChat
+from jingu.chat.templates import ChatTemplate, Turns
 from jingu.chat.tracing import Span
 from jingu.data.supervised import WEIGHT_SCALE
 from jingu.text.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ import trl
 
 from jingu.chat.chat_format import find_chat_format
 from jingu.chat.messages import ConversationError, JsonObject, Message
-from jingu.chat.templates import ChatTemplate, RenderedChat
+from jingu.chat.template_renderer import RenderedChat
+from jingu.chat.templates import ChatTemplate
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.chat.conversations import CONVERSATIONS, PLAIN, to_variables
