@@ -81,7 +81,7 @@ def test_who_is_done_waits_in_small_pieces_for_who_is_not(ranks):
 def test_threads_of_groups_end_before_the_interpreter() -> None:
     """One that gave a tensor back while the interpreter ends would abort the process."""
     code = """if True:
-        import atexit, os, time
+        import atexit, gc, os, time
         from contextlib import suppress
         from pathlib import Path
 
@@ -98,7 +98,9 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
             while "gloo" in "".join(names()) and time.monotonic() < deadline:
                 os.sched_yield()
             tell()
+            print(collections.count("start"))
 
+        collections = []
         atexit.register(tell_at_the_end)  # called last
         import torch
         from torch.distributed.device_mesh import init_device_mesh
@@ -111,10 +113,17 @@ def test_threads_of_groups_end_before_the_interpreter() -> None:
             torch.optim.AdamW(model.parameters(), fused=True).step()
             tell()
         del model
+        # However many groups there were, garbage is collected once at exit: a collection takes a quarter of a second.
+        for _ in range(20):
+            with join_process_group("cpu", 1):
+                pass
+        gc.disable()
+        gc.callbacks.append(lambda phase, _: collections.append(phase))
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=PATIENCE)
-    before, after = done.stdout.splitlines()
+    before, after, collections = done.stdout.splitlines()
     assert "gloo" in before and "gloo" not in after
+    assert collections == "1"
 
 
 def test_an_environment_that_makes_no_sense(monkeypatch):
