@@ -581,8 +581,12 @@ class ModelSpec(Component):
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
         if isinstance(layer.position, RotaryPositions) and rotary_dim(layer.position, part.head_dim) % 2:
+            share = layer.position.partial_rotary_factor
+            size = f"the head size must be even; it is {part.head_dim}"
+            if share != 1.0:
+                size = f"{share:g} of the head size must be even; the head size is {part.head_dim}"
             raise JinguError(
-                f"rotary positions rotate pairs, so the head size must be even; it is {part.head_dim}.",
+                f"rotary positions rotate pairs, so {size}.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
