@@ -580,13 +580,10 @@ class ModelSpec(Component):
                 where="model.num_kv_heads",
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
-        if isinstance(layer.position, RotaryPositions) and rotary_dim(layer.position, part.head_dim) % 2:
-            share = layer.position.partial_rotary_factor
-            size = f"the head size must be even; it is {part.head_dim}"
-            if share != 1.0:
-                size = f"{share:g} of the head size must be even; the head size is {part.head_dim}"
+        rotated_dims = rotary_dim(layer.position, part.head_dim) if isinstance(layer.position, RotaryPositions) else 0
+        if rotated_dims % 2:
             raise JinguError(
-                f"rotary positions rotate pairs, so {size}.",
+                f"rotary positions rotate pairs, and {rotated_dims} of a head's {part.head_dim} dims is no even number.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )

@@ -93,7 +93,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_size": 18},
-        "model.head_dim: rotary positions rotate pairs, so the head size must be even; it is 3. Choose a hidden "
+        "model.head_dim: rotary positions rotate pairs, and 3 of a head's 3 dims is no even number. Choose a hidden "
         "size and a number of heads whose quotient is even, or set model.head_dim.",
     ),
     (
