@@ -29,19 +29,11 @@ from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
+from jingu.model.components import Experts, LinearScaling, Llama3Scaling, RotaryPositions, TopKRouter, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TensorMapping
 from jingu.model.rotary import rotary_frequencies
-from jingu.model.spec import (
-    Experts,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RotaryPositions,
-    TopKRouter,
-    YarnScaling,
-    rotary_dim,
-)
+from jingu.model.spec import ModelSpec, rotary_dim
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
 from jingu.runtime.log import log_info
 from jingu.tables import flatten

@@ -25,8 +25,9 @@ from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.run_inputs import BASE, RunInputs, find_other_base, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import parameter_shapes
-from jingu.model.spec import Lora, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.runtime.checksums import digest_records
 from jingu.runtime.hub import local_path

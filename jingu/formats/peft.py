@@ -31,11 +31,12 @@ from jingu.formats.huggingface import read_model_json
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
+from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.parts import cached_numbers
-from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.spec import ModelSpec
 from jingu.runtime.hub import is_available, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer

@@ -14,9 +14,10 @@ from jingu.checkpoint.mapped_files import expect_repeated_reads
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_parameter
+from jingu.model.adapter_specs import Ia3, Lora
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
-from jingu.model.spec import Ia3, Lora, ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize

@@ -54,8 +54,8 @@ from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup, score_targets
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
+from jingu.model.components import LongropeScaling, RotaryPositions
 from jingu.model.decoder import Decoder
-from jingu.model.spec import LongropeScaling, RotaryPositions
 from jingu.runtime.device import copy_to_device
 from jingu.runtime.log import log_warning
 

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from jingu.checkpoint.mapped_files import FileReader, FileRegion, file_region
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
+from jingu.model.components import Experts
 from jingu.model.decoder import Block, Decoder, iterate_blocks
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, can_quantize
-from jingu.model.spec import Experts, QuantizationFormat
+from jingu.model.spec import QuantizationFormat
 from jingu.parallel.offload import DiskStorage
 from jingu.runtime.device import device_module, make_worker_threads, parse_size, request_huge_pages
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.model.spec import LayerSpec, ModelSpec
+from jingu.model.components import LayerSpec
+from jingu.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
+from jingu.model.components import Experts
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
 from jingu.model.inputs import Inputs, as_inputs
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.mesh import expert_size, fsdp_mesh
 from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding

@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.components import Experts, LayerSpec
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
 from jingu.model.parts import attention_width, dense_equivalent, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
-from jingu.model.spec import Experts, LayerSpec, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks

@@ -15,10 +15,10 @@ from jingu.errors import JinguError
 from jingu.formats.models import load_matching_adapters, open_model
 from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base
 from jingu.model.adapter_layers import initial_factors
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.quantized_weight import quantizing_reader
-from jingu.model.spec import Lora
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.model.weight_init import generator_for_name
 from jingu.parallel.pipeline import ParallelModel

@@ -12,9 +12,10 @@ from jingu.config.sections.tasks import RewardSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.model.adapter_layers import check_saved_modules, check_targets
+from jingu.model.adapter_specs import Adapter, DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import expand_targets, spec_from_settings
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, flatten_fields
+from jingu.model.spec import ModelSpec, flatten_fields
 from jingu.model.trainable import matches_any
 from jingu.text.tokenizer import Tokenizer
 

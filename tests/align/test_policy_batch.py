@@ -15,9 +15,10 @@ from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.sections.model import ModelSettings
 from jingu.config.sections.policies import GrpoSettings
 from jingu.data.batch import IGNORE_INDEX
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import build_model
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import Lora, replace_fields
+from jingu.model.spec import replace_fields
 from jingu.model.weight_init import init_weights
 from jingu.training.batch_transforms import model_inputs
 

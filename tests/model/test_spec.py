@@ -13,17 +13,10 @@ from pydantic import ValidationError
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.model.components import GatedFeedForward, LearnedPositions, RmsNorm, RotaryPositions
 from jingu.model.families import FAMILIES
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import (
-    GatedFeedForward,
-    LearnedPositions,
-    ModelSpec,
-    RmsNorm,
-    RotaryPositions,
-    repeat_pattern,
-    replace_fields,
-)
+from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
 
 
 def test_llama_from_settings() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.model.components import Experts
 from jingu.model.families import FAMILIES
-from jingu.model.spec import Experts, ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan.machine import find_machine, machine_library
 from jingu.plan.memory import fullest_stage
