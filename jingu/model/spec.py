@@ -158,7 +158,7 @@ class ModelSpec(Component):
         rotated_dims = rotary_dim(layer.position, part.head_dim) if isinstance(layer.position, RotaryPositions) else 0
         if rotated_dims % 2:
             raise JinguError(
-                f"rotary positions rotate pairs, and {rotated_dims} of a head's {part.head_dim} dims is no even number.",
+                f"rotary positions rotate pairs: {rotated_dims} of {part.head_dim} dims of a head is an odd number.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )

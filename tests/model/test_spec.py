@@ -86,7 +86,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hidden_size": 18},
-        "model.head_dim: rotary positions rotate pairs, and 3 of a head's 3 dims is no even number. Choose a hidden "
+        "model.head_dim: rotary positions rotate pairs: 3 of 3 dims of a head is an odd number. Choose a hidden "
         "size and a number of heads whose quotient is even, or set model.head_dim.",
     ),
     (
