@@ -152,8 +152,9 @@ def export_hf(
     # Without a generation config, transformers takes these settings from the config.
     if generation_config is None and "model_type" not in source_config:
         generation_config = source_config
+    # This refuses what the family's config cannot express.
+    config = build_config(spec, source_config, dtype if isinstance(dtype, torch.dtype) else dtype.scales)
     plan = _plan_weights(spec, dtype)
-    config = build_config(spec, source_config, plan.dtype)
     if plan.form is not None:
         config |= {"quantization_config": plan.form.config(plan.plain_modules)}
     with create_folder_atomically(to) as folder:

@@ -155,9 +155,10 @@ class ModelSpec(Component):
                 where="model.num_kv_heads",
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
-        if isinstance(layer.position, RotaryPositions) and rotary_dim(layer.position, part.head_dim) % 2:
+        rotated_dims = rotary_dim(layer.position, part.head_dim) if isinstance(layer.position, RotaryPositions) else 0
+        if rotated_dims % 2:
             raise JinguError(
-                f"rotary positions rotate pairs, so the head size must be even; it is {part.head_dim}.",
+                f"rotary positions rotate pairs: {rotated_dims} of {part.head_dim} dims of a head is an odd number.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )

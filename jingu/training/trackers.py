@@ -1,4 +1,4 @@
-"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow."""
+"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow, SwanLab."""
 
 from __future__ import annotations
 
@@ -94,6 +94,27 @@ class MlflowTracker(Tracker):
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class SwanlabTracker(Tracker):
+    """Sends numbers to SwanLab, as SwanLab's own settings say. A run that resumes continues the same SwanLab run.
+
+    Args:
+        run_id: id of the SwanLab run to continue; None: create one.
+    """
+
+    def __init__(self, run_id: str | None, folder: Path, config: RunConfig) -> None:
+        self.run_id = run_id or uuid4().hex[:12]
+        settings = flatten(config.model_dump(mode="json"))
+        swanlab = import_module("swanlab")
+        place = str(folder / "swanlab")
+        self._run: Any = swanlab.init(id=self.run_id, resume="allow", name=config.name, config=settings, log_dir=place)
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class Trackers:

@@ -50,6 +50,7 @@ class ProfileSettings(Settings):
 TRACKERS = {
     "wandb": "jingu.training.trackers:WandbTracker",
     "mlflow": "jingu.training.trackers:MlflowTracker",
+    "swanlab": "jingu.training.trackers:SwanlabTracker",
 }
 """The classes of the services of `train.trackers`, each as `module:name`."""
 
@@ -75,8 +76,8 @@ class TrainSettings(Settings):
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
-        trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow. Each needs its package; the
-            package's own settings decide where the values go.
+        trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow, swanlab. Each needs its
+            package, whose own settings decide where the values go.
         hang_timeout: Seconds without progress (or 10 steps, if they take longer) after which a run of several ranks
             counts as hung: it is stopped, and the rank at fault is named; null: never.
     """
