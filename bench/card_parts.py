@@ -303,7 +303,7 @@ def _jingu_step(
     from jingu.config.schema import RunConfig
     from jingu.config.sections.optimizers import AdamWSettings
     from jingu.data.batch import Batch
-    from jingu.model.spec import Lora
+    from jingu.model.adapter_specs import Lora
     from jingu.parallel.layout import Layout
     from jingu.parallel.materialize import materialize
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes

@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 
+from jingu.model.components import Experts, GatedFeedForward
 from jingu.model.experts import MoELayer
 from jingu.model.layers import FeedForwardLayer
 from jingu.model.parts import feed_forward_rows
-from jingu.model.spec import Experts, GatedFeedForward
 
 WIDTH, SIZE, EXPERTS, ACTIVE, ROWS, SEQUENCE, THREADS = 384, 512, 8, 2, 8, 512, 2
 """Two experts with 512 intermediate dims have as many parameters as a dense feed-forward with 1024."""

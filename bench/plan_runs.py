@@ -101,10 +101,12 @@ def calibrated_error(measurement: Measurement, steps: int) -> tuple[float, float
     Args:
         steps: number of steps for calibration.
     """
-    first = replace(measurement, logged=measurement.logged[:steps], seconds=median(measurement.logged[:steps]))
-    seconds = median(measurement.logged[steps:])
+    first = replace(
+        measurement, step_seconds=measurement.step_seconds[:steps], seconds=median(measurement.step_seconds[:steps])
+    )
+    seconds = median(measurement.step_seconds[steps:])
     start = measurement.machine.efficiency
-    plans = (measurement.planned(efficiency) for efficiency in (start, fit_efficiency([first], start)))
+    plans = (measurement.plan_terms(efficiency) for efficiency in (start, fit_efficiency([first], start)))
     before, after = (sum(plan.values()) / seconds - 1 for plan in plans)
     return before, after
 

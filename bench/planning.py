@@ -18,22 +18,196 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.count import flops_per_token
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
+from jingu.model.parts import score_bytes
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AXES, AxisSizes
+from jingu.plan import memory, step_time
 from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
-from jingu.plan.machine import Efficiency, find_machine
+from jingu.plan.machine import Efficiency, Machine, find_machine
 from jingu.plan.memory import fullest_stage
-from jingu.plan.workload import Software, Workload, model_sizes
+from jingu.plan.step_time import Neighbors
+from jingu.plan.workload import BlockSizes, Software, Stage, Workload, model_sizes
 
 FOLDER = Path(__file__).parent / "planning"
 # Most rows to which an efficiency is fitted.
 MAX_FIT = 20
 Row = dict[str, str]
 
+
+@dataclass(frozen=True, eq=False)
+class PublishedSystem(Software):
+    """How the training system of a published run executes a step. The defaults are those of jingu.
+
+    Attributes:
+        logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
+        traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
+        kernels: number of kernels in a block's forward pass.
+        expert_kernels: additional kernels of a mixture of experts: routing, permutation, matmuls.
+        overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
+        copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
+        whole_logits: whether the logits of all tokens exist at the same time.
+        saved_matmuls: share of the matmuls whose results selective checkpointing saves.
+        fused_attention: whether attention never stores its scores.
+        sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
+        saved_per_hidden: bytes that a block saves per element of a token's hidden state; None: count them.
+        saved_scores: bytes stored per score without fused attention.
+        in_flight: micro-batches in flight on every rank of a pipeline; None: derive them from the schedule.
+        overlaps_sends: whether hidden states are sent between stages during computation.
+        sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
+        overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
+        matmul_speed: speed of matmuls, relative to bf16.
+    """
+
+    logit_bytes: float = Software.logit_bytes
+    traffic: float = Software.traffic
+    kernels: int = Software.kernels
+    expert_kernels: int = Software.expert_kernels
+    overlap: float = Software.overlap
+    copies_weights: bool = True
+    whole_logits: bool = False
+    saved_matmuls: float = 1.0
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    saved_per_hidden: float | None = None
+    saved_scores: float = 5.0
+    in_flight: int | None = None
+    overlaps_sends: bool = False
+    sends_to_nodes: bool = False
+    overlaps_experts: bool = False
+    matmul_speed: float = 1.0
+
+    def saved_bytes(self, block: BlockSizes, work: Workload) -> float:
+        """Return the bytes per token that a block saves for its backward pass, without attention scores."""
+        per_hidden = self.saved_per_hidden
+        return block.saved_bytes if per_hidden is None else per_hidden * work.spec.hidden_size
+
+
+# What such a system does differently, for the functions of the planner that dispatch on the software. Each begins with
+# jingu's formula where a system shares it.
+_in_flight = memory.micro_batches_in_flight.dispatch(Software)
+_gathered_memory = memory.gathered_memory.dispatch(Software)
+_matmul_seconds = step_time.matmul_seconds.dispatch(Software)
+_loss_bytes = memory.loss_bytes.dispatch(Software)
+_attention_seconds = step_time.attention_seconds.dispatch(Software)
+_count_passes = step_time.count_passes.dispatch(Software)
+_expert_seconds = step_time.expert_seconds.dispatch(Software)
+
+
+@memory.micro_batches_in_flight.register
+def _(software: PublishedSystem, work: Workload, stage: Stage) -> float:
+    if software.in_flight is None or work.sizes.pipeline == 1:
+        return _in_flight(software, work, stage)
+    return min(work.accumulation, software.in_flight)
+
+
+@memory.block_activations.register
+def _(software: PublishedSystem, block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+    sizes, spec, layer = work.sizes, work.spec, block.layer
+    assert layer is not None
+    tokens = work.tokens / sizes.tensor
+    input_bytes = (tokens if software.sequence_parallel else work.tokens) * spec.hidden_size * software.compute_bytes
+    total = tokens * software.saved_bytes(block, work)
+    inputs = 0.0
+    if software.sequence_parallel and software.saved_per_hidden is None:
+        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
+        inputs = (work.tokens - tokens) * (block.num_attention + 1) * spec.hidden_size * software.compute_bytes
+    if not software.sequence_parallel:
+        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
+        total += (work.tokens - tokens) * 10 * spec.hidden_size
+    total += inputs
+    of_score = score_bytes(layer, software.compute_bytes) if software.fused_attention else software.saved_scores
+    scores = of_score * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
+    if block.experts is not None and sizes.expert > 1:
+        # The all-to-all stores the rows of tokens in two more orders.
+        total += 2 * tokens * block.experts.num_experts_per_token * spec.hidden_size * software.compute_bytes
+    if not software.fused_attention:
+        # Selective checkpointing recomputes the scores alone.
+        return total + scores, total, input_bytes
+    outputs = software.saved_matmuls * block.matmul_outputs * software.compute_bytes
+    selective = tokens * (outputs + 4 * layer.attention.num_heads)
+    return total + scores, selective + input_bytes + inputs, input_bytes
+
+
+@memory.gathered_memory.register
+def _(software: PublishedSystem, work: Workload, stage: Stage, parts: Any) -> dict[str, float]:
+    return _gathered_memory(software, work, stage, parts) if software.copies_weights else {}
+
+
+@memory.loss_bytes.register
+def _(software: PublishedSystem, work: Workload) -> float:
+    if not software.whole_logits:
+        return _loss_bytes(software, work)
+    states = 2 * work.tokens * work.spec.hidden_size * software.compute_bytes
+    return states + work.tokens * -(-work.spec.vocab_size // work.sizes.tensor) * software.logit_bytes
+
+
+@step_time.matmul_seconds.register
+def _(software: PublishedSystem, flops: float, num_bytes: float, machine: Machine) -> float:
+    return _matmul_seconds(software, flops / software.matmul_speed, num_bytes, machine)
+
+
+@step_time.traffic_bytes.register
+def _(software: PublishedSystem, part: BlockSizes, work: Workload) -> float:
+    tokens = work.tokens / work.sizes.tensor
+    result = tokens * software.saved_bytes(part, work)
+    if not software.sequence_parallel:
+        result += (work.tokens - tokens) * 8 * work.spec.hidden_size * software.compute_bytes
+    result += step_time.permutation_bytes(part, work)
+    if not software.fused_attention and part.layer is not None:
+        heads = part.layer.attention.num_heads / work.sizes.tensor
+        result += part.num_attention * heads * work.tokens * work.sequence * software.saved_scores * 2
+    return result
+
+
+@step_time.attention_seconds.register
+def _(software: PublishedSystem, part: BlockSizes, work: Workload, machine: Machine) -> float:
+    if software.fused_attention:
+        return _attention_seconds(software, part, work, machine)
+    # Attention as two matmuls, which compute the scores behind the mask as well.
+    efficiency = machine.efficiency.model_copy(update={"attention": machine.efficiency.matmul * 0.6})
+    machine = machine.model_copy(update={"efficiency": efficiency})
+    return _attention_seconds(software, replace(part, is_causal=False), work, machine)
+
+
+@step_time.count_passes.register
+def _(software: PublishedSystem, full: float, selective: float) -> tuple[float, float]:
+    if software.fused_attention:
+        return _count_passes(software, full, selective)
+    # Selective checkpointing recomputes attention scores.
+    return 3.0 + full + selective, 2.5 + full + 0.6 * selective
+
+
+@step_time.expert_seconds.register
+def _(software: PublishedSystem, size: float, block: BlockSizes, group: Neighbors, machine: Machine) -> float:
+    if not software.sends_to_nodes or block.experts is None or group.ranks == 1:
+        return _expert_seconds(software, size, block, group, machine)
+    # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
+    # probability that a node has none. The network therefore carries a share of the bytes.
+    choices, nodes = block.experts.num_experts_per_token, group.ranks / group.in_node
+    share = nodes * (1 - (1 - 1 / nodes) ** choices) / choices
+    faster = machine.model_copy(update={"nic_gbs": machine.nic_gbs / share})
+    return _expert_seconds(software, size, block, group, faster)
+
+
+@step_time.exposed_seconds.register
+def _(software: PublishedSystem, kind: str, seconds: float, computing: float) -> float:
+    if kind == "expert" and software.overlaps_experts:
+        return max(0.0, seconds - software.overlap * computing)
+    if kind == "pipeline" and software.overlaps_sends:
+        return max(0.0, seconds - computing)
+    return seconds
+
+
+@step_time.boundary_bytes.register
+def _(software: PublishedSystem, work: Workload) -> float:
+    tokens = work.tokens / work.sizes.tensor if software.sequence_parallel else work.tokens
+    return tokens * work.spec.hidden_size * software.compute_bytes
+
+
 # How the frameworks of the published runs execute a step.
 # Megatron-LM of 2021 to 2023: fp16 weights and gradients with fp32 master weights and moments, dropout, attention
 # scores in memory, no overlap of communication.
-MEGATRON = Software(
+MEGATRON = PublishedSystem(
     weight_bytes=2.0,
     gradient_bytes=2.0,
     reduce_bytes=2.0,
@@ -51,11 +225,11 @@ MEGATRON = Software(
 # Collectives run between matmuls (nccl_use_compute_stream); sends of hidden states overlap with matmuls.
 ONEFLOW = replace(MEGATRON, gradient_bytes=6.0, logit_bytes=10.0, overlaps_sends=True)
 # llm-foundry: eager elementwise operations in fp32, attention with an early Triton kernel.
-FOUNDRY = Software(reduce_bytes=2.0, traffic=2.5)
+FOUNDRY = PublishedSystem(reduce_bytes=2.0, traffic=2.5)
 # Megatron-Core and NeMo of 2024 to 2026. The speed of fp8 matmuls includes the casts of their inputs. The number of
 # kernels of a mixture of experts depends on how the host launches them; for eager blocks it is inferred from two rows
 # of mixtures.csv in which the host is the bottleneck.
-MCORE = Software(weight_bytes=2.0, reduce_bytes=2.0, traffic=1.0)
+MCORE = PublishedSystem(weight_bytes=2.0, reduce_bytes=2.0, traffic=1.0)
 MIXTURE_FP8_SPEED = 1.3
 EXPERT_KERNELS = {"eager": 300, "graphs": 100, "drop": 100}
 # Layers, hidden size and heads of MPT models; a head has 64 or 128 dims.
@@ -285,7 +459,7 @@ def torchtitan(folder: Path) -> list[Case]:
         # Selective activation checkpointing saves every second matmul. The loss is computed from the logits of all
         # tokens; since June 2025 it is compiled.
         logits = 6.0 if row["source"] >= "202506" else (12.0 if compiled else 14.0)
-        software = Software(
+        software = PublishedSystem(
             whole_logits=True,
             saved_matmuls=0.5,
             logit_bytes=logits,
@@ -441,10 +615,17 @@ def run(argument: str = "") -> str:
             other = [measurement(case) for case in load(folder)]
             rows = [measurement(case) for case in sorted(cases, key=split_key)]
             unseen = fitted(rows[:: -(-len(rows) // MAX_FIT)], other) if other else []
-        memory = [error for case in cases if (error := case.memory_error) is not None]
-        worst = f"{max(map(abs, memory)):.1%}" if memory else "–"
+        memory_errors = [error for case in cases if (error := case.memory_error) is not None]
+        worst = f"{max(map(abs, memory_errors)):.1%}" if memory_errors else "–"
         middle = f"{median(map(abs, alone)):.1%}"
-        cells = [name, str(len(cases)), middle, mean_error(unseen), mean_error(constant_mfu(cases)), mean_error(memory)]
+        cells = [
+            name,
+            str(len(cases)),
+            middle,
+            mean_error(unseen),
+            mean_error(constant_mfu(cases)),
+            mean_error(memory_errors),
+        ]
         lines.append(f"| {' | '.join([*cells, worst])} |")
     lines.append(f"\nLibrary alone, all rows: median {median(map(abs, everything)):.1%}.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Quantized exports for GPUs: size, speed of writing, and the loss in bits per byte, for SmolLM2-135M in bf16.
+"""Quantized exports for GPUs: size, and the loss in bits per byte, for SmolLM2-135M in bf16.
 
 Argument `tiny` is a quick check with a random Llama.
 """
@@ -6,13 +6,9 @@ Argument `tiny` is a quick check with a random Llama.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
-from statistics import median
 
 from bench.children import run_jingu
 from bench.serve import build_tiny_model
@@ -21,7 +17,6 @@ from jingu.errors import JinguError
 from jingu.formats.export import convert
 from jingu.formats.quantized_forms import FORMS
 
-ROUNDS = 3
 # Characters of text whose likelihood is measured.
 TEXT_CHARS = 40_000
 TASK = """task: text
@@ -48,15 +43,6 @@ def bits_per_byte(model: Path, folder: Path) -> float:
     return float(result["value"])
 
 
-def _copy(source: Path, to: Path) -> None:
-    """Copy a folder, and wait until it is written as an export does."""
-    shutil.copytree(source, to)
-    for file in to.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
 def run(argument: str = "") -> str:
     """Return the table as Markdown."""
     with tempfile.TemporaryDirectory() as name:
@@ -67,26 +53,19 @@ def run(argument: str = "") -> str:
         size = _folder_bytes(plain)
         before = bits_per_byte(plain, folder)
         lines = [
-            "| `--dtype` | size, MB | of bf16 | time of `cp` / time of the export | bits per byte |",
-            "|---|---|---|---|---|",
-            f"| bf16 | {size / 1e6:.0f} | 1.00 | | {before:.4f} |",
+            "| `--dtype` | size, MB | of bf16 | bits per byte |",
+            "|---|---|---|---|",
+            f"| bf16 | {size / 1e6:.0f} | 1.00 | {before:.4f} |",
         ]
         for form in FORMS:
-            ratios = []
             try:
-                for number in range(ROUNDS):
-                    shutil.rmtree(folder / form, ignore_errors=True)
-                    started = time.perf_counter()
-                    _copy(plain, folder / f"copy-{form}-{number}")
-                    middle = time.perf_counter()
-                    convert(plain, folder / form, form)
-                    ratios.append((middle - started) / (time.perf_counter() - middle))
+                convert(plain, folder / form, form)
             except JinguError as error:
-                lines.append(f"| {form} | {error.what} | | | |")
+                lines.append(f"| {form} | {error.what} | | |")
                 continue
             written = _folder_bytes(folder / form)
             after = bits_per_byte(folder / form, folder)
-            cells = (f"{written / 1e6:.0f}", f"{written / size:.2f}", f"{median(ratios):.2f}")
+            cells = (f"{written / 1e6:.0f}", f"{written / size:.2f}")
             lines.append(f"| {form} | {' | '.join(cells)} | {after:.4f} ({after - before:+.4f}) |")
     return "\n".join(lines)
 

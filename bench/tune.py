@@ -134,8 +134,8 @@ def _jingu(size: dict[str, int], config: Any) -> Callable[[Any], None]:
     import torch
 
     from jingu.config.sections.model import ModelSettings
+    from jingu.model.adapter_specs import Lora
     from jingu.model.resolve import spec_from_settings
-    from jingu.model.spec import Lora
     from jingu.parallel.mesh import build_mesh, resolve_axis_sizes
     from jingu.runtime.device import has_compiler
     from jingu.runtime.ranks import join_process_group

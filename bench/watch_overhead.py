@@ -53,7 +53,7 @@ def measure_beat() -> float:
     return (time.process_time() - start) / LOOKS
 
 
-def measure_look(folder: Path) -> float:
+def measure_poll(folder: Path) -> float:
     """Return the CPU seconds that the watchdog needs to check all ranks of a node once."""
     own = {"host": "node", "pid": os.getpid(), "start_time": start_time(os.getpid()), "thread": "0"}
     for rank in range(NODE_RANKS):
@@ -62,7 +62,7 @@ def measure_look(folder: Path) -> float:
     watchdog = Watchdog(folder, folder / "reports", NODE_RANKS, 60.0)
     start = time.process_time()
     for _ in range(LOOKS):
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
     return (time.process_time() - start) / LOOKS
 
 
@@ -109,7 +109,7 @@ def run(seconds: str = "120") -> str:
     """Return the table as Markdown."""
     record, beat = measure_record(), measure_beat()
     with tempfile.TemporaryDirectory() as name:
-        look = measure_look(Path(name))
+        poll = measure_poll(Path(name))
     with tempfile.TemporaryDirectory() as name:
         figures = measure_run(Path(name), float(seconds))
     # Records scale with steps. The thread wakes up twice per second, whatever CPU time its rank gets.
@@ -119,7 +119,7 @@ def run(seconds: str = "120") -> str:
             "| | |",
             "|---|---|",
             f"| a record of a rank | {record * 1e6:.2f} µs |",
-            f"| a look at {NODE_RANKS} ranks, twice a second | {look * 1e6:,.0f} µs |",
+            f"| a poll of {NODE_RANKS} ranks, twice a second | {poll * 1e6:,.0f} µs |",
             f"| a rank's thread, twice a second | {beat * 1e6:.1f} µs |",
             f"| CPU time of a step of a rank | {figures['step'] * 1e3:.1f} ms, with {figures['records']:.1f} records |",
             f"| records and thread, as a share of a rank's CPU time | {in_rank:.3%} |",

@@ -1,8 +1,9 @@
-"""Read tables of data: TOML files beside the modules that use them."""
+"""Read tables of data: TOML files beside the modules that use them, and names of functions."""
 
 from __future__ import annotations
 
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def read_table(module: str, name: str) -> dict[str, Any]:
         name: name of the TOML file.
     """
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
+def import_name(reference: str) -> Any:
+    """Return what `module:name` refers to. Tables name in this way what their readers need not import."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

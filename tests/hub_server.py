@@ -72,12 +72,16 @@ class Hub:
         """Run Python code in a process whose hub is this server."""
         return self.start([sys.executable, "-c", code], cache, **variables)
 
-    def start(self, words: list[str], cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in a process whose hub is this server."""
+    def start(
+        self, words: list[str], cache: Path, folder: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a process whose hub is this server, in a folder or here."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **variables}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
 
 
 @contextmanager

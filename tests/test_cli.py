@@ -247,7 +247,7 @@ def test_export_and_report_get_paths(command: Callable[..., None]) -> None:
     calls: list[dict[str, Any]] = []
     command("export", lambda **options: calls.append(options))
     assert main(["export", "runs/a", "--to", "out", "--dtype", "bf16"]) == 0
-    here = {"push": None, "public": False, "yes": False}
+    here = {"push": None, "public": False, "yes": False, "calibrate": None}
     assert calls == [{"model": Path("runs/a"), "to": Path("out"), "dtype": "bf16", "check": False, **here}]
 
 

@@ -18,13 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from jingu.checkpoint.save_folder import tensor_names
 from jingu.cli import main
 from jingu.config.load import dump_yaml, load_config
 from jingu.report.record import read_run
+from jingu.text.tokenizer_training import train_tokenizer
 from tests.forked_rank import fork_ranks
+from tests.hub_server import serve_hub
 from tests.limits import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -122,11 +124,12 @@ def test_both_languages_have_the_same_examples_names_and_links() -> None:
     ]
     assert blocks(ENGLISH, "console") == blocks(CHINESE, "console")
     assert blocks(ENGLISH, "shell") == blocks(CHINESE, "shell")
+    assert blocks(ENGLISH, "sh") == blocks(CHINESE, "sh")
     assert names_in_tree(ENGLISH) == names_in_tree(CHINESE)
     assert sorted(set(spans(ENGLISH))) == sorted(set(spans(CHINESE)))
     links = [sorted(re.findall(r"\]\((?!README)([^)]+)\)", text)) for text in (ENGLISH, CHINESE)]
     assert links[0] == links[1]
-    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [14, 14]
+    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [15, 15]
 
 
 def test_tour_has_ten_lines() -> None:
@@ -228,3 +231,37 @@ def test_example_file_is_a_complete_run(
         assert main([*verb, "mine.yaml", *small]) == 0, capsys.readouterr().err
     torch.set_num_threads(threads)
     assert Path("runs", "mine", "checkpoints", "step-00000001").is_dir()
+
+
+@pytest.mark.slow
+def test_the_tour_from_the_hub_works_as_written(tmp_path: Path) -> None:
+    """With a tiny model and few rows under the names of the README."""
+    base = tmp_path / "base"
+    config = Qwen3Config(
+        vocab_size=400, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=48, max_position_embeddings=512, eos_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    train_tokenizer(iter(["Machine learning is what it is. " * 9]), 400, ["<|endoftext|>"]).save(base)
+    tokenizer_config = json.loads((base / "tokenizer_config.json").read_text())
+    tokenizer_config["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    (base / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    rows = [{"instruction": f"Say {number}.", "input": "", "output": f"It is {number}."} for number in range(60)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (block,) = blocks(ENGLISH, "sh")
+    with serve_hub() as hub:
+        hub.add("Qwen/Qwen3-0.6B", {file.name: file.read_bytes() for file in base.iterdir()})
+        hub.add("tatsu-lab/alpaca", {"train.jsonl": lines.encode()}, "datasets")
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[1] == "train":
+                words += ["train.steps=2", "evaluation.every=0"]
+            words = [sys.executable, "-m", *words]
+            environment = {"HF_TOKEN": "hf_own", "PYTHONPATH": str(ROOT)}
+            process = hub.start(words, tmp_path / "cache", tmp_path, **environment)
+            assert process.returncode == 0, (line, process.stderr)
+        repository = hub.repositories["models/YOU/qwen3-alpaca"]
+    assert repository.is_private and "README.md" in repository.commits[repository.tags["main"]]
+    assert (tmp_path / "build" / "tune.gguf").stat().st_size > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "build" / "tune-fp8", dtype=torch.float32) is not None

@@ -39,7 +39,7 @@ FILLERS = frozenset({"own", "other", "others", "rest", "whole", "seen", "sent", 
 FILLERS |= {"kept", "given", "taken", "done", "left", "told", "made", "known", "begun", "drawn", "chosen"}
 # Nouns and verbs that only look like participles.
 NOT_PARTICIPLES = frozenset(["seed", "speed", "feed", "need", "embed"])
-MAX_FILLER_SHARE = 0.0162
+MAX_FILLER_SHARE = 0.008
 
 # `getattr` with a constant name, by file and name, and why a plain attribute does not work there.
 JUSTIFIED_GETATTR = {

@@ -1,20 +1,131 @@
 """Advantages: how much better an answer, or a token of it, is than expected.
 
-Shapes: P prompts, G answers to each, R = P · G rows, T tokens of a row. A NaN reward marks an answer that could not be
-scored; group statistics ignore it.
+Shapes: P prompts, G answers to each, R = P · G rows, T tokens of a row, A tokens of the longest answer. A NaN reward
+marks an answer that could not be scored; group statistics ignore it.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jingu.align.rollout_rewards import rewards_of, separate_rewards
+from jingu.align.rollouts import Sample
+from jingu.align.step_data import StepData
+from jingu.config.sections.policies import GrpoSettings, PpoSettings, RewardedSettings
+
 # Added to the standard deviation before dividing by it: 1e-4 for groups, as in TRL; 1e-8 for batches, as in common PPO
 # implementations.
 GROUP_EPSILON = 1e-4
 BATCH_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """The rewards of a step in fp64; NaN for an answer that could not be scored.
+
+    Attributes:
+        data: the answers.
+        answers: [R] reward of each answer, after shaping.
+        penalties: [R, A] KL penalty of each token.
+        tokens: [R, A] reward of each token: less its penalty, and with the answer's reward at its last token.
+        scorable: [R, A] whether there is a token of an answer with a reward.
+        greedy: greedy answers to the prompts, if the advantage needs them.
+    """
+
+    data: StepData
+    answers: Tensor
+    penalties: Tensor
+    tokens: Tensor
+    scorable: Tensor
+    greedy: list[Sample]
+
+    @property
+    def net(self) -> Tensor:
+        """[R] reward of each answer, less the penalties of its tokens."""
+        return self.answers - self.penalties.sum(1)
+
+
+def shape_rewards(settings: RewardedSettings, data: StepData, greedy: list[Sample]) -> StepRewards:
+    """Return the rewards of a step, with the penalties of the settings."""
+    samples = data.samples
+    answer_R = rewards_of(samples)
+    if settings.overlong_tokens:
+        # The token limit includes the replies of an environment.
+        length_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
+        answer_R += overlong_penalty(length_R, settings.max_new_tokens, settings.overlong_tokens)
+    # KL penalty on the reward of each token (k1 estimator).
+    penalty_RA = torch.zeros_like(data.sampled)
+    if settings.penalty is not None and settings.penalty.estimator == "k1":
+        assert data.reference is not None
+        penalty_RA = settings.penalty.beta * (data.logprobs - data.reference)
+    # The reward of the whole answer is given at its last token.
+    token_RA = -penalty_RA
+    token_RA[torch.arange(len(samples)), data.mask.sum(1) - 1] += answer_R
+    scorable_RA = data.mask & answer_R.isfinite()[:, None]
+    return StepRewards(data, answer_R, penalty_RA, token_RA, scorable_RA, greedy)
+
+
+def add_returns(settings: PpoSettings, data: StepData, rewards: StepRewards) -> tuple[StepData, Tensor]:
+    """Return the data with the critic's targets, and the GAE advantages [R, A] from the critic's predictions."""
+    assert data.values is not None
+    scorable_RA = rewards.scorable
+    advantage_RA = generalized_advantages(rewards.tokens, data.values, settings.discount, settings.gae_lambda)
+    return_RA = (advantage_RA + data.values).where(scorable_RA, math.nan)
+    return_N, value_N = return_RA[scorable_RA], data.values[scorable_RA]
+    explained_variance = math.nan
+    if len(return_N) > 1:
+        explained_variance = float(1.0 - (return_N - value_N).var() / return_N.var())
+    data = replace(data, returns=return_RA.where(data.mask, 0.0), explained_variance=explained_variance)
+    if settings.whiten:
+        return data, whiten(advantage_RA, scorable_RA)
+    return data, advantage_RA.where(scorable_RA, 0.0)
+
+
+# The functions of the table `ADVANTAGES` (`jingu.config.sections.policies`): advantages [P, G] or, if their entry says
+# so, [R, A].
+
+
+def group(settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    return group_advantages(_by_prompt(settings, rewards.net), settings.scale)
+
+
+def leave_one_out(settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    return leave_one_out_advantages(_by_prompt(settings, rewards.net))
+
+
+def greedy(settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    return greedy_advantages(_by_prompt(settings, rewards.net), rewards_of(rewards.greedy))
+
+
+def best(settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    return best_advantages(_by_prompt(settings, rewards.net))
+
+
+def reinforce(_settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    return whiten(returns_to_go(rewards.tokens), rewards.scorable)
+
+
+def separate(settings: GrpoSettings, rewards: StepRewards) -> Tensor:
+    """Penalties, which are differences of the shaped reward from the sum, count as one more reward."""
+    samples = rewards.data.samples
+    reward_KR, weight_K = separate_rewards(samples, settings.rewards)
+    shaping_R = rewards.net - rewards_of(samples)
+    if shaping_R.nan_to_num(0.0).any():
+        reward_KR = torch.cat([reward_KR, shaping_R[None]])
+        weight_K = torch.cat([weight_K, torch.ones(1, dtype=weight_K.dtype)])
+    return separate_advantages(reward_KR.view(len(reward_KR), -1, settings.answers_per_prompt), weight_K)
+
+
+def _by_prompt(settings: GrpoSettings, reward_R: Tensor) -> Tensor:
+    return reward_R.view(-1, settings.answers_per_prompt)
+
+
+# Their formulas
 
 
 def group_advantages(reward_PG: Tensor, scale: Literal["group", "none"]) -> Tensor:

@@ -21,7 +21,7 @@ class Alarms:
     def __init__(self) -> None:
         self._history: list[dict[str, float]] = []
         self._first_entropies: list[float] = []
-        self._raised: set[str] = set()
+        self._kinds: set[str] = set()
 
     def check(self, metrics: dict[str, float], audit_names: list[str]) -> None:
         """Check the metrics of a step.
@@ -105,6 +105,6 @@ class Alarms:
     def warn(self, message: str) -> None:
         """Issue a warning, unless it is empty or one of its kind (with the same first words) was issued."""
         kind = " ".join(message.split()[:8])
-        if message and kind not in self._raised:
-            self._raised.add(kind)
+        if message and kind not in self._kinds:
+            self._kinds.add(kind)
             log_warning(message)

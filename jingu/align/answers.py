@@ -15,6 +15,7 @@ from jingu.align.token_logprobs import TokenLogProbs
 from jingu.compat.torch_distributed import all_gather
 from jingu.config.sections.pairs import AnswerLogProbs
 from jingu.data.batch import Batch
+from jingu.data.preference_data import split_answers
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.training.batch_transforms import model_inputs
@@ -22,7 +23,7 @@ from jingu.training.batch_transforms import model_inputs
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
-    """Rows of answers with their prompts. Answer k of a row is its document k: chosen or desirable if k is even."""
+    """Rows of answers with their prompts. Answer k of a row is its document k (`split_answers`)."""
 
     # [B, K] log-probability of each answer under the reference model; 0 if there is no reference model.
     reference: Tensor | None = None
@@ -63,7 +64,7 @@ class AnswerBatch(Batch):
         """Multiply values of tokens by a weight where the other answer of the pair has ended already (LD-DPO)."""
         assert self.documents is not None
         count_BK = self.answer_tokens.long()
-        shared_BP = torch.minimum(count_BK[:, 0::2], count_BK[:, 1::2])
+        shared_BP = torch.minimum(*split_answers(count_BK))
         # The number, from 1, of the last common token of each answer among the trained tokens of the row.
         last_BK = count_BK.cumsum(1) - count_BK + shared_BP.repeat_interleave(2, 1)
         answer_BT = self.documents.clamp(0, self.num_answers - 1).long()

@@ -104,7 +104,7 @@ class AsynchronousRollouts:
         assert isinstance(settings, PolicySettings)
         self._run = run
         self._precision = generator.precision
-        self._has_greedy = isinstance(settings, GrpoSettings) and settings.advantage == "remax"
+        self._has_greedy = isinstance(settings, GrpoSettings) and settings.needs_greedy
         self._staleness = settings.staleness
         source = settings.generation_source
         # A server has already loaded the base model.

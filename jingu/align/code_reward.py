@@ -13,6 +13,7 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
+from jingu.align.scorer import RewardContext, RewardScorer
 from jingu.config.sections.rewards import PythonTestsReward
 from jingu.errors import JinguError
 from jingu.runtime.python_tests import PythonTests, parse_tests
@@ -89,18 +90,16 @@ def _is_weak(text: str) -> bool:
     return isinstance(tests, PythonTests) and tests.is_weak
 
 
-class SandboxScorer:
+class SandboxScorer(RewardScorer):
     """Runs the tests of generated code, several answers at a time.
 
     Raises:
         JinguError: code cannot be isolated on this machine.
     """
 
-    late: Sequence[int] = ()
-
-    def __init__(self, settings: PythonTestsReward, where: str) -> None:
+    def __init__(self, settings: PythonTestsReward, context: RewardContext) -> None:
         self._settings = settings
-        self._where = where
+        self._where = context.where
         self._limits = Limits(seconds=settings.timeout, memory_bytes=settings.memory_mb * 2**20)
         try:
             self._sandbox = Sandbox()
@@ -186,19 +185,19 @@ def extract_code(completion: str, names: Sequence[str] = ()) -> str:
         texts = ["\n".join(block.lines) for block in blocks if not block.language]
         texts = [text for text in texts if _STATEMENT.search(text)]
     # Code without a fence around it may have some in its comments.
-    is_bare = not any(_defined(text) & {*names} for text in texts) and bool(_defined(completion) & {*names})
+    is_bare = not any(_defined_names(text) & {*names} for text in texts) and bool(_defined_names(completion) & {*names})
     if is_bare or not blocks:
         return completion
-    last = max((index for index, text in enumerate(texts) if _defined(text) & {*names}), default=len(texts) - 1)
+    last = max((index for index, text in enumerate(texts) if _defined_names(text) & {*names}), default=len(texts) - 1)
     code = texts[last] if texts else ""
     for text in reversed(texts[: max(last, 0)]):
-        missing = {*re.findall(r"[^\W\d]\w*", code), *names} - _defined(code)
-        if _defined(text) & missing:
+        missing = {*re.findall(r"[^\W\d]\w*", code), *names} - _defined_names(code)
+        if _defined_names(text) & missing:
             code = f"{text}\n\n{code}"
     return code
 
 
-def _defined(code: str) -> set[str]:
+def _defined_names(code: str) -> set[str]:
     """Return the names that code defines at its top level."""
     names: set[str] = set()
     for function, kind, variable, imported_names in _DEFINITION.findall(code):

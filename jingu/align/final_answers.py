@@ -199,7 +199,7 @@ def marked_answer(text: str) -> tuple[str, bool] | None:
     text = conclusion(text)
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"), text.rfind(r"\boxed {"))
     if start >= 0:
-        content = _braced(text, text.index("{", start))
+        content = _brace_content(text, text.index("{", start))
         # The unit of a number may stand behind the box.
         return (content, False) if content is not None else ("", False)
     end = text.lower().rfind("</answer>")
@@ -229,7 +229,7 @@ def denies(text: str) -> bool:
     return _NOT.search(text) is not None
 
 
-def _braced(text: str, start: int) -> str | None:
+def _brace_content(text: str, start: int) -> str | None:
     """Return the content of the braces that begin at a place; None if they do not end."""
     depth = 0
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
@@ -249,9 +249,9 @@ def _plain(text: str) -> str:
 
 def _repeating_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction of two integers."""
-    whole, fixed, period = match.groups()
-    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
-    numerator = int(whole + fixed + period) - int(whole + fixed)
+    integer, prefix, period = match.groups()
+    nines = (10 ** len(period) - 1) * 10 ** len(prefix)
+    numerator = int(integer + prefix + period) - int(integer + prefix)
     return f"{numerator}/{nines}"
 
 
@@ -280,7 +280,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
         elif fields["top"] is not None:
             value = _decimal(fields["top"]) / _decimal(fields["bottom"])
         else:
-            value = _scaled(fields)
+            value = _scaled_value(fields)
     except (ValueError, ZeroDivisionError, OverflowError):
         return None
     percent = (fields["percent"] or "").strip()
@@ -289,7 +289,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if fields["sign"] == "-" else value
 
 
-def _scaled(fields: dict[str, str | None]) -> Fraction:
+def _scaled_value(fields: dict[str, str | None]) -> Fraction:
     """Return the value of a decimal with an exponent or a power. Raises OverflowError if it is too large."""
     base = _decimal(fields["base"] or "")
     exponent = int(fields["e"] or fields["ten"] or 0)

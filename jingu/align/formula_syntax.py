@@ -161,7 +161,7 @@ def read_formula(text: str) -> FormulaNode:
     return node
 
 
-def unevaluated(text: str) -> set[str]:
+def open_operations(text: str) -> set[str]:
     """Return the operations in a formula that an answer should have carried out: sums, integrals, limits, matrices."""
     return {re.sub(r"\s", "", match) for match in _UNEVALUATED.findall(text)}
 
@@ -489,12 +489,12 @@ def _measure_product(parts: Sequence[_Measured]) -> _Measured:
         sum(size.functions for size in sizes),
         sum(size.items for size in sizes),
     )
-    known = [value for value in values if value is not None]
-    return size, math.prod(known) if len(known) == len(values) else None
+    factors = [value for value in values if value is not None]
+    return size, math.prod(factors) if len(factors) == len(values) else None
 
 
-def _invert(measured: _Measured) -> _Measured:
-    size, value = measured
+def _invert(size_and_value: _Measured) -> _Measured:
+    size, value = size_and_value
     size = size._replace(terms=size.divisor, divisor=size.terms)
     return size, None if value is None else 1 / value if value else math.inf
 

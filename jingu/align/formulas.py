@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from jingu.align.final_answers import conclusion, denies, final_number, marked_answer, parse_number
-from jingu.align.formula_syntax import LIMIT, FormulaSyntaxError, measure, read_formula, unevaluated
+from jingu.align.formula_syntax import LIMIT, FormulaSyntaxError, measure, open_operations, read_formula
 from jingu.align.normal_form import compare
 
 # Characters of an answer's formula; a longer one is wrong.
@@ -63,15 +63,15 @@ def check_formula(text: str) -> None:
         raise ValueError("it is no formula in LaTeX, no choice such as B, and no word")
 
 
-def is_equivalent(expected: str, completion: str) -> bool:
+def is_equivalent(solution: str, completion: str) -> bool:
     """Return whether the answer in a text is equivalent to the expected one: a number, a formula, a choice or a word.
 
     The answer is the marked one (`jingu.align.final_answers`), else the last formula, else the whole text.
     """
-    bare = _bare(expected)
+    bare = _bare(solution)
     if _CHOICE.fullmatch(bare):
         return _choice(completion) == bare.strip("()[] .")
-    if (words := _words(expected)) is not None:
+    if (words := _words(solution)) is not None:
         return words == _words(_answer(completion) or "", is_answer=True)
     answer = _answer(completion)
     value, unit = _split_unit(bare)
@@ -95,30 +95,30 @@ def is_equivalent(expected: str, completion: str) -> bool:
 
 def warm_up() -> None:
     """Compare a few formulas, so that the parser and sympy have built what they need before this process is forked."""
-    for expected, answer in _EXAMPLES:
-        _compare_formulas(expected, answer)
+    for solution, answer in _EXAMPLES:
+        _compare_formulas(solution, answer)
 
 
-def _has_same_text(answer: str, expected: str) -> bool:
+def _has_same_text(answer: str, solution: str) -> bool:
     """Return whether two formulas are the same text, apart from spaces."""
-    return _SPACE.sub("", answer) == _SPACE.sub("", expected)
+    return _SPACE.sub("", answer) == _SPACE.sub("", solution)
 
 
 @lru_cache(maxsize=4_096)
-def _compare_formulas(expected: str, answer: str) -> bool:
+def _compare_formulas(solution: str, answer: str) -> bool:
     """Return whether two formulas are equivalent.
 
     An answer that states an operation instead of its result (a sum, an integral), or that could take long to compare,
     is wrong unless the expected formula is of that kind.
     """
-    if unevaluated(answer) - unevaluated(expected):
+    if open_operations(answer) - open_operations(solution):
         return False
     try:
         node = read_formula(answer)
     except FormulaSyntaxError:
         return False
     try:
-        expected_node = read_formula(expected)
+        expected_node = read_formula(solution)
     except FormulaSyntaxError:
         # Of another syntax than the usual one, which the check of the rows has admitted.
         limit = LIMIT
@@ -131,7 +131,7 @@ def _compare_formulas(expected: str, answer: str) -> bool:
         return False
     from math_verify import verify
 
-    gold, target = _parse(expected), _parse(answer)
+    gold, target = _parse(solution), _parse(answer)
     return bool(gold and target and verify(gold, target, timeout_seconds=None))
 
 

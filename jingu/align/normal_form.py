@@ -63,7 +63,7 @@ def _compare_items(is_set: bool, left: Sequence[FormulaNode], right: Sequence[Fo
             return False
         return None if None in verdicts else True
     # Each item of one set has to be in the other one.
-    table = [[compare(mine, other) for other in right] for mine in left]
+    table = [[compare(item, candidate) for candidate in right] for item in left]
     for row in (*table, *zip(*table, strict=True)):
         if True not in row:
             return None if None in row else False

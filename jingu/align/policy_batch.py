@@ -16,8 +16,6 @@ from jingu.align.rollouts import Sample
 from jingu.config.sections.policies import PolicySettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 
-# One value for each token of an answer; None if they are unknown.
-Column = Sequence[float] | None
 # Rows are padded to a multiple of this many tokens, so that the result of a matmul for one token does not depend on
 # the number of tokens.
 _LENGTH_MULTIPLE = 16
@@ -71,12 +69,12 @@ def row_length(samples: Iterable[Sample]) -> int:
 
 
 def make_policy_batch(
-    samples: Sequence[Sample], columns: Mapping[str, Sequence[Column]], length: int, *, shares_prompts: bool
+    samples: Sequence[Sample], columns: Mapping[str, Tensor], length: int, *, shares_prompts: bool
 ) -> PolicyBatch:
     """Return a batch of answers.
 
     Args:
-        columns: fields of `PolicyBatch`, each with the values of all answers.
+        columns: fields of `PolicyBatch` [R, A]; A may also be that of longer answers.
         length: minimum tokens of a row; rows are padded at the end.
         shares_prompts: put all answers into one row, where neighbors with equal prompts share one copy of it;
             otherwise each answer has a row of its own.
@@ -104,18 +102,15 @@ def make_policy_batch(
         documents_N[place] = number
         parents_N[place] = piece.parent
 
-    # 2. Labels, and the columns as padded matrices.
+    # 2. Labels, and the columns without what only longer answers need.
     shape = len(samples), max(len(sample.logprobs) for sample in samples)
     places_RA = torch.full(shape, -1)
     labels_N = torch.full_like(tokens_N, IGNORE_INDEX)
-    values: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.float64) for name in columns}
+    values: dict[str, Any] = {name: value_RA[:, : shape[1]].contiguous() for name, value_RA in columns.items()}
     for index, sample in enumerate(samples):
         own_tokens = torch.tensor(sample.own)
         places_RA[index, : len(own_tokens)] = starts[index] + own_tokens
         labels_N[starts[index] + own_tokens] = torch.tensor(sample.ids)[own_tokens]
-        for name, column in columns.items():
-            if numbers := column[index]:
-                values[name][index, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     fields: dict[str, Any] = {"tokens": tokens_N, "labels": labels_N}
     if shares_prompts:
         fields |= {"positions": positions_N, "documents": documents_N, "parents": parents_N}
@@ -133,7 +128,8 @@ def longest_batch(
     # Groups must have different prompts, or they would share one copy.
     prompts = [(index // settings.answers_per_prompt % 2,) * num_prompt for index in range(count)]
     samples = [Sample("", 0, 0, prompt, (0,) * num_new, zeros, "", "") for prompt in prompts]
-    columns = dict.fromkeys(("advantages", "sampled", "reference", "values", "returns"), [zeros] * count)
+    zero_RA = torch.zeros(count, num_new, dtype=torch.float64)
+    columns = dict.fromkeys(("advantages", "sampled", "reference", "values", "returns"), zero_RA)
     length = row_length(samples) if shares_prompts else sequence_length
     return make_policy_batch(samples, columns, length, shares_prompts=shares_prompts)
 

@@ -20,7 +20,8 @@ from jingu.config.sections.policies import (
 )
 from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
-from jingu.model.spec import BalancedRouter, Lora
+from jingu.model.adapter_specs import Lora
+from jingu.model.components import BalancedRouter
 from jingu.runtime.ranks import is_first_process
 from jingu.training.run import Run
 
@@ -78,8 +79,8 @@ def check_policy_run(run: Run) -> None:
         open_model(Path(path))
     _check_combinations(settings)
     if environments is not None:
-        if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
-            what = "an environment replies to sampled answers, and ReMax compares with a greedy one."
+        if isinstance(settings, GrpoSettings) and settings.needs_greedy:
+            what = f"an environment replies to sampled answers, and {settings.advantage} compares with a greedy one."
             raise JinguError(what, where="task.advantage", fix="Choose rloo, say.")
         chat_format = prompt_set.chat_format
         if any(prompt.messages for prompt in prompt_set.prompts) and not (chat_format and chat_format.eos_token_ids):

@@ -9,7 +9,7 @@ B rows of a batch, T tokens of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -19,17 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jingu.align.advantages import (
-    best_advantages,
-    generalized_advantages,
-    greedy_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    overlong_penalty,
-    returns_to_go,
-    separate_advantages,
-    whiten,
-)
+from jingu.align.advantages import add_returns, shape_rewards
 from jingu.align.alarms import Alarms
 from jingu.align.answers import RewardHead
 from jingu.align.asynchronous import AsynchronousRollouts, Rollout
@@ -37,7 +27,7 @@ from jingu.align.critic import SeparateCritic
 from jingu.align.distillation import TeacherDivergence
 from jingu.align.environment import Environments
 from jingu.align.mismatch import choose_bounds
-from jingu.align.policy_batch import Column, PolicyBatch, longest_batch, make_policy_batch, row_length
+from jingu.align.policy_batch import PolicyBatch, longest_batch, make_policy_batch, row_length
 from jingu.align.policy_checks import can_share_prompts, check_policy_run, load_run_prompts
 from jingu.align.policy_loss import batch_loss, loss_denominator, value_loss
 from jingu.align.prompt_set import Prompt
@@ -49,14 +39,14 @@ from jingu.align.rollout_rewards import (
     describe_answers,
     find_audits,
     is_dead,
-    rewards_of,
-    separate_rewards,
     split_groups,
 )
 from jingu.align.rollouts import Generator, Sample, write_rollout
+from jingu.align.step_data import StepData
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.batch_plan import BatchPlan
 from jingu.config.sections.policies import (
+    ADVANTAGES,
     DistillationSettings,
     GrpoSettings,
     PolicySettings,
@@ -75,6 +65,7 @@ from jingu.parallel.sharding import TensorBlock
 from jingu.parallel.zero import eval_mode
 from jingu.runtime.device import force_eager
 from jingu.runtime.ranks import gather_from_all
+from jingu.tables import import_name
 from jingu.training.batch_transforms import model_inputs, to_device
 from jingu.training.evaluate import generate_samples
 from jingu.training.precision import choose_precision
@@ -145,18 +136,12 @@ class PolicyLearning:
                 self._value_head = RewardHead(mesh)
             else:
                 self._critic = SeparateCritic(run, mesh, settings, self.batch)
-        # State of the current step. Dictionaries have one value per token, by the index of the answer.
-        self._samples: list[Sample] = []
-        self._old: dict[int, list[float]] = {}
-        self._reference_logprobs: dict[int, list[float]] = {}
-        self._values: dict[int, list[float]] = {}
-        self._returns: dict[int, list[float]] = {}
+        # State of the current step; None before the first one.
+        self._data: StepData | None = None
         self._update: tuple[BatchPlan, int] | None = None
         self._activity = Activity()
         self._is_first_update = True
-        self._staleness = 0
         self._metrics: dict[str, float] = {}
-        self._explained = math.nan
         # Tokens, Σ entropy, Σ clipped, tokens of the first update, Σ |mismatch|, Σ importance weights after the cap;
         # and the largest mismatch and uncapped weight.
         self._sums = torch.zeros(6, dtype=torch.float64, device=mesh.device_type)
@@ -173,7 +158,7 @@ class PolicyLearning:
         self._activity = model.activity
         if update:
             return
-        if self._row_attention is not None and not self._samples:
+        if self._row_attention is not None and self._data is None:
             for stage in model.stages:
                 compute_as_in_generation(stage)
         self._sums.zero_()
@@ -189,33 +174,29 @@ class PolicyLearning:
                 add_rewards(part, prompts, self._rewards) if part else [] for part in (rollout.samples, rollout.greedy)
             ]
             rollout = replace(rollout, samples=parts[0], greedy=parts[1])
-        samples = rollout.samples
-        self._staleness = number - rollout.weights_step
-
         # 2. Log-probabilities under this model and the reference, and the critic's predictions, before any update.
-        self._samples = samples
-        self._old, self._reference_logprobs, self._values, self._returns = {}, {}, {}, {}
+        data = self._data = StepData.of(rollout.samples, number - rollout.weights_step)
         model.activity.enter("log-probs")
         # With stale rollouts, the KL divergence compares the reference with the current weights, not the sampler's.
-        needs_old = plan.updates > 1 or (self._staleness > 0 and self._reference is not None)
-        self._old = self._score(model, plan, self._log_probs_head) if needs_old else {}
+        if plan.updates > 1 or (data.staleness > 0 and self._reference is not None):
+            data = replace(data, old=self._score(model, plan, data, self._log_probs_head))
         if self._reference is not None:
             model.activity.enter("teacher" if isinstance(self.settings, DistillationSettings) else "reference")
-            self._reference_logprobs = self._score(self._reference, plan, self._log_probs_head)
+            data = replace(data, reference=self._score(self._reference, plan, data, self._log_probs_head))
         model.activity.enter("critic")
         if self._critic is not None:
-            self._values = self._score(self._critic.model, plan, self._critic.values)
+            data = replace(data, values=self._score(self._critic.model, plan, data, self._critic.values))
         elif self._value_head is not None:
-            self._values = self._score(model, plan, self._shared_values(model))
+            data = replace(data, values=self._score(model, plan, data, self._shared_values(model)))
 
         # 3. Advantages.
-        self._samples = self._add_advantages(samples, rollout.greedy)
-        self._metrics = self._describe(num_resampled)
+        self._data = data = self._add_advantages(data, rollout.greedy)
+        self._metrics = self._describe(data, num_resampled)
         if dist.get_rank() == 0:
             folder = self._run.folder / "rollouts"
             common = {"weights_step": rollout.weights_step, "seed": self._run.config.seed}
-            write_rollout(folder, number + 1, self._samples, **common, reference=self._fingerprint)
-            self._alarms.check(self._observations(), self._rewards.audit_names if self._rewards else [])
+            write_rollout(folder, number + 1, data.samples, **common, reference=self._fingerprint)
+            self._alarms.check(self._observations(data), self._rewards.audit_names if self._rewards else [])
 
     def _generate(self, model: ParallelModel, number: int) -> tuple[Rollout, int]:
         """Generate the rollout of a step with the current weights; return it and the number of resampled groups."""
@@ -224,7 +205,7 @@ class PolicyLearning:
             samples = self._rollout(generating, self._generator.select(number), number)
             samples, num_resampled = self._resample(generating, samples, number)
             greedy = []
-            if isinstance(settings, GrpoSettings) and settings.advantage == "remax":
+            if isinstance(settings, GrpoSettings) and settings.needs_greedy:
                 rows = [group[0].row for group in split_groups(samples, settings.answers_per_prompt)]
                 prompts = [self._generator.prompts.prompts[row] for row in rows]
                 greedy = self._rollout(generating, prompts, number, greedy=True)
@@ -257,15 +238,15 @@ class PolicyLearning:
                 break
             first = step * settings.prompts_per_step
             prompts = self._generator.prompts.select(self._run.config.seed, first, len(dead), attempt)
-            others = split_groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
-            for index, group in zip(dead, others, strict=True):
+            new_groups = split_groups(self._rollout(model, prompts, step, attempt), settings.answers_per_prompt)
+            for index, group in zip(dead, new_groups, strict=True):
                 if not is_dead(group):
                     groups[index] = group
                     num_resampled += 1
         return [sample for group in groups for sample in group], num_resampled
 
-    def _score(self, model: ParallelModel, plan: BatchPlan, compute: TokenHead) -> dict[int, list[float]]:
-        """Run a model over all answers of the step without gradients; return the values of `compute` by answer.
+    def _score(self, model: ParallelModel, plan: BatchPlan, data: StepData, compute: TokenHead) -> Tensor:
+        """Run a model over all answers of the step without gradients; return the values [R, A] of `compute`.
 
         Each data rank computes its own rows, and all ranks get all values.
         """
@@ -276,7 +257,7 @@ class PolicyLearning:
             for update in range(plan.updates)
             for start in range(0, plan.rows_per_rank, plan.micro_batch_size)
         ]
-        batches = [self._rows(start, plan.micro_batch_size) for start in starts]
+        batches = [self._rows(data, start, plan.micro_batch_size) for start in starts]
         values: list[Tensor] = []
         with eval_mode(model), force_eager():
             for batch in batches:
@@ -292,18 +273,15 @@ class PolicyLearning:
                 values.append(model(inputs, loss=head).flatten())
         # Copy to the host once for all answers: every copy waits for the device.
         on_host = torch.cat(values).cpu().split([len(value_N) for value_N in values])
-        own: dict[int, list[float]] = {}
-        for start, batch, value_N in zip(starts, batches, on_host, strict=True):
-            answers = zip(value_N.view(batch.mask.shape), batch.mask, strict=True)
-            own |= {start + index: value_A[mask_A].tolist() for index, (value_A, mask_A) in enumerate(answers)}
-        merged = {}
-        for part in gather_from_all(list(own.items())):
-            merged.update(dict(part))
-        return merged
-
-    def _logprobs(self, index: int) -> Sequence[float]:
-        """Return the log-probabilities of an answer under the weights at the beginning of the step."""
-        return self._old[index] if self._staleness else self._samples[index].logprobs
+        parts = [
+            (start, value_N.view(batch.mask.shape).where(batch.mask, 0.0).tolist())
+            for start, batch, value_N in zip(starts, batches, on_host, strict=True)
+        ]
+        result_RA = torch.zeros_like(data.sampled)
+        for start, rows in (part for rank_parts in gather_from_all(parts) for part in rank_parts):
+            value_RA = torch.tensor(rows, dtype=torch.float64)
+            result_RA[start : start + len(rows), : value_RA.shape[1]] = value_RA
+        return result_RA
 
     def _log_probs_head(self, hidden_BTD: Tensor, weight_VD: Tensor, batch: PolicyBatch) -> Tensor:
         return self._compute_log_probs(hidden_BTD, weight_VD, batch)[0]
@@ -323,122 +301,48 @@ class PolicyLearning:
 
         return values
 
-    def _add_advantages(self, samples: list[Sample], greedy: list[Sample]) -> list[Sample]:
-        """Return the samples with rewards after shaping and with the advantage of each token."""
+    def _add_advantages(self, data: StepData, greedy: list[Sample]) -> StepData:
+        """Return the data with rewards after shaping, and with the advantage of each token."""
         settings = self.settings
         if not isinstance(settings, RewardedSettings):
             # Distillation: the advantage of a token is its log-probability under the teacher minus that of the student.
-            return [
-                replace(
-                    sample, advantages=tuple(map(float.__sub__, self._reference_logprobs[index], self._logprobs(index)))
-                )
-                for index, sample in enumerate(samples)
-            ]
-        lengths_R = torch.tensor([len(sample.logprobs) for sample in samples])
-        reward_R = rewards_of(samples)
-        if settings.overlong_tokens:
-            # The token limit includes the replies of an environment.
-            whole_R = torch.tensor([len(sample.ids) for sample in samples], dtype=torch.float64)
-            reward_R += overlong_penalty(whole_R, settings.max_new_tokens, settings.overlong_tokens)
-        # KL penalty on the reward of each token (k1 estimator).
-        penalty_RT = torch.zeros(len(samples), int(lengths_R.max()), dtype=torch.float64)
-        if settings.penalty is not None and settings.penalty.estimator == "k1":
-            for index in range(len(samples)):
-                both_2T = torch.tensor([self._logprobs(index), self._reference_logprobs[index]], dtype=torch.float64)
-                penalty_RT[index, : both_2T.shape[1]] = settings.penalty.beta * (both_2T[0] - both_2T[1])
-        mask_RT = torch.arange(penalty_RT.shape[1]) < lengths_R[:, None]
-        # The reward of the whole answer is given at its last token.
-        token_reward_RT = -penalty_RT
-        token_reward_RT[torch.arange(len(samples)), lengths_R - 1] += reward_R
-        scorable_RT = mask_RT & reward_R.isfinite()[:, None]
+            assert data.reference is not None
+            return _with_advantages(data, data.reference - data.logprobs)
+        rewards = shape_rewards(settings, data, greedy)
         if isinstance(settings, PpoSettings):
-            advantage_RT = self._critic_advantages(settings, token_reward_RT, scorable_RT)
-        elif isinstance(settings, GrpoSettings) and settings.advantage == "reinforce++":
-            advantage_RT = whiten(returns_to_go(token_reward_RT), scorable_RT)
-        else:
-            assert isinstance(settings, GrpoSettings)
-            reward_R -= penalty_RT.sum(1)
-            reward_PG = reward_R.view(-1, settings.answers_per_prompt)
-            if settings.advantage == "gdpo":
-                advantage_PG = self._separate_advantages(settings, samples, reward_R)
-            elif settings.advantage == "rloo":
-                advantage_PG = leave_one_out_advantages(reward_PG)
-            elif settings.advantage == "remax":
-                advantage_PG = greedy_advantages(reward_PG, rewards_of(greedy))
-            elif settings.advantage == "best":
-                advantage_PG = best_advantages(reward_PG)
-            else:
-                advantage_PG = group_advantages(reward_PG, settings.scale)
-            advantage_RT = advantage_PG.view(-1, 1) * mask_RT
-        return [
-            replace(
-                sample,
-                reward=None if math.isnan(reward) else reward,
-                advantages=tuple(advantage_T[: len(sample.logprobs)].tolist()),
-            )
-            for sample, reward, advantage_T in zip(samples, reward_R.tolist(), advantage_RT, strict=True)
-        ]
-
-    def _separate_advantages(self, settings: GrpoSettings, samples: list[Sample], reward_R: Tensor) -> Tensor:
-        """Return the advantages [P, G] of rewards that are normalized one by one.
-
-        Penalties, which are differences of the shaped reward from the sum, count as one more reward.
-        """
-        reward_KR, weight_K = separate_rewards(samples, settings.rewards)
-        shaping_R = reward_R - rewards_of(samples)
-        if shaping_R.nan_to_num(0.0).any():
-            reward_KR = torch.cat([reward_KR, shaping_R[None]])
-            weight_K = torch.cat([weight_K, torch.ones(1, dtype=weight_K.dtype)])
-        reward_KPG = reward_KR.view(len(reward_KR), -1, settings.answers_per_prompt)
-        return separate_advantages(reward_KPG, weight_K)
-
-    def _critic_advantages(self, settings: PpoSettings, reward_RT: Tensor, scorable_RT: Tensor) -> Tensor:
-        """Return GAE advantages of tokens from the critic's predictions, and store the critic's targets."""
-        value_RT = torch.zeros_like(reward_RT)
-        for index, values in self._values.items():
-            value_RT[index, : len(values)] = torch.tensor(values, dtype=torch.float64)
-        advantage_RT = generalized_advantages(reward_RT, value_RT, settings.discount, settings.gae_lambda)
-        return_RT = (advantage_RT + value_RT).where(scorable_RT, math.nan)
-        self._returns = {index: return_RT[index, : len(values)].tolist() for index, values in self._values.items()}
-        # Explained variance of the critic's predictions.
-        returns_N, values_N = return_RT[scorable_RT], value_RT[scorable_RT]
-        rest = (returns_N - values_N).var() / returns_N.var() if len(returns_N) > 1 else torch.tensor(math.nan)
-        self._explained = float(1.0 - rest)
-        return whiten(advantage_RT, scorable_RT) if settings.whiten else advantage_RT.where(scorable_RT, 0.0)
+            data, advantage_RA = add_returns(settings, data, rewards)
+            return _with_advantages(data, advantage_RA, rewards.answers)
+        assert isinstance(settings, GrpoSettings)
+        entry = ADVANTAGES[settings.advantage]
+        compute = import_name(entry.function)
+        if entry.is_per_token:
+            return _with_advantages(data, compute(settings, rewards), rewards.answers)
+        advantage_RA = compute(settings, rewards).view(-1, 1) * data.mask
+        return _with_advantages(data, advantage_RA, rewards.net)
 
     # Batches
 
     def batch(self, step: int, first: int, count: int) -> Batch:
         config = self._run.config
-        if self._samples:
+        if self._data is not None:
             update = step % self.settings.updates_per_step
-            return self._rows(update * config.batch.global_batch_size + first, count)
+            return self._rows(self._data, update * config.batch.global_batch_size + first, count)
         return longest_batch(self.settings, config.batch.sequence_length, count, shares_prompts=self._shares_prompts)
 
-    def _rows(self, first: int, count: int) -> PolicyBatch:
+    def _rows(self, data: StepData, first: int, count: int) -> PolicyBatch:
         """Return answers [first, first + count) of the step."""
         answers = slice(first, first + count)
-        scores = {"reference": self._reference_logprobs, "values": self._values, "returns": self._returns}
-        if self._old:
-            scores["old"] = self._old
-        columns: dict[str, Sequence[Column]] = {
-            name: [rows.get(index) for index in range(first, first + count)] for name, rows in scores.items()
-        }
-        samples = self._samples[answers]
-        columns |= {
-            "advantages": [sample.advantages for sample in samples],
-            "sampled": [sample.logprobs for sample in samples],
-        }
-        length = self._row_length(answers, count)
-        return make_policy_batch(samples, columns, length, shares_prompts=self._shares_prompts)
+        length = self._row_length(data.samples, answers, count)
+        columns = data.columns(answers)
+        return make_policy_batch(data.samples[answers], columns, length, shares_prompts=self._shares_prompts)
 
-    def _row_length(self, answers: slice, count: int) -> int:
+    def _row_length(self, samples: list[Sample], answers: slice, count: int) -> int:
         """Return the tokens of a row of these answers.
 
         Args:
+            samples: all answers of the step.
             count: answers of each batch of the step.
         """
-        samples = self._samples
         if not self._shares_prompts:
             return max(row_length([sample]) for sample in samples)
         if not self._has_few_lengths:
@@ -470,7 +374,7 @@ class PolicyLearning:
             is_first = self._is_first_update
             rows = replace(batch, old=logprob_RA.detach()) if is_first or batch.old is None else batch
             loss, clipped_RA = batch_loss(rows, logprob_RA, self.settings)
-            if self._samples:
+            if self._data is not None:
                 assert rows.old is not None and rows.sampled is not None
                 mismatch_RA = (rows.old - rows.sampled).where(batch.mask & is_first, 0.0)
                 self._record(batch.mask, entropy_RA, clipped_RA, mismatch_RA)
@@ -536,11 +440,12 @@ class PolicyLearning:
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        tokens, entropy, clipped, first, mismatch, importance = sums
+        tokens, entropy, clip_count, first, mismatch, importance = sums
         # Only the first update measures the mismatch.
         if self._is_first_update:
             precision = self._run.config.precision.type
-            bounds = choose_bounds(self.settings, self._run.spec, precision, self._staleness)
+            staleness = 0 if self._data is None else self._data.staleness
+            bounds = choose_bounds(self.settings, self._run.spec, precision, staleness)
             mean, maximum = torch.stack([mismatch / first.clamp_min(1.0), largest[0]]).tolist()
             warning = bounds.check(mean, maximum, self._run.folder)
             if dist.get_rank() == 0:
@@ -556,48 +461,55 @@ class PolicyLearning:
             **self._metrics,
             **critic,
             "entropy": entropy / tokens.clamp_min(1.0),
-            "clipped": clipped / tokens.clamp_min(1.0),
+            "clipped": clip_count / tokens.clamp_min(1.0),
             "mismatch_mean": mismatch / first.clamp_min(1.0),
             "mismatch_max": largest[0],
             **(weights if self.settings.importance_cap is not None else {}),
         }
 
-    def _observations(self) -> dict[str, float]:
+    def _observations(self, data: StepData) -> dict[str, float]:
         """Return the metrics of the rollout for the alarms."""
         observations = dict(self._metrics)
         # In distillation, the KL divergence is the loss itself, and starts high.
         if self.settings.penalty is None:
             observations.pop("kl", None)
         # The mean of -log π over tokens sampled from π estimates the entropy without a forward pass.
-        observations["entropy"] = -fmean(value for sample in self._samples for value in sample.logprobs)
+        observations["entropy"] = -fmean(data.sampled[data.mask].tolist())
         return observations
 
-    def _describe(self, num_resampled: int) -> dict[str, float]:
+    def _describe(self, data: StepData, num_resampled: int) -> dict[str, float]:
         """Return the metrics of the rollout."""
-        samples = self._samples
+        samples = data.samples
         metrics = describe_answers(samples, self.settings.answers_per_prompt)
         prompts = self._generator.prompts.prompts
         metrics |= weak_fractions(self.settings.rewards, [prompts[sample.row].columns for sample in samples])
         if self._asynchronous is not None:
-            metrics["staleness"] = self._staleness
-        if self._values:
-            metrics["explained_variance"] = self._explained
+            metrics["staleness"] = data.staleness
+        if data.values is not None:
+            metrics["explained_variance"] = data.explained_variance
         if isinstance(self.settings, GrpoSettings) and self.settings.max_resampling:
             metrics["resampled_groups"] = num_resampled
         for name in find_audits(samples[0], self.settings.rewards):
             metrics[f"agreement/{name}"] = agreement(samples, name, self.settings.answers_per_prompt)
-        if self._reference_logprobs:
-            differences = [
-                sampled - reference
-                for index in range(len(samples))
-                for sampled, reference in zip(self._logprobs(index), self._reference_logprobs[index], strict=True)
-            ]
-            metrics["kl"] = fmean(differences)
+        if data.reference is not None:
+            metrics["kl"] = fmean((data.logprobs - data.reference)[data.mask].tolist())
         return metrics
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:
         """Generate answers to the sample prompts; there is no validation loss."""
         return Evaluation({}, generate_samples(self._run, model))
+
+
+def _with_advantages(data: StepData, advantage_RA: Tensor, reward_R: Tensor | None = None) -> StepData:
+    """Return the data with the advantage of each token, also in its samples; and with the rewards of the answers."""
+    rewards = [sample.reward for sample in data.samples]
+    if reward_R is not None:
+        rewards = [None if math.isnan(reward) else reward for reward in reward_R.tolist()]
+    samples = [
+        replace(sample, reward=reward, advantages=tuple(advantage_A[mask_A].tolist()))
+        for sample, reward, advantage_A, mask_A in zip(data.samples, rewards, advantage_RA, data.mask, strict=True)
+    ]
+    return replace(data, samples=samples, advantages=advantage_RA)
 
 
 POLICY_LEARNING = TaskFactory(PolicyLearning, check=check_policy_run)

@@ -25,8 +25,8 @@ from jingu.config.sections.tune import LoraSettings
 from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.permutation import Int64Array
+from jingu.data.preference_data import PreferenceDataset, split_answers
 from jingu.data.row_sources import RowArrays
-from jingu.data.supervised import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.model.experts import RoutingStats, auxiliary_losses
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
@@ -87,9 +87,9 @@ class PreferenceLearning(StatelessTask):
         return LocatedRows(datasets, rows, np.ones(count, bool))
 
     def attach(
-        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, mismatched: bool = False
+        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, is_mismatched: bool = False
     ) -> AnswerBatch:
-        batch = self._references.attach(batch, datasets, rows, mismatched=mismatched)
+        batch = self._references.attach(batch, datasets, rows, is_mismatched=is_mismatched)
         return _answers(prepend_virtual_tokens(batch, self.run.spec))
 
     def begin_step(self, model: ParallelModel, plan: BatchPlan, step: int) -> None:
@@ -151,10 +151,8 @@ class PreferenceLearning(StatelessTask):
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the sums over pairs of the loss and of the logged terms, in the order of TERMS."""
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
-        chosen, rejected = (
-            AnswerLogProbs(answers.policy[:, side::2], answers.reference[:, side::2], answers.tokens[:, side::2])
-            for side in (0, 1)
-        )
+        parts = (split_answers(values_BK) for values_BK in (answers.policy, answers.reference, answers.tokens))
+        chosen, rejected = (AnswerLogProbs(*side) for side in zip(*parts, strict=True))
         losses_BP = self.settings.pair_losses(chosen, rejected)
         with torch.no_grad():
             chosen_BP = self.settings.rewards(chosen)
@@ -179,7 +177,7 @@ class PreferenceLearning(StatelessTask):
         device = torch.device(self.mesh.device_type)
         total_n = torch.zeros(len(self.TERMS), dtype=torch.float64, device=device)
         units = torch.zeros((), dtype=torch.float64, device=device)
-        dataset = rows.supervised
+        dataset = rows.supervised_rows
         assert isinstance(dataset, PreferenceDataset)
         # Every rank takes part in every forward pass, because it gathers sharded parameters: a rank without rows left
         # runs on padding.
@@ -200,13 +198,13 @@ class PreferenceLearning(StatelessTask):
         means_n = sum_losses(total_n, self.mesh) / (sum_over_ranks(units) / num_row_replicas(self.mesh))
         return dict(zip(self.TERMS, means_n.tolist(), strict=True))
 
-    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+    def begin_evaluation(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
         """Prepare an evaluation of these rows with the model; KTO estimates its divergence here."""
 
     def units_per_row(self, batch: AnswerBatch) -> Tensor:
         """Return the number of pairs [B] of each row."""
         exists_BK = batch.answer_tokens > 0
-        return (exists_BK[:, 0::2] & exists_BK[:, 1::2]).sum(1)
+        return torch.logical_and(*split_answers(exists_BK)).sum(1)
 
 
 class RewardLearning(PreferenceLearning):
@@ -219,13 +217,12 @@ class RewardLearning(PreferenceLearning):
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         assert batch.weights is not None
         rewards_BK = self._rewards.compute(batch, hidden_BCD, weight_VD)
-        chosen_BP = rewards_BK[:, 0::2]
-        rejected_BP = rewards_BK[:, 1::2]
+        chosen_BP, rejected_BP = split_answers(rewards_BK)
         # The weights of preference rows are margins.
-        margin_BP = batch.sum_by_answer((batch.weights * batch.is_last).to(chosen_BP.dtype))[:, 0::2]
+        margin_BP, _ = split_answers(batch.sum_by_answer((batch.weights * batch.is_last).to(chosen_BP.dtype)))
         losses_BP = reward_losses(chosen_BP, rejected_BP, margin_BP, self.settings.centering)
         tokens_BK = batch.answer_tokens
-        exists_BP = (tokens_BK[:, 0::2] > 0) & (tokens_BK[:, 1::2] > 0)
+        exists_BP = torch.logical_and(*split_answers(tokens_BK > 0))
         return _sum_pairs(losses_BP, chosen_BP.detach(), rejected_BP.detach(), exists_BP)
 
 
@@ -319,10 +316,10 @@ class KtoLearning(PreferenceLearning):
         starts = range(first, first + plan.rows_per_rank, plan.micro_batch_size)
         self._estimate_divergence(model, [self.locate(step, start, plan.micro_batch_size) for start in starts])
 
-    def begin_evaluation(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
-        self._estimate_divergence(model, located)
+    def begin_evaluation(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
+        self._estimate_divergence(model, batches)
 
-    def _estimate_divergence(self, model: ParallelModel, located: Sequence[LocatedRows]) -> None:
+    def _estimate_divergence(self, model: ParallelModel, batches: Sequence[LocatedRows]) -> None:
         """Set the divergence from a forward pass over the rows.
 
         KTO: the mean log ratio of mismatched prompt-answer pairs, at least 0 (equation 7). BCO: halfway between the
@@ -335,7 +332,7 @@ class KtoLearning(PreferenceLearning):
         # S sides: sums of log ratios, and numbers of answers.
         sums_S2 = torch.zeros(len(sides), 2, dtype=torch.float64, device=device)
         with eval_mode(model), force_eager():
-            for datasets, rows, is_real in located:
+            for datasets, rows, is_real in batches:
                 parts = [
                     dataset.read(rows[[index]]) if is_bco else dataset.read_mismatched(rows[[index]])
                     for index, dataset in enumerate(datasets)
@@ -343,7 +340,7 @@ class KtoLearning(PreferenceLearning):
                 fields = zip(*[(part.tokens, part.labels, part.documents) for part in parts], strict=True)
                 batch = self.run.source.trim(RowArrays(*map(np.concatenate, fields)).to_batch())
                 batch.labels[~torch.from_numpy(is_real)] = IGNORE_INDEX
-                attached_batch = self.attach(batch, datasets, rows, mismatched=not is_bco)
+                attached_batch = self.attach(batch, datasets, rows, is_mismatched=not is_bco)
                 answers = self.scorer.score(model, to_answer_device(attached_batch, device))
                 exists_BK = answers.exists
                 values_BK = answers.log_ratio.where(exists_BK, 0.0)
@@ -360,9 +357,8 @@ class KtoLearning(PreferenceLearning):
 
     def _sum_terms(self, batch: AnswerBatch, hidden_BCD: Tensor, weight_VD: Tensor) -> Tensor:
         answers = self.scorer.compute(batch, hidden_BCD, weight_VD)
-        # Answers with odd indices are undesirable.
-        is_desirable_BK = torch.arange(batch.num_answers, device=hidden_BCD.device).remainder(2).eq(0)
-        is_desirable_BK = is_desirable_BK.expand(answers.policy.shape)
+        is_desirable_BK = torch.zeros(answers.policy.shape, dtype=torch.bool, device=hidden_BCD.device)
+        split_answers(is_desirable_BK)[0].fill_(True)
         losses_BK = kto_losses(self.settings, answers, is_desirable_BK, self._divergence)
         with torch.no_grad():
             reward_BK = self.settings.beta * answers.log_ratio

@@ -15,14 +15,12 @@ import numpy.typing as npt
 from jingu.chat.messages import ConversationError, JsonObject, Message, Row
 from jingu.chat.tokenization import TokenizedRow
 from jingu.config.sections.data import PreferenceSettings
-from jingu.data.supervised import MARGIN_SCALE, encode_part
+from jingu.data.preference_data import MAX_MARGIN, join_answers
 from jingu.text.document_reader import ReadCounts
 from jingu.tune.prepare import DROPPED_PREFIX, TRUNCATED, RowKind, RowTokenizer
 from jingu.tune.row_fields import Fields, is_empty
 from jingu.tune.row_formats import ROLES, parse_row, parse_switch, read_fields
 
-# Margins are stored as multiples of 1 / MARGIN_SCALE, in 30 bits with sign.
-MAX_MARGIN = 2**29 // MARGIN_SCALE
 # Fields that say whether an answer is desirable; LLaMA-Factory uses the second.
 LABELS = ("label", "kto_tag")
 # Fields with a conversation, without its last message.
@@ -269,7 +267,7 @@ class TokenizedAnswers(TokenizedRow):
     """Token ids of answers with their prompts, one after the other. Weights are negative for rejected answers.
 
     Attributes:
-        parts: code stored with each id (`encode_part`).
+        parts: code stored with each id (`jingu.data.preference_data`).
         prompt_ids: ids of the prompt. They decide the split, so that a prompt of the validation split is not trained
             with other answers.
     """
@@ -395,20 +393,17 @@ def _join(
 ) -> TokenizedAnswers:
     """Return answers to one prompt as one row.
 
-    The row ends with an extra id that serves only as a label: the last id of a row is never an input.
-
     Args:
         sides: whether each answer is rejected or undesirable.
         prompt_ids: ids of the prompt.
     """
-    ids = [token_id for part in parts for token_id in part.ids]
+    ids, codes = join_answers([part.ids for part in parts], [part.weights > 0 for part in parts], sides, margin)
     weights = [part.weights.astype(np.int16) * (-1 if side else 1) for part, side in zip(parts, sides, strict=True)]
-    codes = [encode_part(part.weights > 0, side, margin) for part, side in zip(parts, sides, strict=True)]
     return TokenizedAnswers(
         parts[0].kind,
-        [*ids, ids[-1]],
+        ids,
         np.concatenate([*weights, [0]]),
-        np.concatenate([*codes, encode_part(np.array([False]), sides[-1], margin)]),
+        codes,
         prompt_ids,
         mentions_special=any(part.mentions_special for part in parts),
     )

@@ -86,8 +86,10 @@ def _start(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Connec
     return connection, process
 
 
-def _serve(connection: Connection, other: Connection, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-    other.close()
+def _serve(
+    connection: Connection, unused_end: Connection, function: Callable[[Any], Any], items: Sequence[Any]
+) -> None:
+    unused_end.close()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard), hard))
     with suppress(EOFError, OSError):

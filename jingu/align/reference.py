@@ -21,7 +21,7 @@ from jingu.config.sections.pairs import DpoSettings
 from jingu.config.sections.tasks import KtoSettings
 from jingu.data.batch import Batch
 from jingu.data.permutation import Int64Array
-from jingu.data.supervised import PreferenceDataset
+from jingu.data.preference_data import PreferenceDataset
 from jingu.errors import JinguError, pluralize
 from jingu.formats.models import open_model
 from jingu.formats.run_inputs import record_model
@@ -63,14 +63,14 @@ class References:
     has_labels: bool = False
 
     def attach(
-        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, mismatched: bool = False
+        self, batch: Batch, datasets: Sequence[PreferenceDataset], rows: Int64Array, *, is_mismatched: bool = False
     ) -> AnswerBatch:
         """Add the log-probabilities of its answers to a batch; 0 for data sets without a table.
 
         Args:
             datasets: the data set of each row.
             rows: the index of each row in its data set.
-            mismatched: whether the batch has the mismatched answers.
+            is_mismatched: whether the batch has the mismatched answers.
         """
         assert batch.documents is not None
         # Answers 2n and 2n + 1 are those of stored row n.
@@ -82,7 +82,7 @@ class References:
                 values_N2 = table[dataset.row_documents(row)]
                 if self.has_labels:
                     # A row has one answer, whose index is 0 or 1 by its label: fill both columns with its value.
-                    values_N2 = values_N2[:, [int(mismatched)]].expand(-1, 2)
+                    values_N2 = values_N2[:, [int(is_mismatched)]].expand(-1, 2)
                 values_K = values_N2.flatten()
                 reference_BK[index, : len(values_K)] = values_K
         return AnswerBatch(**vars(batch), reference=reference_BK)
@@ -115,7 +115,7 @@ def load_references(run: Run, mesh: DeviceMesh, scorer: AnswerScorer, path: str 
         stored_model = open_model(Path(source))
         fingerprint, files = fingerprint_model(stored_model, run)
     datasets = [dataset for dataset in run.source.sources if isinstance(dataset, PreferenceDataset)]
-    datasets += [rows.supervised for rows in run.validation if isinstance(rows.supervised, PreferenceDataset)]
+    datasets += [rows.supervised_rows for rows in run.validation if isinstance(rows.supervised_rows, PreferenceDataset)]
     task = run.config.task
     has_labels = isinstance(task, KtoSettings)
     tail_weight = task.tail_weight if isinstance(task, DpoSettings) else 1.0
@@ -190,7 +190,7 @@ def _pin_reference(run: Run, path: str, fingerprint: str, files: Records, where:
         _write_record(record, path, fingerprint, files)
 
 
-def fingerprint_model(stored: StoredModel, run: Run) -> tuple[str, Records]:
+def fingerprint_model(model: StoredModel, run: Run) -> tuple[str, Records]:
     """Return a hash of all that log-probabilities depend on except the data: spec, weights, precision, quantization.
 
     Also return the records of the model's files, by which files that do not change need not be read again.
@@ -199,8 +199,8 @@ def fingerprint_model(stored: StoredModel, run: Run) -> tuple[str, Records]:
     known_records: Records = NO_RECORDS
     if record.is_file():
         known_records = parse_records(json.loads(record.read_text(encoding="utf-8")).get("files"))
-    records = record_model(stored, known_records)
-    spec = f"{stored.spec.to_json()} {run.config.precision.type} {run.spec.quantization}"
+    records = record_model(model, known_records)
+    spec = f"{model.spec.to_json()} {run.config.precision.type} {run.spec.quantization}"
     digest = xxhash.xxh3_128_hexdigest(f"{spec} {digest_records(records)}".encode())
     return digest, {file.path: file for file in records}
 
@@ -222,7 +222,7 @@ def _folder(dataset: PreferenceDataset, fingerprint: str, has_labels: bool, tail
     return dataset.dataset.path / f"reference-{split}-{key}"
 
 
-def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
+def check_vocabulary(model: StoredModel, run: Run, where: str) -> None:
     """Raise JinguError if the vocabulary of a model differs from that of the run in its size or in a token.
 
     Either tokenizer may lack tokens that the other has, such as special ones. A model without a tokenizer passes.
@@ -230,18 +230,18 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
     Args:
         where: the setting that names the model.
     """
-    if stored.spec.vocab_size != run.spec.vocab_size:
+    if model.spec.vocab_size != run.spec.vocab_size:
         raise JinguError(
-            f"the model has a vocabulary of {stored.spec.vocab_size:,} entries, and the run's model one of "
+            f"the model has a vocabulary of {model.spec.vocab_size:,} entries, and the run's model one of "
             f"{run.spec.vocab_size:,}.",
             where=where,
             fix="Choose a model with the run's tokenizer.",
         )
-    if stored.tokenizer_folder is None:
+    if model.tokenizer_folder is None:
         return
     ids = run.tokenizer.vocab()
     pieces = {token_id: piece for piece, token_id in ids.items()}
-    other_ids = Tokenizer.load(stored.tokenizer_folder).vocab()
+    other_ids = Tokenizer.load(model.tokenizer_folder).vocab()
     conflicts = sum(
         ids.get(piece, token_id) != token_id or pieces.get(token_id, piece) != piece
         for piece, token_id in other_ids.items()
@@ -254,13 +254,13 @@ def check_vocabulary(stored: StoredModel, run: Run, where: str) -> None:
         )
 
 
-def _check_model(stored: StoredModel, run: Run, fingerprint: str) -> None:
+def _check_model(model: StoredModel, run: Run, fingerprint: str) -> None:
     """Raise JinguError for a model with another fingerprint or vocabulary."""
-    check_vocabulary(stored, run, "task.reference")
-    if fingerprint_model(stored, run)[0] != fingerprint:
+    check_vocabulary(model, run, "task.reference")
+    if fingerprint_model(model, run)[0] != fingerprint:
         raise JinguError(
             "the reference model has changed since the run started, and its stored log-probabilities are gone.",
-            where=stored.where,
+            where=model.where,
             fix="Restore the model, or the folders reference-* of the data set, or start a new run (name=...).",
         )
 
@@ -269,7 +269,7 @@ def compute_tables(
     run: Run,
     mesh: DeviceMesh,
     scorer: AnswerScorer,
-    stored: StoredModel,
+    reference: StoredModel,
     datasets: Sequence[PreferenceDataset],
     *,
     is_initial: bool,
@@ -283,12 +283,12 @@ def compute_tables(
     """
     config = run.config
     device = torch.device(mesh.device_type)
-    spec = stored.spec
+    spec = reference.spec
     if is_initial:
         # The run's base model without adapters, quantized as in the run.
         spec = run.spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
     precision = choose_precision(config.precision, device)
-    model = materialize(spec, mesh, Layout(config.parallel), precision, stored.read)
+    model = materialize(spec, mesh, Layout(config.parallel), precision, reference.read)
     count = max(1, MAX_AUTO_TOKENS // config.batch.sequence_length)
     if config.batch.micro_batch_size != "auto":
         count = config.batch.micro_batch_size
@@ -297,7 +297,7 @@ def compute_tables(
     has_labels = isinstance(config.task, KtoSettings)
     tables = []
     for dataset in datasets:
-        log_info(f"Computing log-probabilities of {pluralize(len(dataset.row_ends), 'row')} under {stored.where}.")
+        log_info(f"Computing log-probabilities of {pluralize(len(dataset.row_ends), 'row')} under {reference.where}.")
         num_rows = len(dataset.row_ends)
         table = torch.zeros(len(dataset.dataset.document_lengths()), 2, dtype=torch.float64, device=device)
         with eval_mode(model), force_eager():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from torch import Tensor
 from jingu.align.code_reward import SandboxScorer, weak_fraction
 from jingu.align.json_client import JsonClient, check_url, parse_reply
 from jingu.align.prompt_set import ANSWER_NAMES, Prompt, describe_messages
-from jingu.align.verifiers import REQUIRED_PACKAGES, SLOW_VERIFIERS, Answer, check_expected, verify
+from jingu.align.scorer import RewardContext, RewardScorer, Values
+from jingu.align.verifiers import VERIFIERS, Answer, check_expected, verify
 from jingu.align.worker import START_SECONDS, Worker, total_seconds
 from jingu.config.sections.rewards import (
-    HttpReward,
     JudgeReward,
     ModelReward,
     PythonReward,
@@ -39,7 +39,6 @@ from jingu.model.decoder import Decoder
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
 
-Values = list[float | None]
 T = TypeVar("T")
 # Larger rewards are mistakes, and their sums and squares would not be finite.
 _MAX_REWARD = 1e100
@@ -50,20 +49,6 @@ _LINE = re.compile(
     rf"^[\s*_#`]*(?:(?:final|overall|total)\s+)?(?:score|grade|rating)[\s*_`]*[:=][\s*_`]*{_GRADE}[\s*_`]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-
-
-class RewardScorer(Protocol):
-    """Computes one reward of many answers."""
-
-    def score(self, answers: Sequence[Answer]) -> Values:
-        """Return the value of each answer, None if it cannot be scored. Raises JinguError if the reward fails."""
-
-    @property
-    def late(self) -> Sequence[int]:
-        """Indices of the last answers that took longer than the reward's timeout."""
-
-    def close(self) -> None:
-        """Stop the processes that it uses."""
 
 
 @dataclass(frozen=True)
@@ -100,19 +85,9 @@ class Rewards:
         for number, (name, reward) in enumerate(zip(names, settings, strict=True)):
             where = f"task.rewards[{number}]"
             _check_columns(reward, columns, where)
-            if isinstance(reward, ModelReward):
-                scorer: RewardScorer = ModelScorer(reward, tokenizer, where)
-            elif isinstance(reward, PythonTestsReward):
-                scorer = SandboxScorer(reward, where)
-            elif isinstance(reward, JudgeReward):
-                scorer = JudgeScorer(reward, columns, where)
-            elif isinstance(reward, HttpReward):
-                scorer = ServerScorer(reward, columns, where)
-            elif isinstance(reward, PythonReward):
-                scorer = FunctionScorer(name, reward, columns, where)
-            else:
-                scorer = VerifierScorer(name, reward, self._worker)
-            self._rewards.append(NamedReward(name, reward, scorer))
+            build = SCORERS.get(reward.type, VerifierScorer)
+            context = RewardContext(name, where, columns, tokenizer, self._worker)
+            self._rewards.append(NamedReward(name, reward, build(reward, context)))
 
     @property
     def names(self) -> list[str]:
@@ -139,7 +114,7 @@ class Rewards:
             JinguError: a reward cannot compare with the value in a row.
         """
         for name, settings in ((reward.name, reward.settings) for reward in self._rewards):
-            if isinstance(settings, VerifierBase) and not (isinstance(settings, RegexReward) and settings.pattern):
+            if isinstance(settings, VerifierBase) and settings.expected_column is not None:
                 values = [prompt.columns[settings.column] for prompt in prompts]
                 problem = next(self._problems(name, settings, values), None)
                 if problem is not None:
@@ -153,7 +128,7 @@ class Rewards:
 
     def _problems(self, name: str, settings: VerifierBase, values: Sequence[Any]) -> Iterator[tuple[int, str]]:
         """Yield the index of each value that a verifier cannot compare with, and the reason."""
-        if settings.type not in SLOW_VERIFIERS:
+        if not VERIFIERS[settings.type].is_slow:
             for index, value in enumerate(values):
                 try:
                     check_expected(settings, value)
@@ -228,10 +203,9 @@ def check_columns(settings: Sequence[Reward], prompts: Sequence[Prompt], path: P
         path: the file of the rows.
     """
     for reward in settings:
-        column = reward.column if isinstance(reward, VerifierBase) else None
+        column = reward.expected_column
         without = [prompt.line for prompt in prompts if column not in prompt.columns]
-        is_needed = column is not None and not (isinstance(reward, RegexReward) and reward.pattern)
-        if is_needed and 0 < len(without) < len(prompts):
+        if column is not None and 0 < len(without) < len(prompts):
             what = f"line {without[0]} has no column {column}, which the reward {reward.type} compares with."
             raise JinguError(what, where=path, fix="Add it, or leave the row out.")
 
@@ -257,9 +231,8 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
             where=f"{where}.column" if isinstance(reward, VerifierBase) else where,
             fix="Give the column another name in the rows.",
         )
-    column = reward.column if isinstance(reward, VerifierBase) else None
+    column = reward.expected_column
     if isinstance(reward, RegexReward) and reward.pattern is not None:
-        column = None
         try:
             re.compile(reward.pattern)
         except re.error as error:
@@ -271,7 +244,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
             where=f"{where}.column",
             fix=f"Their columns are {', '.join(columns) or 'none'} beside the prompt.",
         )
-    package = REQUIRED_PACKAGES.get(reward.type)
+    package = VERIFIERS[reward.type].package if reward.type in VERIFIERS else None
     if package is not None and find_spec(package) is None:
         name = package.replace("_", "-")
         raise JinguError(f"it needs the {name} package.", where=where, fix=f"Install it: `pip install {name}`.")
@@ -280,7 +253,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
 def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
     """Return the values of answers under a reward; None for all of them if it failed and `on_error` is not stop."""
     try:
-        return _checked(reward, reward.scorer.score(answers), answers)
+        return _check_values(reward, reward.scorer.score(answers), answers)
     except JinguError as error:
         if reward.settings.on_error == "stop":
             raise
@@ -288,7 +261,7 @@ def _score(reward: NamedReward, answers: Sequence[Answer]) -> Values:
         return [None] * len(answers)
 
 
-def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
+def _check_values(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> Values:
     where = f"the reward {reward.name}"
     if len(values) != len(answers):
         raise JinguError(
@@ -311,16 +284,14 @@ def _checked(reward: NamedReward, values: Values, answers: Sequence[Answer]) -> 
     return checked_values
 
 
-class FunctionScorer:
+class FunctionScorer(RewardScorer):
     """A Python function, in a process of its own."""
 
-    late: Sequence[int] = ()
-
-    def __init__(self, name: str, settings: PythonReward, columns: Sequence[str], where: str) -> None:
-        self._name = name
+    def __init__(self, settings: PythonReward, context: RewardContext) -> None:
+        self._name = context.name
         self._settings = settings
-        self._columns = list(columns)
-        self._where = where
+        self._columns = list(context.columns)
+        self._where = context.where
         self._worker = Worker()
         # Import it now rather than after the first answers.
         self._ask([], START_SECONDS)
@@ -342,18 +313,17 @@ class FunctionScorer:
         self._worker.close()
 
 
-class VerifierScorer:
+class VerifierScorer(RewardScorer):
     """A verifier. Those that can hang run in processes that they share; an answer that takes too long scores 0."""
 
-    def __init__(self, name: str, settings: Reward, worker: Worker) -> None:
-        self._name = name
+    def __init__(self, settings: Reward, context: RewardContext) -> None:
+        self._name = context.name
         self._settings = settings
-        self._worker = worker
-        self.late: Sequence[int] = ()
+        self._worker = context.worker
 
     def score(self, answers: Sequence[Answer]) -> Values:
         settings = self._settings
-        if settings.type not in SLOW_VERIFIERS:
+        if not VERIFIERS[settings.type].is_slow:
             return [verify(settings, answer) for answer in answers]
         names = ["completion", *([settings.column] if isinstance(settings, VerifierBase) else [])]
         rows = [{name: answer.get(name) for name in names} for answer in answers]
@@ -364,31 +334,26 @@ class VerifierScorer:
             log_warning(f"The reward {self._name}: {took}; the value is 0.")
         return list(reply["scores"])
 
-    def close(self) -> None:
-        self._worker.close()
 
-
-class ModelScorer:
+class ModelScorer(RewardScorer):
     """A reward model, in this process."""
 
-    late: Sequence[int] = ()
-
-    def __init__(self, settings: ModelReward, tokenizer: Tokenizer, where: str) -> None:
-        self._stored = open_model(Path(settings.model))
+    def __init__(self, settings: ModelReward, context: RewardContext) -> None:
+        self._checkpoint = open_model(Path(settings.model))
         self._model: Decoder | None = None
-        where = f"{where}.model"
-        if not self._stored.spec.score_head:
+        where = f"{context.where}.model"
+        if not self._checkpoint.spec.score_head:
             what = f"{settings.model} has no score head."
             raise JinguError(what, where=where, fix="Name a run of the task reward, or a model for classification.")
-        folder = self._stored.tokenizer_folder
-        if folder is not None and Tokenizer.load(folder).vocab() != tokenizer.vocab():
+        folder = self._checkpoint.tokenizer_folder
+        if folder is not None and Tokenizer.load(folder).vocab() != context.tokenizer.vocab():
             what = "the reward model has another vocabulary than the model that answers."
             raise JinguError(what, where=where, fix="Take one with the same tokenizer.")
 
     @torch.inference_mode()
     def score(self, answers: Sequence[Answer]) -> Values:
         if self._model is None:
-            self._model = load_model(self._stored, torch.float32)
+            self._model = load_model(self._checkpoint, torch.float32)
 
         def head(hidden_BTD: Tensor, weight_1D: Tensor) -> Tensor:
             return hidden_BTD[:, -1].float() @ weight_1D[0].float()
@@ -399,19 +364,14 @@ class ModelScorer:
             values += self._model(tokens_BT, loss=head).tolist()
         return values
 
-    def close(self) -> None:
-        """Nothing runs."""
 
-
-class ServerScorer:
+class ServerScorer(RewardScorer):
     """A server that scores answers."""
 
-    late: Sequence[int] = ()
-
-    def __init__(self, settings: ServerBase, columns: Sequence[str], where: str) -> None:
+    def __init__(self, settings: ServerBase, context: RewardContext) -> None:
         self._settings = settings
-        self._columns = columns
-        self._where = where
+        self._columns = context.columns
+        self._where = where = context.where
         self._client = JsonClient(where, settings.timeout, settings.retries, settings.api_key_file)
         # Fail now if the URL is invalid or the API key cannot be read.
         check_url(settings.url, f"{where}.url")
@@ -422,9 +382,6 @@ class ServerScorer:
         lists |= {name: [answer.get(name) for answer in answers] for name in ("messages", *self._columns)}
         return self._post(self._settings.url, lists, lambda reply: _read_scores(reply, len(answers)))
 
-    def close(self) -> None:
-        """Nothing runs."""
-
     def _post(self, url: str, body: object, read: Callable[[Any], T]) -> T:
         """Send a JSON request and return the reply as parsed by `read`."""
         return self._client.post(url, body, lambda content: read(parse_reply(content)), "scores")
@@ -433,9 +390,10 @@ class ServerScorer:
 class JudgeScorer(ServerScorer):
     """A language model that grades answers, behind OpenAI's protocol."""
 
-    def __init__(self, settings: JudgeReward, columns: Sequence[str], where: str) -> None:
-        super().__init__(settings, columns, where)
+    def __init__(self, settings: JudgeReward, context: RewardContext) -> None:
+        super().__init__(settings, context)
         self._judge = settings
+        columns, where = context.columns, context.where
         try:
             unknown = _template_columns(settings.template) - {"prompt", "completion", "messages", *columns}
         except ValueError as error:
@@ -474,6 +432,16 @@ class JudgeScorer(ServerScorer):
             return read_grade(content, self._judge) if isinstance(content, str) else None
 
         return self._post(f"{self._judge.url.rstrip('/')}/chat/completions", body, read)
+
+
+# How rewards that are no verifiers are computed, by the types of their settings.
+SCORERS: dict[str, Callable[[Any, RewardContext], RewardScorer]] = {
+    "model": ModelScorer,
+    "python": FunctionScorer,
+    "python_tests": SandboxScorer,
+    "http": ServerScorer,
+    "judge": JudgeScorer,
+}
 
 
 def _template_columns(template: str) -> set[str]:

@@ -135,15 +135,15 @@ def build_verifier(settings: dict[str, Any]) -> Reward:
     """Return the settings of a verifier, after importing what it needs: imports do not count towards its timeout."""
     from pydantic import TypeAdapter
 
-    from jingu.align.formulas import warm_up
-    from jingu.align.verifiers import REQUIRED_PACKAGES
+    from jingu.align.verifiers import VERIFIERS
     from jingu.config.sections.rewards import Reward
 
     reward: Reward = TypeAdapter(Reward).validate_python(settings)
-    if reward.type in REQUIRED_PACKAGES:
-        importlib.import_module(REQUIRED_PACKAGES[reward.type])
-    if reward.type == "math":
-        warm_up()
+    verifier = VERIFIERS[reward.type]
+    if verifier.package is not None:
+        importlib.import_module(verifier.package)
+    if verifier.warm_up is not None:
+        verifier.warm_up()
     return reward
 
 

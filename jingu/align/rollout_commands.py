@@ -280,11 +280,11 @@ def replay(run: Path, step: int) -> int:
     return 1 if difference else 0
 
 
-def _first_difference(recorded: bytes, replayed: bytes) -> str:
+def _first_difference(first: bytes, second: bytes) -> str:
     """Describe the first difference of two files of answers; empty if they are equal byte by byte."""
-    if recorded == replayed:
+    if first == second:
         return ""
-    pairs = zip_longest(recorded.splitlines(), replayed.splitlines(), fillvalue=b"")
+    pairs = zip_longest(first.splitlines(), second.splitlines(), fillvalue=b"")
     for number, (before, after) in enumerate(pairs, start=1):
         if before == after:
             continue

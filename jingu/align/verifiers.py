@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from jingu.align.code_reward import read_tests
 from jingu.align.final_answers import final_number, parse_number
-from jingu.align.formulas import check_formula, is_equivalent
+from jingu.align.formulas import check_formula, is_equivalent, warm_up
 from jingu.config.sections import rewards
 
 # An answer: its texts and ids (`jingu.align.answer_view`), and the columns of its row.
@@ -24,7 +24,7 @@ Answer = Mapping[str, Any]
 
 def check_expected(settings: rewards.VerifierBase, value: Any) -> None:
     """Raise ValueError, with the reason, if a verifier cannot compare with the value of a column."""
-    _CHECKS[settings.type](value)
+    VERIFIERS[settings.type].read(value)
 
 
 def verify(settings: rewards.Reward, answer: Answer) -> float:
@@ -32,8 +32,10 @@ def verify(settings: rewards.Reward, answer: Answer) -> float:
 
     Since the expected values were checked, any failure is due to the answer.
     """
+    score = VERIFIERS[settings.type].score
+    assert score is not None
     try:
-        return float(VERIFIERS[settings.type](settings, answer))
+        return float(score(settings, answer))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # a panic of a library in Rust is no Exception
@@ -159,24 +161,31 @@ def _length(settings: rewards.LengthReward, answer: Answer) -> float:
     return max(0.0, 1.0 - abs(length - nearest) / max(nearest, 1))
 
 
-# What checks the expected value of a verifier.
-_CHECKS: dict[str, Callable[[Any], object]] = {
-    "exact": _texts,
-    "number": _expected_number,
-    "math": _expected_formula,
-    "regex": _pattern,
-    "json_schema": _schema,
-    "python_tests": read_tests,
+class Verifier(NamedTuple):
+    """A verifier.
+
+    Attributes:
+        read: reads an expected value; raises ValueError if no answer can be compared with it.
+        score: returns the reward of an answer; None for tests, which a sandbox runs.
+        is_slow: whether its running time is unbounded, so that it runs in a worker with a timeout.
+        package: the package that it needs.
+        warm_up: builds what the first answer would otherwise wait for.
+    """
+
+    read: Callable[[Any], object]
+    score: Callable[[Any, Answer], float] | None
+    is_slow: bool = False
+    package: str | None = None
+    warm_up: Callable[[], object] | None = None
+
+
+VERIFIERS = {
+    "exact": Verifier(_texts, _exact),
+    "number": Verifier(_expected_number, _number),
+    "math": Verifier(_expected_formula, _math, is_slow=True, package="math_verify", warm_up=warm_up),
+    "regex": Verifier(_pattern, _regex, is_slow=True),
+    "json_schema": Verifier(_schema, _json_schema, is_slow=True, package="jsonschema_rs"),
+    "python_tests": Verifier(read_tests, None),
+    "length": Verifier(lambda value: value, _length),
 }
-VERIFIERS: dict[str, Callable[[Any, Answer], float]] = {
-    "exact": _exact,
-    "number": _number,
-    "math": _math,
-    "regex": _regex,
-    "json_schema": _json_schema,
-    "length": _length,
-}
-# Verifiers whose running time is unbounded; they run in a worker with a timeout.
-SLOW_VERIFIERS = {"math", "regex", "json_schema"}
-# Packages that a verifier needs.
-REQUIRED_PACKAGES = {"math": "math_verify", "json_schema": "jsonschema_rs"}
+"""The verifiers by the types of their settings (`jingu.config.sections.rewards`)."""

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 from jingu.align.process_pool import PATIENCE
-from jingu.align.verifiers import Answer
 from jingu.config.sections.rewards import RewardBase
 from jingu.errors import JinguError
 
@@ -43,7 +42,12 @@ class Worker:
         self._end: Callable[[], object] = lambda: None
 
     def ask(
-        self, name: str, settings: RewardBase, columns: Sequence[str], answers: Sequence[Answer], timeout: float
+        self,
+        name: str,
+        settings: RewardBase,
+        columns: Sequence[str],
+        answers: Sequence[Mapping[str, Any]],
+        timeout: float,
     ) -> dict[str, Any]:
         """Return the reply to a request for the scores of answers. If the process ends, by a timeout or by itself, the
         next call starts another.

@@ -66,33 +66,33 @@ def common_length(first: str, second: str) -> int:
     return next(index for index in range(length) if first[index] != second[index])
 
 
-def find_turn(traced: TracedText, index: int, message: JsonObject, where: str) -> Span | None:
+def find_turn(trace: TracedText, index: int, message: JsonObject, where: str) -> Span | None:
     """Return start and end of what a message wrote; None if it is empty and wrote nothing.
 
     Raises:
         ConversationError: it wrote several pieces, or its pieces cannot be told from those of others.
     """
-    if len(traced.pieces[index]) == 1:
-        return traced.pieces[index][0]
+    if len(trace.pieces[index]) == 1:
+        return trace.pieces[index][0]
     # Earlier loops over the messages may write white space.
-    pieces = [piece for piece in traced.pieces[index] if traced.text[slice(*piece)].strip()]
-    pieces = pieces or traced.pieces[index][-1:]
+    pieces = [piece for piece in trace.pieces[index] if trace.text[slice(*piece)].strip()]
+    pieces = pieces or trace.pieces[index][-1:]
     if len(pieces) == 1:
         return pieces[0]
     if len(pieces) > 1:
         raise ConversationError(
             f"the chat template {where} writes an answer in {len(pieces)} places (the last one in line "
-            f"{traced.lines[index]}), so it cannot be located"
+            f"{trace.lines[index]}), so it cannot be located"
         )
     if any(list_parts(message)):
         reason = f"does not write this answer: {_plain(message).strip()[:40]}"
-        if traced.unclear:
-            reason = f"writes several messages at once in line {traced.unclear}, so its answers cannot be located"
+        if trace.unclear:
+            reason = f"writes several messages at once in line {trace.unclear}, so its answers cannot be located"
         raise ConversationError(f"the chat template {where} {reason}")
     return None
 
 
-def find_header(prompt: str, written: str, header: str) -> int | None:
+def find_header(prompt: str, output: str, header: str) -> int | None:
     """Return the length of the header in what an answer's message wrote: its common beginning with the prompt.
 
     Args:
@@ -102,9 +102,9 @@ def find_header(prompt: str, written: str, header: str) -> int | None:
     Returns:
         None if the answer does not continue the prompt, even apart from a begin of reasoning.
     """
-    if written.startswith(prompt):
+    if output.startswith(prompt):
         return len(prompt)
-    length = common_length(prompt[: common_length(prompt, header)], written)
+    length = common_length(prompt[: common_length(prompt, header)], output)
     return length if _PROMPTED_REASONING.fullmatch(prompt, length) else None
 
 
@@ -139,13 +139,13 @@ def _closes(token: str, text: str) -> bool:
     return token.endswith("|>") and not token.startswith("<|") and f"<|{token[1:-2]}>" in text
 
 
-def check_mark(traced: TracedText, turn: Span, span: Span, message: JsonObject, where: str) -> None:
+def check_mark(trace: TracedText, turn: Span, span: Span, message: JsonObject, where: str) -> None:
     """Raise ConversationError unless the template's marks of answers agree with an answer that was located.
 
     The marks of some templates include the header, and some exclude an empty block of reasoning.
     """
-    marks = [mark for mark in traced.marks if mark[0] < turn[1] and mark[1] > turn[0]]
-    text = traced.text
+    marks = [mark for mark in trace.marks if mark[0] < turn[1] and mark[1] > turn[0]]
+    text = trace.text
     reason = "does not mark"
     if marks:
         start, end = marks[0][0], marks[-1][1]

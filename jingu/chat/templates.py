@@ -404,13 +404,13 @@ class ChatTemplate:
         traced_text = self._trace(messages, conversation.tools, conversation.options)
         return conversation._replace(messages=messages, traced=traced_text)
 
-    def _renders_alike(self, whole: _Conversation, end: _Conversation, index: int) -> bool:
+    def _renders_alike(self, full: _Conversation, end: _Conversation, index: int) -> bool:
         """Return whether an answer and all before it render alike in a conversation and in its part up to it."""
-        if end is whole:
-            return self._locate(whole, index).continues_prompt
+        if end is full:
+            return self._locate(full, index).continues_prompt
         expected_place = self._locate(end, index)
         try:
-            answer = self._locate(whole, index)
+            answer = self._locate(full, index)
         except ConversationError:
             return False
         return (
@@ -545,7 +545,7 @@ class ChatTemplate:
             raise ConversationError("the text that an answer continues ends inside a special token")
         return str(prefill)
 
-    def _header_length(self, tail: str, written: str) -> int | None:
+    def _header_length(self, tail: str, output: str) -> int | None:
         """Return the length of the header in what an answer's message wrote; None if it does not continue the prompt.
 
         Args:
@@ -553,10 +553,10 @@ class ChatTemplate:
         """
         common, header = self._headers or ("", None)
         if tail.strip():
-            return find_header(tail, written, common)
+            return find_header(tail, output, common)
         if header is None:
             return None
-        return len(header) if header.strip() and written.startswith(header) else 0
+        return len(header) if header.strip() and output.startswith(header) else 0
 
     def _find_prompt(self, conversation: _Conversation, index: int) -> _Prompt:
         """Return the prompt of an answer."""

@@ -189,7 +189,7 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
-def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:
+def encode_rendered(chat: RenderedChat, tokenizer: Tokenizer) -> tuple[list[int], list[Span]]:
     """Tokenize a rendered conversation.
 
     The template's special tokens become their ids; mentions, which come from messages, are tokenized as text.
@@ -197,19 +197,18 @@ def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[
     Returns:
         The ids, and for each answer the index of its first id and of the first id after it.
     """
-    if not rendered.mentions:
-        return tokenizer.encode_spans(rendered.text, rendered.answers, parse_special_tokens=True)
+    if not chat.mentions:
+        return tokenizer.encode_spans(chat.text, chat.answers, parse_special_tokens=True)
     ids: list[int] = []
     # For each answer, the start and end of its ids in each piece of text that it overlaps; first and last delimit it.
-    borders: list[list[int]] = [[] for _ in rendered.answers]
-    for start, end, special_id in _split_at_special_tokens(rendered, tokenizer):
+    borders: list[list[int]] = [[] for _ in chat.answers]
+    for start, end, special_id in _split_at_special_tokens(chat, tokenizer):
         # Clip each answer to this piece; an answer outside of it becomes empty.
         clipped_spans = [
-            (min(max(first, start), end) - start, min(max(last, start), end) - start)
-            for first, last in rendered.answers
+            (min(max(first, start), end) - start, min(max(last, start), end) - start) for first, last in chat.answers
         ]
         if special_id is None:
-            piece_ids, spans = tokenizer.encode_spans(rendered.text[start:end], clipped_spans)
+            piece_ids, spans = tokenizer.encode_spans(chat.text[start:end], clipped_spans)
         else:
             piece_ids = [special_id]
             spans = [(0, 1)] * len(clipped_spans)
@@ -220,14 +219,14 @@ def encode_rendered(rendered: RenderedChat, tokenizer: Tokenizer) -> tuple[list[
     return ids, [(positions[0], positions[-1]) if positions else (0, 0) for positions in borders]
 
 
-def _split_at_special_tokens(rendered: RenderedChat, tokenizer: Tokenizer) -> Iterator[tuple[int, int, int | None]]:
+def _split_at_special_tokens(chat: RenderedChat, tokenizer: Tokenizer) -> Iterator[tuple[int, int, int | None]]:
     """Yield start, end and special token id of each piece of the text; the id is None for plain text."""
-    mentions = dict(rendered.mentions)
+    mentions = dict(chat.mentions)
     special_tokens = tokenizer.special_tokens
     pattern = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
     plain_start = 0
     position = 0
-    while match := pattern.search(rendered.text, position):
+    while match := pattern.search(chat.text, position):
         if match.start() in mentions:
             # A mention stays in the plain text around it.
             position = mentions[match.start()]
@@ -236,5 +235,5 @@ def _split_at_special_tokens(rendered: RenderedChat, tokenizer: Tokenizer) -> It
             yield plain_start, match.start(), None
         yield match.start(), match.end(), special_tokens[match[0]]
         plain_start = position = match.end()
-    if plain_start < len(rendered.text):
-        yield plain_start, len(rendered.text), None
+    if plain_start < len(chat.text):
+        yield plain_start, len(chat.text), None

@@ -69,15 +69,15 @@ class _ArgumentsReader:
         forced: the function whose arguments the whole answer is; None: the answer names it.
     """
 
-    def __init__(self, names: set[str], forced: str | None) -> None:
+    def __init__(self, names: set[str], tool_name: str | None) -> None:
         self._names = names
         self._position = 0
         self._has_started = False
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._name = forced
-        self._next_name = forced or ""
+        self._name = tool_name
+        self._next_name = tool_name or ""
         self.num_calls = 0
 
     @property
@@ -144,16 +144,16 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, names: set[str], forced: str | None = None, required: bool = False, parallel: bool = True
+        self, names: set[str], tool_name: str | None = None, is_required: bool = False, parallel: bool = True
     ) -> None:
         self._names = names
-        self._forced = forced
+        self._tool_name = tool_name
         self._parallel = parallel
         self._buffer = ""
         self._has_text = False
-        self._reader = _ArgumentsReader(names, forced)
+        self._reader = _ArgumentsReader(names, tool_name)
         # Once a call may have begun, everything is buffered until the answer ends.
-        self._in_call = required
+        self._in_call = is_required
 
     def push(self, text: str) -> str:
         """Add a piece of the answer; return the text that cannot be part of a call."""
@@ -208,8 +208,8 @@ class ToolCallParser:
     def finish(self) -> tuple[str, list[ToolCall]]:
         """End the answer; return the rest of its text and its calls."""
         buffer, self._buffer = self._buffer, ""
-        if self._forced is not None:
-            return ("", [ToolCall(self._forced, buffer)]) if _is_object(buffer) else (buffer, [])
+        if self._tool_name is not None:
+            return ("", [ToolCall(self._tool_name, buffer)]) if _is_object(buffer) else (buffer, [])
         if not buffer.lstrip().startswith(("{", "[", OPEN_TAG)):
             return buffer, []
         text, calls = self._parse(buffer)

@@ -124,11 +124,11 @@ class TracedMessages(Sequence[TracedMessage]):
         writer.by_key = {key: index, **(writer.by_key or {})}
         return message
 
-    def __add__(self, other: Any) -> list[Any]:
-        return list(self) + list(other)
+    def __add__(self, items: Any) -> list[Any]:
+        return list(self) + list(items)
 
-    def __radd__(self, other: Any) -> list[Any]:
-        return list(other) + list(self)
+    def __radd__(self, items: Any) -> list[Any]:
+        return list(items) + list(self)
 
     def iterate(self) -> Iterator[TracedMessage]:
         """Return the messages for a loop, which looks ahead only if an earlier loop has been over all of them."""

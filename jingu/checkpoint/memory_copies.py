@@ -66,11 +66,11 @@ class MemoryCopies:
         self._world_size = dist.get_world_size()
         self._tensors = tensors
         self._root = folder / f"jingu-{run_id:016x}"
-        self._own = self._root / f"rank-{self._rank:05d}"
+        self._rank_folder = self._root / f"rank-{self._rank:05d}"
 
         def create_folders() -> str:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._own.mkdir(exist_ok=True)
+            self._rank_folder.mkdir(exist_ok=True)
             info = self._root.stat()
             return f"{socket.gethostname()}/{info.st_dev}/{info.st_ino}"
 
@@ -97,7 +97,7 @@ class MemoryCopies:
             CheckpointError: on every rank, if a rank failed; earlier copies are unchanged.
         """
         key = f"step-{step:08d}-{broadcast_from_first(time.time_ns()):020d}"
-        partial = self._own / f".{key}"
+        partial = self._rank_folder / f".{key}"
 
         def write() -> None:
             partial.mkdir()
@@ -109,10 +109,10 @@ class MemoryCopies:
                 write_small_file(part_path(partial, self._world_size), manifest.to_bytes())
 
         try:
-            run_on_all_ranks(write, self._own, gather_from_all)
+            run_on_all_ranks(write, self._rank_folder, gather_from_all)
             if self._world_size > 1:
                 self._exchange_with_neighbours(partial)
-            run_on_all_ranks(lambda: partial.rename(self._own / key), self._own, gather_from_all)
+            run_on_all_ranks(lambda: partial.rename(self._rank_folder / key), self._rank_folder, gather_from_all)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -127,9 +127,9 @@ class MemoryCopies:
     def delete(self, keep: str = "") -> None:
         """Delete this rank's copies except those named `keep`, and copies of ranks that no longer exist."""
         if not keep:
-            shutil.rmtree(self._own, ignore_errors=True)
-        elif self._own.is_dir():
-            for path in self._own.iterdir():
+            shutil.rmtree(self._rank_folder, ignore_errors=True)
+        elif self._rank_folder.is_dir():
+            for path in self._rank_folder.iterdir():
                 if path.name != keep:
                     shutil.rmtree(path, ignore_errors=True)
         if self._rank == self._members[0]:

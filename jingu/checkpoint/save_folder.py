@@ -248,7 +248,7 @@ class _HashingWriter:
         self._bytes = 0
         direct = direct and self._is_local and self._set_direct(True)
         self._buffer = memoryview(mmap.mmap(-1, CHUNK) if direct else b"")
-        self._buffered = 0
+        self._fill = 0
 
     def __enter__(self) -> _HashingWriter:
         return self
@@ -256,9 +256,9 @@ class _HashingWriter:
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         try:
             if kind is None:
-                if self._buffered:
+                if self._fill:
                     self._set_direct(False)  # direct writes take whole blocks only
-                    write_all(self._file, self._buffer[: self._buffered])
+                    write_all(self._file, self._buffer[: self._fill])
                 if self._is_local:
                     os.fsync(self._file.fileno())
         finally:
@@ -282,16 +282,16 @@ class _HashingWriter:
             write_all(self._file, view)
             return
         while len(view):
-            part = view[: CHUNK - self._buffered]
-            self._buffer[self._buffered : self._buffered + len(part)] = part
-            self._buffered += len(part)
+            part = view[: CHUNK - self._fill]
+            self._buffer[self._fill : self._fill + len(part)] = part
+            self._fill += len(part)
             view = view[len(part) :]
-            if self._buffered == CHUNK:
+            if self._fill == CHUNK:
                 self._flush_buffer()
 
     def _flush_buffer(self) -> None:
         position = self._file.tell()
-        self._buffered = 0
+        self._fill = 0
         try:
             write_all(self._file, self._buffer)
         except OSError as error:

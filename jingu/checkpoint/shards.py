@@ -139,14 +139,14 @@ def check_header(
     """Raise CheckpointError if the size or the header of a shard file does not match its pieces (with their dtypes)."""
     expected_header = manifests.shard_header(pieces)
     if file.size != record.bytes:
-        raise _damaged(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
+        raise _damage_error(f"{path.name} has {file.size} bytes, not {record.bytes}", path.parent)
     header = bytearray(len(expected_header))
     file.fill(0, memoryview(header))
     if header != expected_header:
-        raise _damaged(f"{path.name} does not match its checksum", path.parent)
+        raise _damage_error(f"{path.name} does not match its checksum", path.parent)
 
 
-def _damaged(what: str, folder: CheckpointPath) -> CheckpointError:
+def _damage_error(what: str, folder: CheckpointPath) -> CheckpointError:
     fix = "Name an earlier checkpoint instead; `jingu checkpoint verify` shows which ones of a run are good."
     return CheckpointError(f"{what}.", where=folder, fix=fix)
 
@@ -180,7 +180,7 @@ def fill_from_piece(
             values = buffer.view(target.dtype).view(size)
             target.copy_(subblock(values, offset, *region))
     if digest.hexdigest() != piece.xxh3_128:
-        raise _damaged(mismatch(piece), folder)
+        raise _damage_error(mismatch(piece), folder)
 
 
 # Boxes of indices

@@ -148,9 +148,9 @@ def unpack_int4(packed: Tensor) -> Tensor:
         (packed.flatten()[size:].view(1, inputs, (outputs - num_blocks * block) // 2), False),
     ]
     rows = []
-    for bytes_BIH, halved in parts:
+    for bytes_BIH, is_split in parts:
         pairs_BIH2 = torch.stack([bytes_BIH & 15, bytes_BIH >> 4], -1)
-        rows.append(pairs_BIH2.permute((0, 3, 2, 1) if halved else (0, 2, 3, 1)).reshape(-1, inputs))
+        rows.append(pairs_BIH2.permute((0, 3, 2, 1) if is_split else (0, 2, 3, 1)).reshape(-1, inputs))
     return torch.cat(rows)
 
 

@@ -14,16 +14,16 @@ CHANGEABLE_KEYS = frozenset([*_TABLE["keys"], *_CHECKPOINT_KEYS])
 """Keys and whole sections that may change when a run resumes. The run stays the same, up to rounding."""
 
 
-def breaking_changes(old: RunConfig, new: RunConfig, allowed: Collection[str] = ()) -> list[str]:
+def breaking_changes(old: RunConfig, new: RunConfig, further_keys: Collection[str] = ()) -> list[str]:
     """Return the changes that forbid resuming, because the result would be a mix of two runs.
 
     Args:
-        allowed: further keys and sections that may change.
+        further_keys: further keys and sections that may change.
 
     Returns:
         Texts of the form `key: old → new`.
     """
-    changeable = CHANGEABLE_KEYS | set(allowed)
+    changeable = CHANGEABLE_KEYS | set(further_keys)
     if _is_independent_of_length(old) and _is_independent_of_length(new):
         changeable |= {"train.steps"}
     prefixes = tuple(f"{key}." for key in changeable)

@@ -189,9 +189,9 @@ class _DeepSpeedKeys:
                 return number
         raise self.wrong(key, value, _WORDS[kind] + ("" if least is None else f" of at least {least}"))
 
-    def wrong(self, key: str, value: Any, expected: str) -> JinguError:
+    def wrong(self, key: str, value: Any, requirement: str) -> JinguError:
         """Return the error for a value that is not as expected."""
-        return JinguError(f"{key} is {value!r}, and should be {expected}.", where=self._file, fix="Correct it.")
+        return JinguError(f"{key} is {value!r}, and should be {requirement}.", where=self._file, fix="Correct it.")
 
 
 def _zero(keys: _DeepSpeedKeys) -> None:

@@ -115,13 +115,13 @@ def _check_item(item: Any, variants: dict[str, type[Settings]], path: KeyPath, d
         variants: the accepted sections by `type:`; "" stands for the only one.
     """
     if not isinstance(item, dict):
-        what = f"{_dotted(path)} is a section of settings, not {_describe_value(item)}."
+        what = f"{_join_keys(path)} is a section of settings, not {_describe_value(item)}."
         keys = ", ".join(fields_by_key(next(iter(variants.values()))))
         yield path, (what, f"Its settings are: {keys}.")
     elif variant := variants.get("") or variants.get(str(item.get("type"))):
         yield from _check_section(item, variant, path, document)
     else:
-        yield path, _wrong_type_tag(_dotted(path), item.get("type"), list(variants))
+        yield path, _wrong_type_tag(_join_keys(path), item.get("type"), list(variants))
 
 
 def _check_subsection(
@@ -142,19 +142,19 @@ def _check_subsection(
     if value is None:
         del section[key]
     elif not isinstance(value, dict):
-        yield path, _not_a_section(_dotted(path), field, value)
+        yield path, _not_a_section(_join_keys(path), field, value)
     elif variant := variants.get("") or variants.get(str(value.get("type", _default_type(field)))):
         yield from _check_section(value, variant, path, document)
     else:
-        yield (*path, "type"), _wrong_type_tag(_dotted(path), value["type"], list(variants))
+        yield (*path, "type"), _wrong_type_tag(_join_keys(path), value["type"], list(variants))
 
 
 def _restore_text(value: Any, field: FieldInfo, path: KeyPath, document: Document) -> Any:
     """Return a value; where text is expected, a number or boolean becomes the text that was written."""
 
     def restore(item: Any, item_path: KeyPath) -> Any:
-        written = document.origin(item_path).written
-        return item if written is None or not isinstance(item, bool | int | float) else written
+        text = document.origin(item_path).text
+        return item if text is None or not isinstance(item, bool | int | float) else text
 
     if isinstance(value, list) and accepts_text(accepted_item_types(field)):
         return [restore(item, (*path, index)) for index, item in enumerate(value)]
@@ -171,12 +171,12 @@ def _check_value(
         # If an item of a list is wrong, pydantic also reports the list; report only the item.
         items = sorted({part for detail in error.errors() for part in detail["loc"][1:] if isinstance(part, int)})
         if not items:
-            written = document.origin(path).written
-            yield path, _wrong_value(_dotted(path), value, accepted_types(field), written, field)
+            text = document.origin(path).text
+            yield path, _wrong_value(_join_keys(path), value, accepted_types(field), text, field)
         for index in items:
-            name = f"item {index + 1} of {_dotted(path)}"
-            written = document.origin((*path, index)).written
-            yield (*path, index), _wrong_value(name, value[index], accepted_item_types(field), written, field)
+            name = f"item {index + 1} of {_join_keys(path)}"
+            text = document.origin((*path, index)).text
+            yield (*path, index), _wrong_value(name, value[index], accepted_item_types(field), text, field)
 
 
 def _default_type(field: FieldInfo) -> str:
@@ -202,12 +202,12 @@ def _unknown_key(path: KeyPath, model: type[Settings], section: dict[str, Any], 
         fix = f"In a file, write `{first}:` and, indented on the next line, `{remainder}:`."
         return f"{key} is written with a dot, which is for the command line.", fix
     # 3. A misspelled key, or one of another tool.
-    if guess := _guess_key(key, [_dotted((*parent, name)) for name in fields_by_key(model)]):
+    if guess := _guess_key(key, [_join_keys((*parent, name)) for name in fields_by_key(model)]):
         fix = f"Did you mean {guess}?"
     else:
-        owner = f"{_dotted(parent)} has" if parent else "The top level has"
+        owner = f"{_join_keys(parent)} has" if parent else "The top level has"
         fix = f"{owner}: {', '.join(fields_by_key(model))}."
-    return f"{_dotted(path)} is not a setting.", fix
+    return f"{_join_keys(path)} is not a setting.", fix
 
 
 def _guess_key(key: str, siblings: list[str]) -> str | None:
@@ -233,7 +233,7 @@ def _guess_key(key: str, siblings: list[str]) -> str | None:
 
 def _key_of_another_type(path: KeyPath, chosen_type: str, owners: list[str], document: Document) -> Message:
     """Describe a key that exists only for other types of the section."""
-    section, key = _dotted(path[:-1]), path[-1]
+    section, key = _join_keys(path[:-1]), path[-1]
     tag = document.origins.get((*path[:-1], "type"))
     fix = f"Remove {key}, or choose {section}.type {join_words(owners)}."
     type_note = f"the type here is {chosen_type} ({tag.where if tag else 'the default'})"
@@ -266,16 +266,16 @@ def _not_a_section(name: str, field: FieldInfo, value: Any) -> Message:
     return f"{name} is a section of settings, not {_describe_value(value)}.", fix
 
 
-def _wrong_value(name: str, value: Any, types: list[AcceptedType], written: str | None, field: FieldInfo) -> Message:
+def _wrong_value(name: str, value: Any, types: list[AcceptedType], text: str | None, field: FieldInfo) -> Message:
     """Describe a value of the wrong type, or out of range.
 
     Args:
-        written: text of the value in the file; None if it is not a plain scalar.
+        text: text of the value in the file; None if it is not a plain scalar.
     """
     choices = [format_value(accepted_type.value) for accepted_type in types if accepted_type.value is not None]
     description = _describe_value(value, bare=bool(choices) and len(choices) == len(types))
-    if written is not None and value is not None:
-        description = written
+    if text is not None and value is not None:
+        description = text
     meaning = field_description(field).split(". ")[0].rstrip(".")
     guess = _guess_value(value, choices)
     hints = [f"Did you mean {guess}?" if guess else None, f"Meaning: {meaning}." if meaning else None]
@@ -304,7 +304,7 @@ def _contrast(description: str) -> str:
     return f"not {description}" if description else "and here it is empty (null)"
 
 
-def _dotted(path: KeyPath) -> str:
+def _join_keys(path: KeyPath) -> str:
     return ".".join(_shorten(str(part)) for part in path)
 
 

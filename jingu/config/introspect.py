@@ -135,29 +135,29 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _describe_type(accepted: AcceptedType, has_int: bool) -> list[str]:
+def _describe_type(accepted_type: AcceptedType, has_int: bool) -> list[str]:
     """Describe one alternative in words; a boolean has two descriptions.
 
     Args:
         has_int: whether integers are accepted too, so that a float needs a decimal point to differ from them.
     """
-    descriptions = [limit.text for limit in accepted.limits if isinstance(limit, Description)]
+    descriptions = [limit.text for limit in accepted_type.limits if isinstance(limit, Description)]
     if descriptions:
         return descriptions
-    if accepted.type is Literal:
-        return [format_value(accepted.value)]
-    if accepted.type is int:
-        return ["a whole number" + _describe_range(accepted.limits)]
-    if accepted.type is float:
-        return [("a number with a decimal point" if has_int else "a number") + _describe_range(accepted.limits)]
-    if get_origin(accepted.type) is list:
-        items = parse_annotation(get_args(accepted.type)[0])
+    if accepted_type.type is Literal:
+        return [format_value(accepted_type.value)]
+    if accepted_type.type is int:
+        return ["a whole number" + _describe_range(accepted_type.limits)]
+    if accepted_type.type is float:
+        return [("a number with a decimal point" if has_int else "a number") + _describe_range(accepted_type.limits)]
+    if get_origin(accepted_type.type) is list:
+        items = parse_annotation(get_args(accepted_type.type)[0])
         if items[0].type is Literal:
             return [f"a list of {join_words([format_value(item.value) for item in items])}"]
         (item,) = {item.type if item.type in (str, int, float) else Settings for item in items}
         return ["a list of " + {str: "texts", int: "whole numbers", float: "numbers", Settings: "sections"}[item]]
     plain = {bool: ["true", "false"], NoneType: ["null"], str: ["text"]}
-    return plain.get(accepted.type, ["a section"])
+    return plain.get(accepted_type.type, ["a section"])
 
 
 def _describe_range(limits: tuple[Any, ...]) -> str:

@@ -74,13 +74,13 @@ def load_stages(path: Path) -> list[RunConfig]:
     return configs
 
 
-def _merge(shared: Any, own: Any) -> Any:
+def _merge(common: Any, stage: Any) -> Any:
     """Return the settings of a stage merged over the shared settings."""
-    if not isinstance(shared, dict) or not isinstance(own, dict):
-        return own
-    if "type" in own and own["type"] != shared.get("type", own["type"]):
-        return own
-    return {**shared, **{key: _merge(shared.get(key), value) for key, value in own.items()}}
+    if not isinstance(common, dict) or not isinstance(stage, dict):
+        return stage
+    if "type" in stage and stage["type"] != common.get("type", stage["type"]):
+        return stage
+    return {**common, **{key: _merge(common.get(key), value) for key, value in stage.items()}}
 
 
 def _name_folders(tree: Any, folders: Mapping[str, str]) -> Any:

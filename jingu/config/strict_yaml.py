@@ -45,11 +45,11 @@ class Origin:
 
     Attributes:
         where: `run.yaml:3`, or the text of an override.
-        written: original text of a number, boolean or null; None for other values.
+        text: original text of a number, boolean or null; None for other values.
     """
 
     where: str
-    written: str | None = None
+    text: str | None = None
 
 
 @dataclass
@@ -170,7 +170,7 @@ class _Reader:
     """Converts YAML nodes to values, and records origins and problems.
 
     Attributes:
-        seen: ids of the nodes so far, to find references.
+        node_ids: ids of the nodes so far, to find references.
         nothing: stands for a node with a problem, which has no value.
     """
 
@@ -178,7 +178,7 @@ class _Reader:
         self.name = name
         self.lines = lines
         self.document = Document()
-        self.seen: set[int] = set()
+        self.node_ids: set[int] = set()
         self.nothing = object()
 
     def where(self, node: yaml.Node) -> str:
@@ -192,10 +192,10 @@ class _Reader:
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         """Return the value of a node. A node that occurs a second time is a reference (`*name`), which is a problem."""
-        if id(node) in self.seen:
+        if id(node) in self.node_ids:
             what = "a value marked with & is used again with *."
             return self.problem(node, what, "Write the value out in both places.")
-        self.seen.add(id(node))
+        self.node_ids.add(id(node))
         self.document.origins.setdefault(path, Origin(self.where(node)))
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
@@ -243,5 +243,5 @@ class _Reader:
         except ValueError:
             what = f"{text[:40]} cannot be read as a number."
             return self.problem(node, what, "Write plain digits, and at most 4,000.")
-        self.document.origins[path] = replace(self.document.origins[path], written=text)
+        self.document.origins[path] = replace(self.document.origins[path], text=text)
         return value

@@ -131,7 +131,7 @@ def build_source(
         # The first part reads the whole corpus for its checksums; the others find them here.
         units_folder = _parts_folder(path)
         units_folder.mkdir(parents=True, exist_ok=True)
-        with _locked(units_folder):
+        with _acquire_lock(units_folder):
             identity = identify_documents(data, tokenizer, files, load_inputs(path, units_folder), mixture)
             identity.save_inputs(units_folder)
     if is_already_built(path, identity):
@@ -212,7 +212,7 @@ def _build_part(job: BuildJob, number: int, parts: int) -> tuple[DatasetManifest
     units = _parts_folder(job.path)
     units.mkdir(parents=True, exist_ok=True)
     progress = units / PROGRESS_NAME
-    with _locked(units):
+    with _acquire_lock(units):
         if progress.is_file():
             settings = json.loads(progress.read_text(encoding="utf-8"))
             fix = "Delete the folder, and build all parts again."
@@ -239,7 +239,7 @@ def _parts_folder(path: Path) -> Path:
 def _join_parts(job: BuildJob, units: Path, number: int, parts: int) -> tuple[DatasetManifest, ReadCounts] | None:
     """Write the data set if all units are encoded."""
     # Two jobs can finish at the same time.
-    with _locked(units):
+    with _acquire_lock(units):
         if is_already_built(job.path, job.identity):
             return None
         count = len(job.units)
@@ -254,7 +254,7 @@ def _join_parts(job: BuildJob, units: Path, number: int, parts: int) -> tuple[Da
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _acquire_lock(folder: Path) -> Iterator[None]:
     """Acquire the lock of the folder, waiting for other jobs."""
     lock = os.open(folder, os.O_RDONLY)
     try:

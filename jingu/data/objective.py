@@ -177,9 +177,9 @@ class SpanCorruption:
     def apply(self, batch: Batch, first: int) -> Batch:
         rows = [self.corrupt(text_L, first + row) for row, text_L in enumerate(batch.tokens.numpy())]
         source_BS, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-        corrupted = make_seq2seq_batch(EncoderInputs(source_BS), labels_BT, self.start_id)
-        corrupted.labels[(batch.labels < 0).any(1)] = IGNORE_INDEX
-        return corrupted
+        result = make_seq2seq_batch(EncoderInputs(source_BS), labels_BT, self.start_id)
+        result.labels[(batch.labels < 0).any(1)] = IGNORE_INDEX
+        return result
 
     def corrupt(self, text_L: Int64Array, sample: int) -> tuple[Int64Array, Int64Array]:
         """Return the source [S] and the target [T] of one text."""
@@ -232,7 +232,7 @@ class PromptsToAnswers:
         documents_BT = torch.full_like(batch.tokens, -1)
         weights_BT = None if batch.weights is None else torch.zeros_like(batch.weights)
         for row in range(len(source_BS)):
-            read = written = 0
+            read_start = write_start = 0
             for number, (start, length) in enumerate(_row_documents(batch, row)):
                 target_indices = (batch.labels[row, start : start + length] >= 0).nonzero()
                 if not len(target_indices):
@@ -240,18 +240,19 @@ class PromptsToAnswers:
                 # The last token of the prompt predicts the first one of the answer.
                 split = start + int(target_indices[0]) + 1
                 prompt = torch.cat([batch.tokens[row, start:split], torch.tensor([self.eos_token_id])])
-                source = slice(read, min(read + len(prompt), self.length))
-                source_BS[row, source] = prompt[: source.stop - read]
+                source = slice(read_start, min(read_start + len(prompt), self.length))
+                source_BS[row, source] = prompt[: source.stop - read_start]
                 source_documents_BS[row, source] = number
                 # The start token takes the place of the prompt.
-                old, new = slice(split - 1, start + length), slice(written, written + start + length - split + 1)
+                old = slice(split - 1, start + length)
+                new = slice(write_start, write_start + start + length - split + 1)
                 tokens_BT[row, new.start + 1 : new.stop] = batch.tokens[row, split : start + length]
                 labels_BT[row, new] = batch.labels[row, old]
-                positions_BT[row, new] = torch.arange(new.stop - written)
+                positions_BT[row, new] = torch.arange(new.stop - write_start)
                 documents_BT[row, new] = number
                 if weights_BT is not None and batch.weights is not None:
                     weights_BT[row, new] = batch.weights[row, old]
-                read, written = source.stop, new.stop
+                read_start, write_start = source.stop, new.stop
         encoder_inputs = EncoderInputs(source_BS, source_documents_BS)
         return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, weights=weights_BT, source=encoder_inputs)
 

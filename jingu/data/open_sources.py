@@ -12,23 +12,61 @@ from jingu.config.sections.data import (
     ENCODER_OBJECTIVES,
     BlockOrderSettings,
     DataSettings,
+    PreferenceSettings,
     RowSettings,
     TargetFilesSettings,
 )
 from jingu.config.sections.policies import RolloutSettings
+from jingu.config.sections.train import BatchSettings
 from jingu.data.dataset import check_tokenizer, open_dataset
+from jingu.data.dataset_manifest import SplitName
 from jingu.data.dropped_documents import load_dropped_documents
 from jingu.data.fill_in_the_middle import build_fill_in_the_middle
+from jingu.data.indexed_dataset import IndexedReader
 from jingu.data.mixture import Mixture, MixtureDataset, plan_mixture
+from jingu.data.preference_data import PreferenceDataset
 from jingu.data.row_sources import PackedDataset, WindowDataset
-from jingu.data.supervised import open_supervised
+from jingu.data.supervised import SupervisedDataset
 from jingu.data.target_files import open_target_files
 from jingu.errors import JinguError, pluralize
+from jingu.text.build_record import refuse_changes
 from jingu.text.corpus import validate_sources
+from jingu.text.identity import content_settings
 from jingu.text.tokenizer import Tokenizer
 
 # Text repeated more often teaches little more (Muennighoff et al., "Scaling Data-Constrained Language Models", 2023).
 MAX_USEFUL_EPOCHS = 4
+
+
+def open_supervised(
+    path: Path, split: SplitName, objective: RowSettings, batch: BatchSettings, seed: int
+) -> SupervisedDataset:
+    """Open a data set that `jingu tune prepare` or `jingu align prepare` made in `path`.
+
+    Raises:
+        JinguError: it is missing, or was made with other settings.
+    """
+    dataset = open_dataset(path, split, build_command=objective.BUILD_COMMAND)
+    stored_settings = dataset.manifest.settings
+    old = {
+        **stored_settings.get("objective", {"type": "causal"}),
+        "sequence_length": stored_settings.get("sequence_length"),
+    }
+    new = {**content_settings(objective), "sequence_length": batch.sequence_length}
+    fix = f"Delete the folder and run `jingu {objective.BUILD_COMMAND}`, or set data.path to another folder."
+    refuse_changes(old, new, "the data set here was made", path, fix)
+    weights = [IndexedReader(path / entry.name).storage for entry in dataset.manifest.split(split).sidecars]
+    # Validation reads every row once, in any order, for which packing is fastest. But some preference tasks read one
+    # answer per row.
+    is_preference = isinstance(objective, PreferenceSettings)
+    is_packed = objective.packing == "packed" or (split == "validation" and not is_preference)
+    group_size = None
+    if objective.packing == "group_by_length" and not is_packed:
+        group_size = batch.global_batch_size
+    dataset_type = PreferenceDataset if is_preference else SupervisedDataset
+    return dataset_type(
+        dataset, batch.sequence_length, seed, replace(dataset, shards=weights, vocab_size=0), is_packed, group_size
+    )
 
 
 def open_sources(config: RunConfig, tokenizer: Tokenizer) -> MixtureDataset:

@@ -154,9 +154,9 @@ def build_target_files_objective(
     return TargetFilesObjective(source, settings.target_length, tuple(sentinel_ids), tokenizer.decoder_start_token_id)
 
 
-def _missing_sentinels_error(needed: int, existing: int) -> JinguError:
+def _missing_sentinels_error(count: int, existing: int) -> JinguError:
     return JinguError(
-        f"a sample needs {pluralize(needed, 'sentinel')}, but the tokenizer has {existing:,} by that name.",
+        f"a sample needs {pluralize(count, 'sentinel')}, but the tokenizer has {existing:,} by that name.",
         where="data.objective.sentinel",
         fix="Use shorter sequences, or name the sentinels as the tokenizer does, with N for the number.",
     )

@@ -196,11 +196,6 @@ def apply_steps(steps: Sequence[Options], answers: Sequence[Any], row: Mapping[s
     return results
 
 
-def apply_filter(steps: Sequence[Options], answers: Sequence[str], row: Mapping[str, Any]) -> Any:
-    """Return the first answer that a filter gives for a document."""
-    return first_of(apply_steps(steps, answers, row))
-
-
 def first_of(results: Sequence[Any]) -> Any:
     """Return the first answer of a filter; an empty text if it gives none."""
     return results[0] if results else ""

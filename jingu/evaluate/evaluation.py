@@ -66,7 +66,7 @@ def prepare_task(task: TaskSettings, num_shots: int | None = None, limit: int | 
     return PreparedTask(task, data, samples, count, clusters)
 
 
-def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> PreparedTask:
+def apply_chat_template(prepared_task: PreparedTask, template: ChatTemplate) -> PreparedTask:
     """Return a task whose prompts are messages: the description as the system message, then the shots as turns of user
     and assistant, then the question.
 
@@ -76,12 +76,12 @@ def apply_chat_template(prepared: PreparedTask, template: ChatTemplate) -> Prepa
     Raises:
         JinguError: the template refuses a prompt.
     """
-    task = prepared.settings
-    renderer = PromptRenderer(task, prepared.data, prepared.num_shots, template)
-    samples = renderer.render_all(len(prepared.samples))
+    task = prepared_task.settings
+    renderer = PromptRenderer(task, prepared_task.data, prepared_task.num_shots, template)
+    samples = renderer.render_all(len(prepared_task.samples))
     if renderer.refusals:
         print(f"{task.task}: the description is left out of the prompts: {renderer.refusals[0]}", file=sys.stderr)
-    return replace(prepared, samples=samples)
+    return replace(prepared_task, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class TaskResult:
     precision: str = ""
 
 
-def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
+def evaluate_task(prepared_task: PreparedTask, scorer: Scorer) -> TaskResult:
     """Return the results of a model on a task."""
-    task = prepared.settings
+    task = prepared_task.settings
     counts_before = dict(scorer.counts)
     records: list[dict[str, Any]] = []
-    for sample, answers in zip(prepared.samples, _answer(prepared, scorer), strict=True):
+    for sample, answers in zip(prepared_task.samples, _answer(prepared_task, scorer), strict=True):
         sample_values: dict[str, Any] = {}
         for name, steps in filters_of(task).items():
             filtered_answers = answers
@@ -130,7 +130,7 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
             {
                 "index": sample.index,
                 "hash": fingerprint_of([sample.index, sample.row]),
-                "cluster": prepared.clusters and prepared.clusters[len(records)],
+                "cluster": prepared_task.clusters and prepared_task.clusters[len(records)],
                 "pairs": sample.pairs,
                 "gold": sample.gold,
                 "answers": [asdict(answer) for answer in answers],
@@ -139,8 +139,8 @@ def evaluate_task(prepared: PreparedTask, scorer: Scorer) -> TaskResult:
         )
     metrics = aggregate_records(records, task_metrics.metrics_of(task))
     counts = {what: count - counts_before[what] for what, count in scorer.counts.items()}
-    counts["left_out"] = len(prepared.data.rows) - len(records) + prepared.data.num_left_out
-    return TaskResult(prepared, metrics, records, counts)
+    counts["left_out"] = len(prepared_task.data.rows) - len(records) + prepared_task.data.num_left_out
+    return TaskResult(prepared_task, metrics, records, counts)
 
 
 def aggregate_records(records: Sequence[Mapping[str, Any]], metric_list: Sequence[Options]) -> dict[str, MetricResult]:
@@ -164,10 +164,10 @@ def aggregate_records(records: Sequence[Mapping[str, Any]], metric_list: Sequenc
     return results
 
 
-def _answer(prepared: PreparedTask, scorer: Scorer) -> list[list[Answer]]:
+def _answer(prepared_task: PreparedTask, scorer: Scorer) -> list[list[Answer]]:
     """Return the answers of each sample."""
-    task = prepared.settings
-    samples = prepared.samples
+    task = prepared_task.settings
+    samples = prepared_task.samples
     if task.output_type == "generate_until":
         contexts = [sample.pairs[0][0] for sample in samples]
         return scorer.generate(contexts, generation_request(task), task.repeats)

@@ -115,7 +115,7 @@ class NearCopyTable:
         for shift in (0, 1):
             passages = owners * len(words) + (positions + shift * lengths) // (2 * lengths)
             distinct = np.unique(passages * len(self.hashes) + numbers) // len(self.hashes)
-            keys, shared = np.unique(distinct, return_counts=True)
+            keys, frequencies = np.unique(distinct, return_counts=True)
             texts = keys // len(words)
-            similar = np.union1d(similar, texts[shared >= enough[texts]])
+            similar = np.union1d(similar, texts[frequencies >= enough[texts]])
         return set(self.rows[similar].tolist())

@@ -34,13 +34,13 @@ CHUNK_SIZE = 256
 _DEFAULT_MAX_TOKENS = 256
 
 
-def model_fingerprint(stored: StoredModel, tokenizer: Tokenizer, computes: str) -> str:
+def model_fingerprint(model: StoredModel, tokenizer: Tokenizer, computes: str) -> str:
     """Return a hash (32 hex digits) of a model's weights, spec and tokenizer, and of its dtype and device."""
-    parts = [stored.spec.to_json(), tokenizer.fingerprint(), computes, stored.is_prefix_lm, stored.eos_token_ids]
+    parts = [model.spec.to_json(), tokenizer.fingerprint(), computes, model.is_prefix_lm, model.eos_token_ids]
     hasher = xxhash.xxh3_128(json.dumps(parts).encode())
-    for name in sorted(parameter_shapes(stored.spec)):
+    for name in sorted(parameter_shapes(model.spec)):
         hasher.update(name.encode())
-        hasher.update(stored.read(name).contiguous().flatten().view(torch.uint8).numpy().data)
+        hasher.update(model.read(name).contiguous().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
@@ -130,13 +130,13 @@ def check_continuations_fit(
             raise task.error(what, "Leave that document out, or use a model with a longer context.")
 
 
-def evaluation_precision(precision: Precision, stored: StoredModel) -> Precision:
+def evaluation_precision(precision: Precision, model: StoredModel) -> Precision:
     """Return the precision of an evaluation: by default the type in which most weights are stored, so that a score
     does not depend on the machine. Types other than bf16 are computed in fp32, which contains them; so are runs, whose
     master weights are in fp32."""
     if precision != "auto":
         return precision
-    return "bf16" if stored.dtype == torch.bfloat16 else "fp32"
+    return "bf16" if model.dtype == torch.bfloat16 else "fp32"
 
 
 def precision_name(precision: Precision, dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ from jingu.text.tokenizer import Tokenizer
 TASKS_PREFIX = "tasks/"
 
 
-def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str, float]:
+def compute_smooth_measures(prepared_task: PreparedTask, scorer: Scorer) -> dict[str, float]:
     """Return measures of a model on a task, each with its standard error as `NAME_stderr`.
 
     `bits_per_byte` is of the right answer, or of the whole text. With choices there are three more: `margin`, the bits
@@ -33,10 +33,10 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
     all; `acc`, with `chance`, which guessing reaches.
     """
     # 1. Score the right answer and the other choices.
-    task = prepared.settings
-    pairs = [scored_pairs(task, sample) for sample in prepared.samples]
+    task = prepared_task.settings
+    pairs = [scored_pairs(task, sample) for sample in prepared_task.samples]
     has_choices = task.output_type == "multiple_choice"
-    gold = [sample.gold[0] if has_choices else 0 for sample in prepared.samples]
+    gold = [sample.gold[0] if has_choices else 0 for sample in prepared_task.samples]
     if task.output_type == "loglikelihood_rolling":
         answers = iter(scorer.score_texts([group[0][1] for group in pairs]))
     else:
@@ -47,7 +47,7 @@ def compute_smooth_measures(prepared: PreparedTask, scorer: Scorer) -> dict[str,
     sizes = [np.array([max(count_bytes(text), 1) for _, text in group]) for group in pairs]
     gold_bits = np.array([values[number] for values, number in zip(bits, gold, strict=True)])
     gold_sizes = np.array([values[number] for values, number in zip(sizes, gold, strict=True)], np.float64)
-    clusters = prepared.clusters
+    clusters = prepared_task.clusters
     measures = {
         "bits_per_byte": float(gold_bits.sum() / gold_sizes.sum()),
         "bits_per_byte_stderr": statistics.ratio_stderr(gold_bits, gold_sizes, clusters),
@@ -81,16 +81,16 @@ def scored_pairs(task: TaskSettings, sample: EvaluationSample) -> Sequence[tuple
     return sample.pairs[: max(len(sample.choices), 1)]
 
 
-def check_answers_fit(prepared: PreparedTask, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+def check_answers_fit(prepared_task: PreparedTask, tokenizer: Tokenizer, spec: ModelSpec) -> None:
     """Raise JinguError if an answer of a task is longer than the model's context."""
-    if prepared.settings.output_type == "loglikelihood_rolling":
+    if prepared_task.settings.output_type == "loglikelihood_rolling":
         return
     room = spec.max_position_embeddings - spec.prompts[0]
-    texts = {text for sample in prepared.samples for _, text in scored_pairs(prepared.settings, sample)}
+    texts = {text for sample in prepared_task.samples for _, text in scored_pairs(prepared_task.settings, sample)}
     longest = max(len(tokenizer.encode(text)) for text in texts)
     if longest > room:
         what = f"it has an answer of {longest} tokens, and the model's context is {room}."
-        raise prepared.settings.error(what, "Leave it out of evaluation.tasks, or use a longer context.")
+        raise prepared_task.settings.error(what, "Leave it out of evaluation.tasks, or use a longer context.")
 
 
 def _mean(name: str, values: Array, clusters: Clusters) -> dict[str, float]:

@@ -233,9 +233,9 @@ class FunctionReference:
     file: Path
     name: str
 
-    def load(self, trusted: frozenset[Path], task_file: Path) -> Any:
+    def load(self, trusted_files: frozenset[Path], task_file: Path) -> Any:
         """Import the function. Raise JinguError unless its file is trusted."""
-        if self.file.resolve() not in trusted:
+        if self.file.resolve() not in trusted_files:
             fix = f"Read that code. If you trust it, add --trust {self.file}."
             raise JinguError(f"this task runs code ({self.name} of {self.file.name}).", where=task_file, fix=fix)
         names = _import_names(self.file)
@@ -321,8 +321,8 @@ def find_task_files(file: Path) -> list[Path]:
         if current in files:
             continue
         files[current] = None
-        settings, included = _parse_yaml(current)
-        pending += included
+        settings, includes = _parse_yaml(current)
+        pending += includes
         for reference in _find_references(settings):
             if reference.file.is_file():
                 files |= dict.fromkeys(find_code_files(reference.file))
@@ -357,11 +357,11 @@ def _parse_yaml(file: Path) -> tuple[Options, list[Path]]:
         # A plain on, off, yes or no is a boolean.
         what = f"the task file has a key that YAML reads as {wrong[0]!r}, not as text."
         raise JinguError(what, where=file, fix="Remove it, or correct it.")
-    included = settings.pop("include", None) or []
-    names = [included] if isinstance(included, str) else included
+    includes = settings.pop("include", None) or []
+    names = [includes] if isinstance(includes, str) else includes
     if not _are_texts(names) or not all(Path(name).name for name in names):
         fix = "Name a file, or a list of files."
-        raise JinguError(f"the task file includes {included!r}, which is no file.", where=file, fix=fix)
+        raise JinguError(f"the task file includes {includes!r}, which is no file.", where=file, fix=fix)
     paths = []
     for name in names:
         beside = file.parent / name
@@ -384,7 +384,7 @@ class TaskIndex:
 
     def __init__(self, folders: Sequence[Path] = (), trusted: Sequence[Path] = ()) -> None:
         self._folders = [*folders, CATALOGUE]
-        self._trusted = frozenset(path.resolve() for path in trusted)
+        self._trusted_files = frozenset(path.resolve() for path in trusted)
         self.tasks: dict[str, TaskSettings] = {}
         self.groups: dict[str, TaskGroup] = {}
         # The groups that are being loaded, each a member of the one before it.
@@ -475,7 +475,7 @@ class TaskIndex:
         if isinstance(settings.get("task"), list) or "group" in settings:
             return self._add_group(settings, file)
         try:
-            task = TaskSettings.model_validate({**_load_functions(settings, self._trusted, file), "file": file})
+            task = TaskSettings.model_validate({**_load_functions(settings, self._trusted_files, file), "file": file})
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
             fix = "Correct the task file; jingu reads the harness's keys for text."
@@ -524,10 +524,10 @@ class TaskIndex:
         return self._add(base | member, file)
 
 
-def _load_functions(value: Any, trusted: frozenset[Path], file: Path) -> Any:
+def _load_functions(value: Any, trusted_files: frozenset[Path], file: Path) -> Any:
     """Replace references to functions with the functions themselves."""
     if isinstance(value, dict):
-        return {key: _load_functions(item, trusted, file) for key, item in value.items()}
+        return {key: _load_functions(item, trusted_files, file) for key, item in value.items()}
     if isinstance(value, list):
-        return [_load_functions(item, trusted, file) for item in value]
-    return value.load(trusted, file) if isinstance(value, FunctionReference) else value
+        return [_load_functions(item, trusted_files, file) for item in value]
+    return value.load(trusted_files, file) if isinstance(value, FunctionReference) else value

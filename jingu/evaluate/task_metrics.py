@@ -413,12 +413,14 @@ def _check_aggregation(task: TaskSettings, metric: Options) -> None:
     # What a task's own metric gives is known only when it runs.
     if callable(name):
         return
-    given, read = (_KINDS.get(key, "numbers") for key in (name, aggregation))
-    if given != read or (aggregation in CORPUS_METRICS and aggregation != name):
+    result_kind, read = (_KINDS.get(key, "numbers") for key in (name, aggregation))
+    if result_kind != read or (aggregation in CORPUS_METRICS and aggregation != name):
         fits = [
-            key for key in known_names if _KINDS.get(key, "numbers") == given and (key in AGGREGATIONS or key == name)
+            key
+            for key in known_names
+            if _KINDS.get(key, "numbers") == result_kind and (key in AGGREGATIONS or key == name)
         ]
-        what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {given}."
+        what = f"the aggregation {aggregation} does not fit the metric {name}, which gives {result_kind}."
         raise task.error(what, f"Leave it out, or use {join_words(fits)}.")
 
 

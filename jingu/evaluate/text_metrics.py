@@ -65,8 +65,8 @@ def normalize_squad(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def _f1_of(overlap: int, gold: int, predicted: int) -> float:
-    return 2 * overlap / (gold + predicted) if overlap else 0.0
+def _f1_of(overlap: int, gold: int, guess: int) -> float:
+    return 2 * overlap / (gold + guess) if overlap else 0.0
 
 
 def squad_f1(gold: str, text: str) -> float:

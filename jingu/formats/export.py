@@ -20,6 +20,7 @@ from jingu.checkpoint.shards import DTYPE_NAMES, has_nan_or_infinity, tensor_byt
 from jingu.errors import JinguError
 from jingu.formats.description import build_config, special_token_ids
 from jingu.formats.huggingface import INDEX, WEIGHTS, write_json
+from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.models import open_model
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.quantized_forms import FORMS, Form, QuantizedDtype, choose_form
@@ -51,11 +52,20 @@ def convert(model: Path, to: Path, dtype: str = "auto", check: bool = False) -> 
     Raises:
         JinguError: the model cannot be read or has no tokenizer, `to` is not empty, or the check fails.
     """
-    write_model(open_model(model), to, dtype, check)
+    convert_calibrated(model, to, dtype, check, None)
+
+
+def convert_calibrated(model: Path, to: Path, dtype: str, check: bool, calibrate: Path | None) -> None:
+    """Write a model as `convert` does.
+
+    Args:
+        calibrate: file of a text, whose tokens tell how important the columns of quantized matrices are.
+    """
+    write_model(open_model(model), to, dtype, check, calibrate)
     copy_provenance(model, to)
 
 
-def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
+def write_model(model: StoredModel, to: Path, dtype: str, check: bool, calibrate: Path | None = None) -> None:
     """Write an open model as a Hugging Face folder, and print its path. Arguments and errors: as for `convert`."""
     if model.spec.adapter is not None:
         raise JinguError(
@@ -65,7 +75,11 @@ def write_model(model: StoredModel, to: Path, dtype: str, check: bool) -> None:
         )
     torch_dtype = DTYPES.get(dtype, model.dtype)
     form = dtype if dtype in FORMS else None
-    stored_dtype = torch_dtype if form is None else QuantizedDtype(form, torch_dtype)
+    stored_dtype: torch.dtype | QuantizedDtype = torch_dtype
+    if form is not None:
+        _require_empty(to)
+        importance = None if calibrate is None else measure_importance(model, calibrate)
+        stored_dtype = QuantizedDtype(form, torch_dtype, importance)
     family = export_hf(model.spec, model.read, model.tokenizer(), to, stored_dtype, source=model, check=check)
     architecture = family.classifier if model.spec.score_head else family.architectures[0]
     loaders = f"transformers loads it as {architecture}"
@@ -138,8 +152,9 @@ def export_hf(
     # Without a generation config, transformers takes these settings from the config.
     if generation_config is None and "model_type" not in source_config:
         generation_config = source_config
+    # This refuses what the family's config cannot express.
+    config = build_config(spec, source_config, dtype if isinstance(dtype, torch.dtype) else dtype.scales)
     plan = _plan_weights(spec, dtype)
-    config = build_config(spec, source_config, plan.dtype)
     if plan.form is not None:
         config |= {"quantization_config": plan.form.config(plan.plain_modules)}
     with create_folder_atomically(to) as folder:
@@ -184,6 +199,7 @@ class _WeightPlan:
         form: form of the quantized matrices; None: there are none.
         matrices: names of the quantized matrices.
         plain_modules: modules with a matrix that is not quantized, apart from embeddings.
+        importance: of the columns of the matrices, if it was measured.
     """
 
     mappings: Sequence[TensorMapping]
@@ -191,6 +207,7 @@ class _WeightPlan:
     form: Form | None = None
     matrices: frozenset[str] = frozenset()
     plain_modules: Sequence[str] = ()
+    importance: Importance | None = None
 
     def layout(self, mapping: TensorMapping) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return dtype and shape of the stored tensors of one of Hugging Face's, by name."""
@@ -199,6 +216,11 @@ class _WeightPlan:
         parts = self.form.layout(mapping.shape, self.dtype)
         module = mapping.hf_name.removesuffix("weight")
         return {f"{module}{suffix}": part for suffix, part in parts.items()}
+
+    def importance_of(self, mapping: TensorMapping) -> Tensor | None:
+        """Return the importance of the columns of a matrix, all of whose rows have the same inputs."""
+        importance = (self.importance or {}).get(next(iter(mapping.jingu_shapes)))
+        return importance if importance is None or mapping.expert is None else importance[mapping.expert]
 
     def num_bytes(self, mapping: TensorMapping) -> int:
         """Return the bytes of the stored tensors of one of Hugging Face's."""
@@ -235,7 +257,8 @@ def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _Weig
     ]
     if spec.tie_word_embeddings:
         plain.append("lm_head")
-    return _WeightPlan(mappings, dtype.scales, choose_form(dtype.form, matrices), frozenset(matrices), plain)
+    form = choose_form(dtype.form, matrices)
+    return _WeightPlan(mappings, dtype.scales, form, frozenset(matrices), plain, dtype.importance)
 
 
 def _write_weights(folder: Path, plan: _WeightPlan, read: ReadTensor, shard_bytes: int) -> list[str]:
@@ -264,7 +287,7 @@ def _write_tensor(file: FileIO, plan: _WeightPlan, mapping: TensorMapping, read:
     """Write one of Hugging Face's tensors; return whether all of its values are finite."""
     if plan.form is not None and mapping.hf_name in plan.matrices:
         weight = torch.cat([*_chunks(_hf_parts(mapping, read), plan.dtype)])
-        for part in plan.form.encode(weight).values():
+        for part in plan.form.encode(weight, plan.importance_of(mapping)).values():
             write_all(file, tensor_bytes(part.contiguous()))
         return not has_nan_or_infinity(weight)
     is_finite = True

@@ -98,7 +98,7 @@ def open_gguf(path: Path) -> StoredModel:
 
 
 def _open_weights(
-    path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], name: str, config: Metadata, expected: Shapes
+    path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], name: str, config: Metadata, hf_shapes: Shapes
 ) -> StoredWeights:
     """Open the file's tensors under Hugging Face's names. Unexpected tensors keep their GGUF names.
 
@@ -106,7 +106,7 @@ def _open_weights(
         infos: location of each tensor in the file, by its GGUF name.
         name: GGUF's name of the architecture.
         config: the model's config in Hugging Face's form, from `hf_config`.
-        expected: shapes by Hugging Face's names.
+        hf_shapes: shapes by Hugging Face's names.
     """
     permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     has_offset = ARCHITECTURES[name].get("norm_offset", False)
@@ -114,7 +114,7 @@ def _open_weights(
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
     used_names = {"rope_freqs.weight"}
-    for hf_name in expected:
+    for hf_name in hf_shapes:
         # GGUF stores the matrices of all experts in one tensor.
         expert = EXPERT_NUMBER.search(hf_name)
         gguf_name = table.get_name(EXPERT_NUMBER.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))

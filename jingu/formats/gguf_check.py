@@ -64,10 +64,10 @@ def check_gguf(file: Path, model: StoredModel, dtype: str) -> None:
     print(f"llama.cpp gives the same ids for {len(TEXTS)} texts, and log-probabilities within {difference:.1e} nats.")
 
 
-def _compare_ids(opened: Any, tokenizer: Tokenizer, file: Path) -> None:
+def _compare_ids(llama: Any, tokenizer: Tokenizer, file: Path) -> None:
     for text in TEXTS:
         expected_ids = tokenizer.encode(text)
-        ids = opened.tokenize(text.encode(), add_bos=False, special=False)
+        ids = llama.tokenize(text.encode(), add_bos=False, special=False)
         if ids != expected_ids:
             raise JinguError(
                 f"llama.cpp tokenizes {text!r} as {ids}, and jingu as {expected_ids}.",
@@ -76,13 +76,13 @@ def _compare_ids(opened: Any, tokenizer: Tokenizer, file: Path) -> None:
             )
 
 
-def _compare_logits(opened: Any, model: StoredModel, tokenizer: Tokenizer) -> float:
+def _compare_logits(llama: Any, model: StoredModel, tokenizer: Tokenizer) -> float:
     """Return the mean difference of the log-probabilities of the tokens of a text, in nats."""
     ids = [*tokenizer.prompt_prefix_ids, *(number for text in TEXTS for number in tokenizer.encode(text))]
     ids = ids[: min(500, model.spec.max_position_embeddings - 1)]
-    opened.reset()
-    opened.eval(ids)
-    theirs = torch.from_numpy(np.array(opened.scores[: len(ids)]))
+    llama.reset()
+    llama.eval(ids)
+    theirs = torch.from_numpy(np.array(llama.scores[: len(ids)]))
     decoder = load_model(model, torch.float32)
     with torch.inference_mode():
         ours = decoder.logits(decoder(Inputs(torch.tensor([ids]))))[0]

@@ -7,7 +7,8 @@ The `gguf` package names the tensors, and quantizes where it has the format; lla
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -25,22 +26,16 @@ from jingu.formats.description import build_config
 from jingu.formats.gguf import ARCHITECTURES, EXPERT_NUMBER, hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
 from jingu.formats.huggingface import find_family
+from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
+from jingu.model.components import Experts, LinearScaling, Llama3Scaling, RotaryPositions, TopKRouter, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TensorMapping
 from jingu.model.rotary import rotary_frequencies
-from jingu.model.spec import (
-    Experts,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RotaryPositions,
-    TopKRouter,
-    YarnScaling,
-    rotary_dim,
-)
+from jingu.model.spec import ModelSpec, rotary_dim
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
+from jingu.runtime.log import log_info
 from jingu.tables import flatten
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_metadata import tokenizer_metadata
@@ -57,6 +52,8 @@ LLAMA_CPP_TYPES = {
     "q4_k_s": "MOSTLY_Q4_K_S", "q3_k_m": "MOSTLY_Q3_K_M", "q2_k": "MOSTLY_Q2_K", "iq4_nl": "MOSTLY_IQ4_NL",
     "iq4_xs": "MOSTLY_IQ4_XS",
 }  # fmt: skip
+# Elements of a row that share scales in llama.cpp's types, apart from iq4_nl.
+_SUPERBLOCK = 256
 # The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
 _FP32_NAMES = ("ffn_gate_inp.weight",)
 
@@ -85,13 +82,16 @@ class _OutputTensor:
     read: Callable[[], Iterator[Tensor]]
 
 
-def export_gguf(model: StoredModel, to: Path, dtype: str = "auto", check: bool = False) -> None:
+def export_gguf(
+    model: StoredModel, to: Path, dtype: str = "auto", check: bool = False, calibrate: Path | None = None
+) -> None:
     """Write a model as a GGUF file, and a Modelfile for Ollama beside it. Both are complete or not written at all.
 
     Args:
         dtype: a key of `PACKAGE_TYPES` or `LLAMA_CPP_TYPES`; auto: the dtype of most stored weights.
         check: whether llama.cpp opens the file, and its token ids and log-probabilities are compared with jingu's. A
             file that differs is not kept.
+        calibrate: file of a text, from which the importance matrix of llama.cpp's types is computed.
 
     Raises:
         JinguError: the file exists, a package is missing, the check fails, or llama.cpp has no such model, tokenizer or
@@ -108,14 +108,22 @@ def export_gguf(model: StoredModel, to: Path, dtype: str = "auto", check: bool =
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
     metadata |= _end_tokens(model, tokenizer)
     fp32 = library.GGMLQuantizationType.F32
-    names = [tensor.name for tensor in _output_tensors(spec, name, model, fp32, library, to)]
-    _check_round_trip(spec, name, metadata, names, to)
+    tensors = _output_tensors(spec, name, model, fp32, library, to)
+    _check_round_trip(spec, name, metadata, [tensor.name for tensor in tensors], to)
+    odd_matrices = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.shape[-1] % _SUPERBLOCK]
+    if odd_matrices and dtype in LLAMA_CPP_TYPES and dtype != "iq4_nl":
+        log_info(
+            f"{to}: {len(odd_matrices)} matrices get another type than {dtype}, which llama.cpp chooses, because their "
+            f"rows have no multiple of {_SUPERBLOCK} elements (such as {odd_matrices[0].name})."
+        )
     try:
         with _partial_file(to) as partial:
             if dtype in PACKAGE_TYPES:
                 _write_file(partial, spec, name, model, metadata, PACKAGE_TYPES[dtype], library)
             else:
-                _quantize_with_llama_cpp(partial, to, dtype, lambda file: _write_file(
+                importance = {} if calibrate is None else measure_importance(model, calibrate)
+                by_gguf_name = _importance_by_gguf_name(spec, name, importance, library, to)
+                _quantize_with_llama_cpp(partial, to, dtype, by_gguf_name, lambda file: _write_file(
                     file, spec, name, model, metadata, "F16", library
                 ))  # fmt: skip
             if check:
@@ -183,7 +191,7 @@ def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], name
     if differing:
         key = differing[0]
         values = " instead of ".join(str(each.get(key)) for each in reversed(both))
-        raise _unsupported(f"this model: it would have {key} = {values}", to)
+        raise _refuse_model(f"this model: it would have {key} = {values}", to)
 
 
 def _numbers(spec: ModelSpec) -> dict[str, Any]:
@@ -214,11 +222,11 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
     if name != "gpt2":
         size = spec.attention.head_dim
-        rotated = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
-        values |= {"rope.dimension_count": rotated, "attention.key_length": size, "attention.value_length": size}
+        rope_dims = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
+        values |= {"rope.dimension_count": rope_dims, "attention.key_length": size, "attention.value_length": size}
     if "rope.freq_base_swa" in keys.values():
-        windowed = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
-        bases = [float(place.theta) for place in windowed if isinstance(place, RotaryPositions)]
+        window_positions = [layer.position for layer in spec.layers if layer.attention.sliding_window is not None]
+        bases = [float(place.theta) for place in window_positions if isinstance(place, RotaryPositions)]
         if bases:
             values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
@@ -242,18 +250,18 @@ def _scaling_metadata(spec: ModelSpec, to: Path) -> dict[str, Any]:
         usual = 0.1 * np.log(scaling.factor) + 1
         is_usual = abs(scaling.attention_factor - usual) < 1e-6 and (scaling.beta_fast, scaling.beta_slow) == (32, 1)
         if not is_usual or not scaling.truncate:
-            raise _unsupported("this variant of YaRN", to)
+            raise _refuse_model("this variant of YaRN", to)
         values |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(scaling.factor),
             "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
         }
     elif scaling is not None and not isinstance(scaling, Llama3Scaling):
-        raise _unsupported(f"rotary scaling of the type {scaling.type}", to)
+        raise _refuse_model(f"rotary scaling of the type {scaling.type}", to)
     return values
 
 
-def _unsupported(what: str, to: Path) -> JinguError:
+def _refuse_model(what: str, to: Path) -> JinguError:
     fix = "Export the model as a Hugging Face folder (--to FOLDER)."
     return JinguError(f"llama.cpp does not compute {what}.", where=to, fix=fix)
 
@@ -320,20 +328,38 @@ def _add_value(writer: Any, key: str, value: Any, library: ModuleType) -> None:
         writer.add_key_value(key, str(value), types.STRING)
 
 
-def _output_tensors(
-    spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType, to: Path
-) -> list[_OutputTensor]:
-    """Return the tensors of the file in the order of the model's. Raises JinguError if llama.cpp lacks one."""
+def _mappings_by_gguf_name(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> dict[str, list[TensorMapping]]:
+    """Return the mappings of each tensor of the file: several for the matrices of all experts."""
     number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
     names = library.get_tensor_name_map(number, spec.num_layers)
-    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
-    # Mappings by GGUF's name: several for the matrices of all experts.
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in map_tensors(spec):
         gguf_name = names.get_name(EXPERT_NUMBER.sub(".experts.", mapping.hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise _unsupported(f"models of this architecture with {mapping.hf_name}", to)
+            raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
         groups.setdefault(gguf_name, []).append(mapping)
+    return groups
+
+
+def _importance_by_gguf_name(
+    spec: ModelSpec, name: str, importance: Importance, library: ModuleType, to: Path
+) -> dict[str, Tensor]:
+    """Return the importance of the columns of each matrix, those of all experts one after the other."""
+    groups = _mappings_by_gguf_name(spec, name, library, to)
+    first_names = {gguf_name: next(iter(group[0].jingu_shapes)) for gguf_name, group in groups.items()}
+    return {
+        gguf_name: importance[first].flatten().contiguous()
+        for gguf_name, first in first_names.items()
+        if first in importance
+    }
+
+
+def _output_tensors(
+    spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType, to: Path
+) -> list[_OutputTensor]:
+    """Return the tensors of the file in the order of the model's. Raises JinguError if llama.cpp lacks one."""
+    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
+    groups = _mappings_by_gguf_name(spec, name, library, to)
     tensors = []
     for gguf_name, group in groups.items():
         hf_name = group[0].hf_name
@@ -421,8 +447,13 @@ def _quantize(tensor: _OutputTensor, library: ModuleType) -> Any:
 # k-quants
 
 
-def _quantize_with_llama_cpp(partial: Path, to: Path, dtype: str, write: Callable[[Path], None]) -> None:
+def _quantize_with_llama_cpp(
+    partial: Path, to: Path, dtype: str, importance: Mapping[str, Tensor], write: Callable[[Path], None]
+) -> None:
     """Write a temporary file in fp16, and let llama.cpp quantize it.
+
+    Args:
+        importance: of the columns of matrices by GGUF's names; empty: all are equally important.
 
     Raises:
         JinguError: llama.cpp is not installed, or refuses the file.
@@ -431,8 +462,18 @@ def _quantize_with_llama_cpp(partial: Path, to: Path, dtype: str, write: Callabl
     source = partial.with_suffix(".fp16")
     try:
         write(source)
+        # llama.cpp reports each tensor. Its levels are not those of the package, which takes warnings for errors.
+        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
         parameters = library.llama_model_quantize_default_params()
         parameters.ftype = getattr(library, f"LLAMA_FTYPE_{LLAMA_CPP_TYPES[dtype]}")
+        if importance:
+            entries = [
+                (key.encode(), ctypes.cast(values.data_ptr(), ctypes.POINTER(ctypes.c_float)), values.numel())
+                for key, values in importance.items()
+            ]
+            # An entry without a name ends the list.
+            matrix = (library.llama_model_imatrix_data * (len(entries) + 1))(*entries)
+            parameters.imatrix = matrix
         code = library.llama_model_quantize(str(source).encode(), str(partial).encode(), ctypes.byref(parameters))
     finally:
         source.unlink(missing_ok=True)

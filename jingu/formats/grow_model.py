@@ -85,14 +85,14 @@ def grow_model(model: Path, to: Path, growth: GrowthOptions, dtype: str = "auto"
     print(f"It has {after.total:,} parameters ({after.active:,} active); {model} has {before.total:,}.")
 
 
-def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> tuple[StoredModel, LazyModel]:
+def _grow_vocab(source: StoredModel, folder: Path | None, rows: int | None) -> tuple[StoredModel, LazyModel]:
     """Return the model with its new tokenizer and special token ids, and its weights for the new vocabulary.
 
     Args:
         folder: the new tokenizer; None: only rows are added.
         rows: rows of the new embedding; None: as many as the tokenizer has ids.
     """
-    old_rows = stored.spec.vocab_size
+    old_rows = source.spec.vocab_size
     if folder is None:
         assert rows is not None
         if rows <= old_rows:
@@ -101,9 +101,9 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
             )
         # For each new row, the old rows whose mean it is; an empty list stands for all old rows.
         old_rows_of: list[list[int]] = [[row] for row in range(old_rows)] + [[]] * (rows - old_rows)
-        return stored, replace_vocab(LazyModel(stored.spec, stored.read), old_rows_of)
+        return source, replace_vocab(LazyModel(source.spec, source.read), old_rows_of)
     new = Tokenizer.load(folder)
-    old = Tokenizer.load(stored.tokenizer())
+    old = Tokenizer.load(source.tokenizer())
     if rows is not None and rows < new.vocab_size:
         raise JinguError(
             f"the tokenizer has {new.vocab_size:,} tokens.", where="--vocab-size", fix="Give as many or more."
@@ -113,17 +113,17 @@ def _grow_vocab(stored: StoredModel, folder: Path | None, rows: int | None) -> t
     new_tokens = new.vocab()
     new_ids = {old_id: new_tokens[token] for token, old_id in old.vocab().items() if token in new_tokens}
     new_ids[old.eos_token_id] = new.eos_token_id
-    generation_config = stored.generation_config
-    stored = replace(
-        stored,
+    generation_config = source.generation_config
+    source = replace(
+        source,
         tokenizer_folder=folder,
-        config=_translate_ids(stored.config, new_ids),
+        config=_translate_ids(source.config, new_ids),
         generation_config=None if generation_config is None else _translate_ids(generation_config, new_ids),
         chat_templates=None,
     )
     num_copied = sum(len(ids) == 1 for ids in old_rows_of)
     print(f"{num_copied:,} of {new.vocab_size:,} tokens keep their rows; the others start as means.")
-    return stored, replace_vocab(LazyModel(stored.spec, stored.read), old_rows_of)
+    return source, replace_vocab(LazyModel(source.spec, source.read), old_rows_of)
 
 
 def _translate_ids(settings: Mapping[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def _translate_ids(settings: Mapping[str, Any], new_ids: Mapping[int, int]) -> d
         settings: a config or a generation config; keys that are no token ids are copied.
         new_ids: new id by old id.
     """
-    translated = {}
+    result = {}
     for key, value in settings.items():
         if not key.endswith(("_token_id", "suppress_tokens")) or value is None:
-            translated[key] = value
+            result[key] = value
         elif isinstance(value, list):
             ids = [new_ids[token_id] for token_id in value if token_id in new_ids]
-            translated |= {key: ids} if ids else {}
+            result |= {key: ids} if ids else {}
         elif value in new_ids:
-            translated[key] = new_ids[value]
-    return translated
+            result[key] = new_ids[value]
+    return result

@@ -214,13 +214,13 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
 
 
 def _open_weights(
-    folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, expected: Shapes
+    folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, shapes: Shapes
 ) -> StoredWeights:
     """Open the weight files of a Hugging Face folder. Quantized matrices are dequantized as they are read.
 
     Args:
         is_part: whether the model is the decoder of a composite model.
-        expected: shapes by Hugging Face's names.
+        shapes: shapes by Hugging Face's names.
     """
     # Rows and columns of an FP8 block, which shares a scale. Without them, the scales divide a matrix evenly.
     quantization = config.get("quantization_config") or {}
@@ -228,11 +228,11 @@ def _open_weights(
     files = _weight_files(folder, config.get("transformers_weights"))
     tensors = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
     if is_part:
-        tensors, omitted = decoder_tensors(tensors)
-        modules = sorted({key.removeprefix("model.").partition(".")[0] for key in omitted})
+        tensors, left_out = decoder_tensors(tensors)
+        modules = sorted({key.removeprefix("model.").partition(".")[0] for key in left_out})
         log_info(f"{folder}: only the decoder is read, without {', '.join(modules) or 'other parts'}.")
     tensors, readers = _take_quantized(tensors, quantization)
-    tensors = divide_experts(tensors, expected)
+    tensors = divide_experts(tensors, shapes)
     by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
     scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
     scales = set(scale_keys.values())
@@ -240,7 +240,7 @@ def _open_weights(
         if key in scales or key.endswith(_INPUT_SCALES):
             continue
         old = next((prefix for prefix in family.renamed if key.startswith(prefix)), None)
-        name = _hf_name(key if old is None else family.renamed[old] + key.removeprefix(old), family.base, expected)
+        name = _hf_name(key if old is None else family.renamed[old] + key.removeprefix(old), family.base, shapes)
         if name in by_name:
             raise JinguError(
                 f"{name} is stored twice, as {by_name[name][1]} and as {key}.",
@@ -248,9 +248,9 @@ def _open_weights(
                 fix="Delete one of the two from the files.",
             )
         # A reward model has no head, but some files contain it.
-        if name in expected or not name.endswith((*family.ignored, "lm_head.weight")):
+        if name in shapes or not name.endswith((*family.ignored, "lm_head.weight")):
             by_name[name] = tensor
-    _check_wrappers(by_name, expected, family.base, folder)
+    _check_wrappers(by_name, shapes, family.base, folder)
 
     def read(name: str) -> Tensor:
         path, key, location = by_name[name]
@@ -316,7 +316,7 @@ def _read_quantized(parts: Mapping[str, Stored], block: tuple[int, int] | None) 
         raise JinguError(error.what, where=f"{path}, {key}", fix=error.fix) from error
 
 
-def _hf_name(key: str, base: str, expected: Collection[str]) -> str:
+def _hf_name(key: str, base: str, names: Collection[str]) -> str:
     """Return the name in the model of a stored tensor. As in transformers, the prefix of the body may be missing, or be
     there once too often.
 
@@ -324,28 +324,28 @@ def _hf_name(key: str, base: str, expected: Collection[str]) -> str:
 
     Args:
         base: that prefix, such as `model.`.
-        expected: names of the model's tensors.
+        names: names of the model's tensors.
     """
-    if key in expected or not base:
+    if key in names or not base:
         return key
     shorter = key.removeprefix(base)
-    return shorter if shorter in expected else (base + key if base + key in expected else key)
+    return shorter if shorter in names else (base + key if base + key in names else key)
 
 
-def _check_wrappers(stored: Collection[str], expected: Collection[str], base: str, where: Path) -> None:
+def _check_wrappers(file_names: Collection[str], model_names: Collection[str], base: str, where: Path) -> None:
     """Raise JinguError if missing tensors are there under the names that they have in something around the model.
 
     transformers does not read such names either, and starts from random weights.
     """
-    missing = set(expected) - set(stored)
-    for key in stored:
-        if key in expected:
+    missing = set(model_names) - set(file_names)
+    for key in file_names:
+        if key in model_names:
             continue
         parts = key.split(".")
         wrapper = next((part for part in parts if part in _WRAPPERS), None)
         # peft has `base_model.model.` around a model that may have a module `model` itself.
         plain = [part for part in parts if part not in _WRAPPERS]
-        names = {_hf_name(".".join(name), base, expected) for name in (plain, plain[1:])}
+        names = {_hf_name(".".join(name), base, model_names) for name in (plain, plain[1:])}
         if wrapper is not None and (names & missing or _WRAPPERS[wrapper] == "peft"):
             library = _WRAPPERS[wrapper]
             raise JinguError(
@@ -356,12 +356,12 @@ def _check_wrappers(stored: Collection[str], expected: Collection[str], base: st
                 else f"Save the model itself, without {wrapper}.",
             )
         ends = [".".join(parts[start:]) for start in range(1, len(parts))]
-        end = next((end for end in ends if _hf_name(end, base, expected) in missing), None)
+        end = next((end for end in ends if _hf_name(end, base, model_names) in missing), None)
         if end is not None:
             raise JinguError(
                 f"the names of the tensors begin with {key.removesuffix(end)}, which those of the model do not.",
                 where=where,
-                fix=f"Rename them (such as {key} to {_hf_name(end, base, expected)}), or save only this part of the "
+                fix=f"Rename them (such as {key} to {_hf_name(end, base, model_names)}), or save only this part of the "
                 "model.",
             )
 
@@ -382,19 +382,19 @@ def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None)
     return values.float() * scales
 
 
-def _weight_files(folder: Path, chosen: str | None = None) -> list[Path]:
+def _weight_files(folder: Path, file: str | None = None) -> list[Path]:
     """Return the paths of the safetensors files. Raises JinguError if some are missing.
 
     As in transformers, a single file takes precedence over an index.
 
     Args:
-        chosen: the file or index that the config names (`transformers_weights`).
+        file: the file or index that the config names (`transformers_weights`).
     """
-    if chosen is not None:
-        if Path(chosen).name != chosen or not (folder / chosen).is_file():
-            what = f"the config names the weight file {chosen} (transformers_weights), which is not here."
+    if file is not None:
+        if Path(file).name != file or not (folder / file).is_file():
+            what = f"the config names the weight file {file} (transformers_weights), which is not here."
             raise JinguError(what, where=folder, fix="Fetch this file.")
-        return _indexed_files(folder, chosen) if chosen.endswith(".index.json") else [folder / chosen]
+        return _indexed_files(folder, file) if file.endswith(".index.json") else [folder / file]
     if (folder / WEIGHTS).is_file():
         other_files: list[Path] | None = None
         with suppress(JinguError):  # the index may be damaged

@@ -25,8 +25,9 @@ from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.run_inputs import BASE, RunInputs, find_other_base, open_base, record_model
 from jingu.formats.stored_model import StoredModel, apply_adapters, compare_shapes
 from jingu.model.adapter_layers import RESIDUAL_INITS
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import parameter_shapes
-from jingu.model.spec import Lora, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.runtime.checksums import digest_records
 from jingu.runtime.hub import local_path
@@ -60,9 +61,10 @@ def open_model(path: Path) -> StoredModel:
     if (path / ADAPTER_CONFIG).is_file():
         # As in transformers, adapters beside a whole model belong to that model.
         base = open_hf(path) if (path / "config.json").is_file() else open_model(base_model_path(path))
-        if (other := find_other_base(path, base)) is not None:
+        if (original_base := find_other_base(path, base)) is not None:
             raise JinguError(
-                f"{base.where} is not the model for which these adapters were trained ({other}): its contents differ.",
+                f"{base.where} is not the model for which these adapters were trained ({original_base}): its contents "
+                "differ.",
                 where=path,
                 fix="Restore it; or, if it is meant, put the adapters on it with `jingu tune merge --base`.",
             )
@@ -220,8 +222,8 @@ def read_peft_adapters(path: Path, base: StoredModel) -> StoredModel:
     Raises:
         JinguError: as for `read_adapters`.
     """
-    if (other := find_other_base(path, base)) is not None:
-        log_warning(f"{base.where} is not the model for which the adapters in {path} were trained ({other}).")
+    if (original_base := find_other_base(path, base)) is not None:
+        log_warning(f"{base.where} is not the model for which the adapters in {path} were trained ({original_base}).")
     return read_adapters(path, base)
 
 

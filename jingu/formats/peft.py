@@ -31,11 +31,12 @@ from jingu.formats.huggingface import read_model_json
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
+from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.parts import cached_numbers
-from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.spec import ModelSpec
 from jingu.runtime.hub import is_available, parse_name
 from jingu.runtime.log import log_warning
 from jingu.text.tokenizer import Tokenizer
@@ -259,7 +260,7 @@ class _AdapterReader:
             )
         return torch.tensor(indices)
 
-    def _read_lora(self, adapted: Sequence[Adapted]) -> Lora:
+    def _read_lora(self, adapters: Sequence[Adapted]) -> Lora:
         """Read LoRA matrices.
 
         peft allows a rank and an alpha per module, and jingu has one for all. Matrices are padded with zeros to the
@@ -272,17 +273,17 @@ class _AdapterReader:
         def lora(rank: int, alpha: float) -> Lora:
             return Lora(rank=rank, alpha=alpha, target_modules=(), use_rslora=use_rslora, use_dora=use_dora)
 
-        modules = [mapping.hf_name.removesuffix(".weight") for mapping, _ in adapted]
+        modules = [mapping.hf_name.removesuffix(".weight") for mapping, _ in adapters]
         ranks = self._per_module("rank_pattern", modules, config.get("r", 8))
         alphas = self._per_module("alpha_pattern", modules, config.get("lora_alpha", 8))
         # B includes the scale of its module, so that padding to the largest rank does not change the product.
         pairs = [
             self._lora_pair(mapping, leaves, lora(rank, alpha))
-            for (mapping, leaves), rank, alpha in zip(adapted, ranks, alphas, strict=True)
+            for (mapping, leaves), rank, alpha in zip(adapters, ranks, alphas, strict=True)
         ]
         width = max((len(a) for a, _ in pairs), default=1)
         scale = lora(config.get("r", 8), config.get("lora_alpha", 8)).scale
-        for (mapping, leaves), (a, b) in zip(adapted, pairs, strict=True):
+        for (mapping, leaves), (a, b) in zip(adapters, pairs, strict=True):
             self._store(mapping, "lora_a", pad(a, (0, 0, 0, width - len(a))), by_rows=False)
             self._store(mapping, "lora_b", pad(b, (0, width - len(a))) / scale)
             if use_dora:
@@ -310,42 +311,42 @@ class _AdapterReader:
             for module in modules
         ]
 
-    def _lora_pair(self, mapping: TensorMapping, leaves: Mapping[str, Tensor], own: Lora) -> tuple[Tensor, Tensor]:
+    def _lora_pair(self, mapping: TensorMapping, leaves: Mapping[str, Tensor], lora: Lora) -> tuple[Tensor, Tensor]:
         """Return matrix A [R, I], and B [O, R] times the scale, of one of Hugging Face's modules.
 
-        R is twice the rank of `own` if peft subtracted the initial matrices from the base model (PiSSA, OLoRA).
+        R is twice the rank of `lora` if peft subtracted the initial matrices from the base model (PiSSA, OLoRA).
         """
         module = mapping.hf_name.removesuffix(".weight")
         # An embedding is the transposed weight of a linear layer, so its A and B change places.
-        if set(leaves) == {"lora_embedding_A", "lora_embedding_B"} and not own.use_dora:
+        if set(leaves) == {"lora_embedding_A", "lora_embedding_B"} and not lora.use_dora:
             a = leaves["lora_embedding_B"].t()
             b = leaves["lora_embedding_A"].t()
-        elif set(leaves) - {"lora_B.bias"} == {"lora_A", "lora_B", *["lora_magnitude_vector"] * own.use_dora}:
+        elif set(leaves) - {"lora_B.bias"} == {"lora_A", "lora_B", *["lora_magnitude_vector"] * lora.use_dora}:
             a = leaves["lora_A"]
             b = leaves["lora_B"]
         else:
             raise self._error(f"{module} has the tensors {', '.join(sorted(leaves))}, which is not supported")
         is_transposed = mapping.transform is TRANSPOSE
         outputs, inputs = reversed(mapping.shape) if is_transposed else mapping.shape
-        if a.shape != (own.rank, inputs) or b.shape != (outputs, own.rank):
+        if a.shape != (lora.rank, inputs) or b.shape != (outputs, lora.rank):
             raise self._error(
                 f"the matrices of {module} have the shapes {list(a.shape)} and {list(b.shape)}, but by the config and "
-                f"the model they would be {[own.rank, inputs]} and {[outputs, own.rank]}",
+                f"the model they would be {[lora.rank, inputs]} and {[outputs, lora.rank]}",
                 "Use the config and the base model that belong to these tensors.",
             )
-        if own.use_dora and (mapping.expert is not None or "lora_B.bias" in leaves):
+        if lora.use_dora and (mapping.expert is not None or "lora_B.bias" in leaves):
             raise self._error(f"DoRA of {module} is not supported")
         if "lora_B.bias" in leaves:
-            self._add_bias(mapping, own.scale * leaves["lora_B.bias"])
-        b = own.scale * b
+            self._add_bias(mapping, lora.scale * leaves["lora_B.bias"])
+        b = lora.scale * b
         init = str(self.config.get("init_lora_weights", True)).lower()
         if init in _PLAIN_INITS:
             return a, b
         # peft subtracted the initial product from the base model. Append the initial matrices with a negative sign.
         read = extend_base(self.base, self.spec).read
         weight = mapping.to_hf([read(name) for name in mapping.jingu_shapes]).float()
-        initial_a, initial_b = initial_factors(init, weight.t() if is_transposed else weight, own)
-        return torch.cat([a, initial_a]), torch.cat([b, -own.scale * initial_b], 1)
+        initial_a, initial_b = initial_factors(init, weight.t() if is_transposed else weight, lora)
+        return torch.cat([a, initial_a]), torch.cat([b, -lora.scale * initial_b], 1)
 
     def _add_bias(self, mapping: TensorMapping, bias: Tensor) -> None:
         """Add the bias of a LoRA to that of its module. If the module has no bias, the spec gets one."""
@@ -355,9 +356,9 @@ class _AdapterReader:
             self.spec = add_bias(self.spec, bias_name, self.folder)
             self._update(bias_name, partial(torch.add, other=piece))
 
-    def _read_ia3(self, adapted: Sequence[Adapted]) -> Ia3:
+    def _read_ia3(self, adapters: Sequence[Adapted]) -> Ia3:
         """Read IA3 vectors. peft stores factors of a module's inputs as [1, I], and of its outputs as [O, 1]."""
-        for mapping, leaves in adapted:
+        for mapping, leaves in adapters:
             module = mapping.hf_name.removesuffix(".weight")
             if set(leaves) != {"ia3_l"} or mapping.expert is not None:
                 raise self._error(f"{module} has the tensors {', '.join(sorted(leaves))}, which is not supported")

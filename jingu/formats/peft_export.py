@@ -14,11 +14,12 @@ from jingu.errors import JinguError
 from jingu.formats.huggingface import write_json
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY, TOKEN_ROWS
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
+from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
-from jingu.model.spec import DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.runtime.files import create_folder_atomically
 from jingu.runtime.hub import hub_name_of

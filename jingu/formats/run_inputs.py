@@ -94,23 +94,23 @@ class RunInputs:
         return RunInput(absolute, relative, digest_records(records), [record.path for record in records])
 
 
-def record_model(stored: StoredModel, known: Records = NO_RECORDS) -> list[ContentRecord]:
+def record_model(model: StoredModel, records_before: Records = NO_RECORDS) -> list[ContentRecord]:
     """Return the records of all files that determine a model's parameters, with those of its base and adapters.
 
     Raises:
         JinguError: a file cannot be read.
     """
     records = []
-    for part in stored.parts or (stored.where,):
+    for part in model.parts or (model.where,):
         if not isinstance(part, Path):
             # The manifest of a checkpoint has the checksums of all its files.
             content = (part / MANIFEST).read_bytes()
             records.append(ContentRecord(str(part / MANIFEST), len(content), "", xxhash.xxh3_128_hexdigest(content)))
         elif part.is_file():
-            records.append(record_file(part, known))
+            records.append(record_file(part, records_before))
         else:
             files = sorted({file for pattern in _MODEL_FILES for file in part.glob(pattern) if file.is_file()})
-            records += [record_file(file, known) for file in files]
+            records += [record_file(file, records_before) for file in files]
     return records
 
 
@@ -148,27 +148,27 @@ def find_other_base(folder: Path, base: StoredModel) -> str | None:
     content = read_json(path, fix)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), str) for key in ("model", "content")):
         raise JinguError("the file is damaged.", where=path, fix=fix)
-    known = parse_records(content.get("files"))
-    records = record_model(base, known)
+    old_records = parse_records(content.get("files"))
+    records = record_model(base, old_records)
     if digest_records(records) != content["content"]:
         return str(content["model"])
-    if any(known.get(record.path) != record for record in records):
+    if any(old_records.get(record.path) != record for record in records):
         with suppress(OSError):  # the records only save time
             _save_base_record(folder, content["model"], records)
     return None
 
 
-def _pin(named: str, expected: RunInput | None) -> Path:
+def _pin(name: str, base: RunInput | None) -> Path:
     """Return the name of a base on a hub at the commit that the run was started with; any other name as it is."""
-    pinned_name = None if expected is None else hub_name_of(Path(expected.path))
-    return Path(named if pinned_name is None or parse_name(named) is None else str(pinned_name))
+    pinned_name = None if base is None else hub_name_of(Path(base.path))
+    return Path(name if pinned_name is None or parse_name(name) is None else str(pinned_name))
 
 
-def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
+def open_base(run: Path, name: str, open_model: Callable[[Path], StoredModel]) -> tuple[StoredModel, Path]:
     """Open the model for which a run trained adapters, from wherever the command runs; also return its path.
 
     Args:
-        named: the path in the run's configuration, relative to the folder in which the run was started.
+        name: the path in the run's configuration, relative to the folder in which the run was started.
         open_model: opens a model.
 
     Raises:
@@ -177,10 +177,10 @@ def open_base(run: Path, named: str, open_model: Callable[[Path], StoredModel]) 
     inputs = RunInputs.load(run)
     expected_base = inputs.inputs.get(BASE)
     # A run that stands beside its base finds it also after both have moved.
-    candidates = [Path(named), run.absolute().parent.parent / named]
+    candidates = [Path(name), run.absolute().parent.parent / name]
     if expected_base is not None:
         candidates = [Path(expected_base.path), run / expected_base.relative, *candidates]
-    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(named, expected_base)]
+    existing = [path for path in dict.fromkeys(candidates) if path.exists()] or [_pin(name, expected_base)]
     for path in existing:
         stored_model = open_model(path)
         if expected_base is None:

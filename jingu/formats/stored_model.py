@@ -14,9 +14,10 @@ from jingu.checkpoint.mapped_files import expect_repeated_reads
 from jingu.checkpoint.remote import CheckpointPath
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_parameter
+from jingu.model.adapter_specs import Ia3, Lora
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
-from jingu.model.spec import Ia3, Lora, ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -262,7 +263,7 @@ def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:
 
 
 def load_model(
-    stored: StoredModel,
+    source: StoredModel,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     prepare: Callable[[Decoder], object] = lambda model: None,
@@ -277,9 +278,9 @@ def load_model(
     """
 
     def read(name: str) -> Tensor:
-        return stored.read(name).to(device)
+        return source.read(name).to(device)
 
-    (model,) = materialize(stored.spec, None, Layout(), Precision.uniform(dtype), read, prepare=prepare).stages
+    (model,) = materialize(source.spec, None, Layout(), Precision.uniform(dtype), read, prepare=prepare).stages
     for parameter in model.parameters():
         expect_repeated_reads(parameter)
     return model.eval()
@@ -295,15 +296,15 @@ class TensorMismatchError(JinguError):
     tensors: Mapping[str, list[str]] = {}
 
 
-def compare_shapes(expected: Shapes, stored: Shapes, where: CheckpointPath) -> None:
+def compare_shapes(model_shapes: Shapes, file_shapes: Shapes, where: CheckpointPath) -> None:
     """Raise TensorMismatchError, which lists all tensors that are missing, unexpected or of the wrong shape, if any."""
     tensors = {
-        "missing": [name for name in expected if name not in stored],
-        "unexpected": [name for name in stored if name not in expected],
+        "missing": [name for name in model_shapes if name not in file_shapes],
+        "unexpected": [name for name in file_shapes if name not in model_shapes],
         "of the wrong shape": [
-            f"{name} (has {list(stored[name])}, should have {list(expected[name])})"
-            for name in expected
-            if name in stored and stored[name] != expected[name]
+            f"{name} (has {list(file_shapes[name])}, should have {list(model_shapes[name])})"
+            for name in model_shapes
+            if name in file_shapes and file_shapes[name] != model_shapes[name]
         ],
     }
     if any(tensors.values()):

@@ -59,54 +59,54 @@ def decoder_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
         model_type = str(text_config.get("model_type"))
         what = f"jingu does not read the decoder of {name}, whose model_type is {model_type!r}"
         raise unread_architecture(what, [model_type, kind], where, FAMILIES)
-    inherited: dict[str, Any] = {
+    common: dict[str, Any] = {
         key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config
     }
-    merged = {**inherited, **text_config, "architectures": [family.architectures[0]]}
+    result = {**common, **text_config, "architectures": [family.architectures[0]]}
     # transformers ties the head if one of the configs says so.
     if config.get("tie_word_embeddings"):
-        merged["tie_word_embeddings"] = True
-    return merged
+        result["tie_word_embeddings"] = True
+    return result
 
 
 def decoder_tensors(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
     """Return the decoder's tensors of a composite model under their names in a model of text, and the omitted names."""
     decoder = {}
-    omitted = []
+    left_out = []
     for key, tensor in tensors.items():
         prefix = next((prefix for prefix in _DECODER_PREFIXES if key.startswith(prefix)), None)
         if prefix is None:
-            omitted.append(key)
+            left_out.append(key)
         else:
             name = _DECODER_PREFIXES[prefix] + key.removeprefix(prefix)
             decoder[name] = (tensor[0], name, tensor[2])
-    return decoder, omitted
+    return decoder, left_out
 
 
-def divide_experts(tensors: Mapping[str, Stored], expected: Collection[str]) -> dict[str, Stored]:
+def divide_experts(tensors: Mapping[str, Stored], names: Collection[str]) -> dict[str, Stored]:
     """Return the tensors with a matrix per expert in place of those of all experts, where the model expects them so.
 
     Args:
-        expected: names of the model's tensors.
+        names: names of the model's tensors.
     """
-    divided: dict[str, Stored] = {}
+    result: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         match = _FUSED.fullmatch(name)
         router = re.fullmatch(r"(.+)\.mlp\.gate\.weight", name)
-        if match is not None and name not in expected:
-            divided |= _expert_matrices(match["layer"], match["part"], tensor, expected) or {name: tensor}
-        elif router is not None and name not in expected and f"{router[1]}.block_sparse_moe.gate.weight" in expected:
-            divided[f"{router[1]}.block_sparse_moe.gate.weight"] = tensor
+        if match is not None and name not in names:
+            result |= _expert_matrices(match["layer"], match["part"], tensor, names) or {name: tensor}
+        elif router is not None and name not in names and f"{router[1]}.block_sparse_moe.gate.weight" in names:
+            result[f"{router[1]}.block_sparse_moe.gate.weight"] = tensor
         else:
-            divided[name] = tensor
-    return divided
+            result[name] = tensor
+    return result
 
 
-def _expert_matrices(layer: str, part: str, tensor: Stored, expected: Collection[str]) -> dict[str, Stored]:
+def _expert_matrices(layer: str, part: str, tensor: Stored, model_names: Collection[str]) -> dict[str, Stored]:
     """Return the matrices of all experts by name; empty if the model expects none of these names."""
     path, key, location = tensor
     names = next(
-        (names for names in _EXPERT_NAMES if f"{layer}.{names[0]}.experts.0.{names[1]}.weight" in expected), None
+        (names for names in _EXPERT_NAMES if f"{layer}.{names[0]}.experts.0.{names[1]}.weight" in model_names), None
     )
     if names is None or len(location.shape) != 3:
         return {}

@@ -27,8 +27,9 @@ from torch import Tensor
 from jingu.compat.torch import has_triton
 from jingu.errors import JinguError
 from jingu.model.attention import attention_bias, capped_attention, has_biases
+from jingu.model.components import LayerSpec
 from jingu.model.matmul_kernels import dot_product_attention
-from jingu.model.spec import LayerSpec, ModelSpec
+from jingu.model.spec import ModelSpec
 
 BackendName = Literal["auto", "gather", "flash", "flex"]
 KV_SPAN = 128

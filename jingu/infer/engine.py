@@ -53,8 +53,8 @@ from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup, score_targets
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
 from jingu.infer.structured_output import GrammarCompiler
+from jingu.model.components import LongropeScaling, RotaryPositions
 from jingu.model.decoder import Decoder
-from jingu.model.spec import LongropeScaling, RotaryPositions
 from jingu.runtime.device import copy_to_device
 from jingu.runtime.log import log_warning
 
@@ -506,7 +506,7 @@ class Engine:
         rows: list[SamplingRow] = []
         logits: list[Tensor] = []
         events: dict[Sequence, list[NextEvent]] = {}
-        takers: list[tuple[Sequence, int]] = []
+        counts: list[tuple[Sequence, int]] = []
         for item, logits_NV in zip(scheduled, outputs, strict=True):
             sequence = item.sequence
             is_complete = item.num_tokens == sequence.num_uncomputed
@@ -522,9 +522,9 @@ class Engine:
             first = len(logits_NV) - 1 - len(item.draft_tokens)
             rows += sequence_rows
             logits.append(logits_NV[first : first + len(sequence_rows)])
-            takers.append((sequence, len(sequence_rows)))
+            counts.append((sequence, len(sequence_rows)))
         tokens = iter(sample_rows(torch.cat(logits), rows) if rows else ())
-        for sequence, count in takers:
+        for sequence, count in counts:
             events[sequence] = [partial(sequence.take, next(tokens)) for _ in range(count)]
         return events
 

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from jingu.checkpoint.mapped_files import FileReader, FileRegion, file_region
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
+from jingu.model.components import Experts
 from jingu.model.decoder import Block, Decoder, iterate_blocks
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, can_quantize
-from jingu.model.spec import Experts, QuantizationFormat
+from jingu.model.spec import QuantizationFormat
 from jingu.parallel.offload import DiskStorage
 from jingu.runtime.device import device_module, make_worker_threads, parse_size, request_huge_pages
 
@@ -162,7 +163,7 @@ class ExpertOffloader:
         self._chosen_NK: IntArray = np.empty((0, 0), dtype=np.int64)
         self.trace: list[tuple[int, tuple[int, ...]]] | None = None
 
-    def take_over(self, model: Decoder) -> None:
+    def replace_experts(self, model: Decoder) -> None:
         """Replace the experts of a model on the meta device: remove their matrices, and compute with the slots."""
         names = {block: name for name, block in model.named_modules() if isinstance(block, Block)}
         for _, block in iterate_blocks(model):
@@ -240,7 +241,7 @@ class ExpertOffloader:
         """Return the output of one expert for its rows."""
         # The event lets the reader's stream wait before it overwrites the slot.
         matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
-        y_MD = self._blocks[layer][2].speak(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
+        y_MD = self._blocks[layer][2].run_experts(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
             slot.used = device_module(self._device).current_stream().record_event()
         return y_MD

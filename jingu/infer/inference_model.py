@@ -194,7 +194,7 @@ def load(
 
     def prepare(model: Decoder) -> None:
         if offloader is not None:
-            offloader.take_over(model)
+            offloader.replace_experts(model)
         if kind is not None:
             quantize_blocks(model, kind)
         if kind not in (None, "fp8"):

@@ -21,8 +21,9 @@ from torch import Tensor
 from jingu.infer import attention_backend
 from jingu.infer.attention_backend import KV_SPAN, QUERY_ROW_MULTIPLE, AttentionBackend, AttentionGroup
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
+from jingu.model.components import LayerSpec, RotaryPositions
 from jingu.model.rotary import RotaryTables, rotary_tables
-from jingu.model.spec import LayerSpec, ModelSpec, RotaryPositions
+from jingu.model.spec import ModelSpec
 from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.

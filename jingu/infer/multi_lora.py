@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from jingu.errors import JinguError
 from jingu.formats.models import load_adapters
 from jingu.formats.stored_model import StoredModel, read_lora_pair
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.spec import Lora
 from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import Model
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, GatherBackend, attend_padded
 from jingu.infer.kv_cache import PagedKVCache, first_key, pad_heads
+from jingu.model.components import LayerSpec
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import LayerKVCache
-from jingu.model.spec import LayerSpec, ModelSpec
+from jingu.model.spec import ModelSpec
 
 
 class RowAttention(PagedKVCache):

@@ -142,14 +142,14 @@ def _expected_rate(device: torch.device, hosts: Sequence[str], members: Sequence
     return 2 * (len(member_hosts) - 1) / len(member_hosts) * MESSAGE_BYTES / seconds / 1e9
 
 
-def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | None = None) -> list[str]:
+def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], usual_rate: float | None = None) -> list[str]:
     """Return the nodes all of whose groups of an axis are slow.
 
     Args:
         hosts: host of each rank.
-        expected: expected GB/s; None takes those of the median group.
+        usual_rate: expected GB/s; None takes those of the median group.
     """
-    limit = SLOW_SHARE * (expected or median(rates.values()))
+    limit = SLOW_SHARE * (usual_rate or median(rates.values()))
     slow: set[str] = set()
     healthy: set[str] = set()
     for members, rate in rates.items():
@@ -157,10 +157,10 @@ def find_slow_hosts(rates: GroupRates, hosts: Sequence[str], expected: float | N
     return sorted(slow - healthy)
 
 
-def describe_groups(rates: GroupRates, expected: float | None = None) -> str:
+def describe_groups(rates: GroupRates, usual_rate: float | None = None) -> str:
     """Describe the bus bandwidth of the groups of an axis."""
     slowest = min(rates, key=lambda members: rates[members])
-    usual = f"; {expected:,.2f} GB/s are expected" if expected is not None else ""
+    usual = f"; {usual_rate:,.2f} GB/s are expected" if usual_rate is not None else ""
     if len(rates) == 1:
         return f"{rates[slowest]:,.2f} GB/s on the bus of {pluralize(len(slowest), 'rank')}{usual}"
     names = join_words([str(rank) for rank in slowest], "and")

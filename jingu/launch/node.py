@@ -28,7 +28,7 @@ from jingu.runtime.gpus import visible_devices
 from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED, LAUNCHER_PIPE
 
 # Marks the line in which a node describes itself; a login shell may print other lines before it.
-HELLO = "jingu-node "
+HANDSHAKE = "jingu-node "
 # Time for the ranks to save after a signal.
 SHUTDOWN_SECONDS = 600
 # Variables with the rank of a node, and with the address of the first node: Slurm, Kubeflow, JobSet, SkyPilot, dstack,
@@ -219,7 +219,7 @@ def main() -> int:
             Path(saved_value).touch()
             return 0
         return code
-    print(HELLO + json.dumps(describe_node()), flush=True)
+    print(HANDSHAKE + json.dumps(describe_node()), flush=True)
     line = sys.stdin.readline()
     if not line:
         return 1

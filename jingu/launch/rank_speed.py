@@ -67,8 +67,8 @@ def measure_rank_speed(ranks: RankInfo) -> dict[str, Any]:
     }
     # 2. Fit the efficiencies to measured training steps of small models, which also contain collectives.
     start = Machine.model_validate({"nic_gbs": 1.0} | fields | {"efficiency": efficiency})
-    fitted = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency)
-    return fields | {"efficiency": fitted.model_dump()}
+    rates = fit_efficiency(measure_reference_steps(ranks, start), start.efficiency)
+    return fields | {"efficiency": rates.model_dump()}
 
 
 def fit_matmuls(seconds: dict[tuple[int, int, int], float]) -> tuple[float, float]:

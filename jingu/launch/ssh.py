@@ -18,7 +18,7 @@ from typing import Any
 
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.launch.hosts import FAILING_NODES, Node, NodeSelection, write_failing_nodes
-from jingu.launch.node import HELLO, combine_codes
+from jingu.launch.node import HANDSHAKE, combine_codes
 from jingu.launch.start import Start, compare_versions, prepare_start
 from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
@@ -68,8 +68,8 @@ class NodeConnection:
         for line in self.process.stdout:
             if self.description:
                 print(f"{self.node.host}: {line}", end="", file=sys.stderr, flush=True)
-            elif line.startswith(HELLO):
-                self.description = json.loads(line.removeprefix(HELLO))
+            elif line.startswith(HANDSHAKE):
+                self.description = json.loads(line.removeprefix(HANDSHAKE))
                 self.answer_event.set()
             else:
                 self._lines.append(line.strip())

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.errors import JinguError
+from jingu.model.adapter_specs import Adapter, Ia3, Lora, LoraInit
 from jingu.model.dropout import BlockDropoutSeeds, seeded_dropout
 from jingu.model.experts import GroupedLinear
 from jingu.model.grouped_matmul import grouped_matmul
@@ -25,7 +26,7 @@ from jingu.model.matmul_kernels import linear
 from jingu.model.parts import ModuleRow
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
-from jingu.model.spec import Adapter, Ia3, Lora, LoraInit, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
 
 # Initializations that move a part of the frozen matrix into the adapter (residual initialization).

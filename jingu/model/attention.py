@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jingu.model import spec as specs
+from jingu.model.adapter_specs import DeepPrompt
+from jingu.model.components import AlibiPositions, LayerSpec, RelativeBias, RotaryPositions
 from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import Linear, build_linear, build_norm, soft_cap
@@ -21,6 +22,7 @@ from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.parts import attention_rows, qk_norm, styles
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
+from jingu.model.spec import ModelSpec
 
 # Which keys a query attends to: a tensor of booleans or of biases that are added to the scores, a mask of documents, or
 # None for plain causal (or full) attention.
@@ -56,7 +58,7 @@ class BlockContext(NamedTuple):
 class Attention(nn.Module):
     """Multi-head or grouped-query attention: the projections and methods that self- and cross-attention share."""
 
-    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
+    def __init__(self, model: ModelSpec, layer: LayerSpec) -> None:
         super().__init__()
         spec = layer.attention
         rows = attention_rows(model, layer)
@@ -121,12 +123,12 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Attention of tokens to earlier tokens (causal), or to all tokens of the row (in an encoder)."""
 
-    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec, *, causal: bool = True) -> None:
+    def __init__(self, model: ModelSpec, layer: LayerSpec, *, causal: bool = True) -> None:
         super().__init__(model, layer)
         self.causal = causal
-        self.interleaved = isinstance(layer.position, specs.RotaryPositions) and layer.position.interleaved
+        self.interleaved = isinstance(layer.position, RotaryPositions) and layer.position.interleaved
         self.prompt = None
-        if model.prompts[not causal] and isinstance(model.adapter, specs.DeepPrompt):
+        if model.prompts[not causal] and isinstance(model.adapter, DeepPrompt):
             self.prompt = DeepPromptLayer(model.adapter, model, layer)
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
@@ -177,7 +179,7 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to the hidden states of an encoder, without positions."""
 
-    def __init__(self, model: specs.ModelSpec, layer: specs.LayerSpec) -> None:
+    def __init__(self, model: ModelSpec, layer: LayerSpec) -> None:
         super().__init__(model, layer)
         self.skipped = num_skipped_states(model)
 
@@ -225,20 +227,20 @@ def capped_attention(
     return scores_BHTS.softmax(-1).to(v_BHSK.dtype) @ v_BHSK
 
 
-def has_biases(spec: specs.ModelSpec) -> bool:
+def has_biases(spec: ModelSpec) -> bool:
     """Return whether the positions of some layers are biases of attention scores."""
-    return any(isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias) for layer in spec.kinds)
+    return any(isinstance(layer.position, AlibiPositions | RelativeBias) for layer in spec.kinds)
 
 
-def mask_key(layer: specs.LayerSpec) -> Hashable:
+def mask_key(layer: LayerSpec) -> Hashable:
     """Return a key that is equal for layers with the same attention mask."""
-    has_bias = isinstance(layer.position, specs.AlibiPositions | specs.RelativeBias)
+    has_bias = isinstance(layer.position, AlibiPositions | RelativeBias)
     part = layer.attention
     return part.sliding_window, part.chunk_size, part.head_dim, part.num_heads if has_bias else None
 
 
 def attention_mask(
-    layer: specs.LayerSpec,
+    layer: LayerSpec,
     positions_BT: Tensor,
     documents_BT: Tensor | None,
     dtype: torch.dtype,
@@ -264,7 +266,7 @@ def attention_mask(
     """
     tokens = positions_BT.shape[-1]
     window, chunk = layer.attention.sliding_window, layer.attention.chunk_size
-    has_bias = bias_NH is not None or isinstance(layer.position, specs.AlibiPositions)
+    has_bias = bias_NH is not None or isinstance(layer.position, AlibiPositions)
 
     # The cheap cases, in which no mask of size T² is needed.
     # Rows whose positions do not begin at zero may cross the border of a chunk anywhere.
@@ -299,7 +301,7 @@ def attention_mask(
 
 
 def attention_bias(
-    layer: specs.LayerSpec, positions: Tensor, keys: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
+    layer: LayerSpec, positions: Tensor, keys: Tensor, seen: Tensor, dtype: torch.dtype, bias_NH: Tensor | None
 ) -> Tensor:
     """Return the biases that are added to the attention scores in generation.
 
@@ -324,24 +326,24 @@ def attention_bias(
 
 
 def position_bias(
-    layer: specs.LayerSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
+    layer: LayerSpec, distance: Tensor, dtype: torch.dtype, bias_NH: Tensor | None, *, causal: bool
 ) -> Tensor | None:
     """Return the position biases [..., H, T, S] of distances [..., T, S]; None if positions have no biases."""
-    if isinstance(layer.position, specs.AlibiPositions):
+    if isinstance(layer.position, AlibiPositions):
         slopes_H = torch.tensor(alibi_slopes(layer.attention.num_heads), dtype=dtype)
         slopes_H = slopes_H.to(distance.device, non_blocking=True)
         return -slopes_H[:, None, None] * distance.abs().unsqueeze(-3)
-    if bias_NH is not None and isinstance(layer.position, specs.RelativeBias):
+    if bias_NH is not None and isinstance(layer.position, RelativeBias):
         return bias_NH.to(dtype)[relative_buckets(layer.position, distance, causal=causal)].movedim(-1, -3)
     return None
 
 
-def num_skipped_states(spec: specs.ModelSpec) -> int:
+def num_skipped_states(spec: ModelSpec) -> int:
     """Return the number of an encoder's first states that cross-attention skips.
 
     These are the virtual tokens of a deep prompt, which consist of keys and values in the encoder's blocks only.
     """
-    return spec.prompts[1] if isinstance(spec.adapter, specs.DeepPrompt) else 0
+    return spec.prompts[1] if isinstance(spec.adapter, DeepPrompt) else 0
 
 
 def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) -> Tensor | None:
@@ -359,7 +361,7 @@ def cross_mask(documents_BT: Tensor | None, source_documents_BS: Tensor | None) 
     return (seen_BTS | ~seen_BTS.any(-1, keepdim=True)).unsqueeze(1)
 
 
-def relative_buckets(spec: specs.RelativeBias, distance: Tensor, *, causal: bool) -> Tensor:
+def relative_buckets(spec: RelativeBias, distance: Tensor, *, causal: bool) -> Tensor:
     """Return the bucket number of each distance (query minus key), as in T5 (Raffel et al., 2020).
 
     Without causal attention, the second half of the buckets is for keys after the query. In each direction, half of the

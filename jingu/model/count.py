@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from jingu.model.components import Experts
 from jingu.model.parts import attended_tokens, attention_width, cached_tokens
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Parameters whose rows are looked up instead of multiplied. A tied head multiplies by the embedding, however.

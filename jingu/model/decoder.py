@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear, add_adapters
+from jingu.model.adapter_specs import SoftPrompt
 from jingu.model.attention import (
     AttentionMask,
     BlockContext,
@@ -26,6 +27,7 @@ from jingu.model.attention import (
     num_skipped_states,
 )
 from jingu.model.byte_weight import ByteWeight
+from jingu.model.components import Experts, LayerSpec
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
@@ -35,7 +37,7 @@ from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_ro
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
 from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
-from jingu.model.spec import Experts, LayerSpec, ModelSpec, SoftPrompt
+from jingu.model.spec import ModelSpec
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from jingu.errors import JinguError
+from jingu.model.components import AlibiPositions, Experts, LayerSpec, RmsNorm
 from jingu.model.families import FAMILIES
-from jingu.model.spec import AlibiPositions, Experts, LayerSpec, ModelSpec, RmsNorm, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 
 DepthRule = Literal["interleaved", "stacked"]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jingu.model import spec as specs
 from jingu.model.assignment import balanced_assignment
+from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
 from jingu.model.layers import FeedForwardLayer, activate, apply_batch_invariant, build_linear
 from jingu.model.matmul_kernels import linear
@@ -84,7 +84,7 @@ class GroupedLinear(nn.Module):
 class MoELayer(nn.Module):
     """A mixture of experts: a router, gated feed-forwards as experts, and a shared expert if the spec has one."""
 
-    def __init__(self, spec: specs.Experts, rows: Rows) -> None:
+    def __init__(self, spec: Experts, rows: Rows) -> None:
         super().__init__()
         self.spec = spec
         self.sharding = styles(rows)
@@ -138,10 +138,10 @@ class MoELayer(nn.Module):
     def _choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights [B, T, K], by the rule of the router's type."""
         router, active = self.spec.router, self.spec.num_experts_per_token
-        if isinstance(router, specs.BalancedRouter):
+        if isinstance(router, BalancedRouter):
             best = balanced_assignment(logits_BTE) if self.training else logits_BTE.argmax(-1)
             return best.unsqueeze(-1), apply_batch_invariant(torch.sigmoid, logits_BTE.gather(-1, best.unsqueeze(-1)))
-        if isinstance(router, specs.RandomProjectionRouter):
+        if isinstance(router, RandomProjectionRouter):
             top_BTK = logits_BTE.topk(active, dim=-1).indices
             return top_BTK, torch.full_like(top_BTK, 1.0 / active, dtype=logits_BTE.dtype)
         if router.softmax == "after":
@@ -169,9 +169,9 @@ class MoELayer(nn.Module):
         """Run the experts on rows sorted by expert, of which each expert has `count_E`."""
         ends_E = count_E.cumsum(0).to(torch.int32)
         gate, up, down = (partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down))
-        return self.speak(x_MD, gate, up, down)
+        return self.run_experts(x_MD, gate, up, down)
 
-    def speak(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
+    def run_experts(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
         """Run the gated feed-forward of one or several experts, with the given functions for its three matrices."""
         return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
 
@@ -189,7 +189,7 @@ def _beyond_capacity(experts_BTK: Tensor, number: int, factor: float) -> Tensor:
     return (before >= ceil(factor * tokens * active / number)).view(rows, active, tokens).transpose(1, 2)
 
 
-def auxiliary_losses(routings: list[RoutingStats], spec: specs.Experts, trained_B: Tensor) -> Tensor:
+def auxiliary_losses(routings: list[RoutingStats], spec: Experts, trained_B: Tensor) -> Tensor:
     """Return load-balancing loss, z-loss and share of dropped choices [3], as sums over trained tokens.
 
     They are not yet multiplied by their coefficients. A row's value counts once per trained token of the row. These are

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from jingu.model.components import LayerSpec
 from jingu.model.rotary import RotaryTables
-from jingu.model.spec import LayerSpec
 
 
 class LayerKVCache(Protocol):

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jingu.model.components import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward, RmsNorm
 from jingu.model.matmul_kernels import linear
 from jingu.model.parts import ModuleRow, Rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.scaled_matmul import Scaling, scaled_linear
-from jingu.model.spec import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward, RmsNorm
 
 
 class Linear(nn.Linear):

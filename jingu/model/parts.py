@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from math import expm1, log
 from typing import NamedTuple
 
-from jingu.model.sharding_table import ShardingStyle, ShardingTable
-from jingu.model.spec import (
+from jingu.model.components import (
     Experts,
     FeedForward,
     GatedFeedForward,
     LayerNorm,
     LayerSpec,
     LearnedPositions,
-    ModelSpec,
     Norm,
     PlainFeedForward,
     RandomProjectionRouter,
     RelativeBias,
 )
+from jingu.model.sharding_table import ShardingStyle, ShardingTable
+from jingu.model.spec import ModelSpec
 
 
 class ModuleRow(NamedTuple):

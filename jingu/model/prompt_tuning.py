@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jingu.model.adapter_specs import DeepPrompt, SoftPrompt
+from jingu.model.components import LayerSpec
 from jingu.model.layers import Embedding, Linear
 from jingu.model.sharding_table import ShardingTable
-from jingu.model.spec import DeepPrompt, LayerSpec, ModelSpec, SoftPrompt
+from jingu.model.spec import ModelSpec
 
 
 class VirtualTokenEmbedding(Embedding):

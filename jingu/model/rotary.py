@@ -10,7 +10,7 @@ from math import ceil, floor, log, pi
 import torch
 from torch import Tensor
 
-from jingu.model.spec import (
+from jingu.model.components import (
     AlphaScaling,
     DynamicScaling,
     LayerSpec,
@@ -20,8 +20,8 @@ from jingu.model.spec import (
     QueryScaling,
     RotaryPositions,
     YarnScaling,
-    rotary_dim,
 )
+from jingu.model.spec import rotary_dim
 
 # The cosines and the signed sines of `apply_rotary`.
 RotaryTables = tuple[Tensor, Tensor]

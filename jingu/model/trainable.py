@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from jingu.model.spec import Lora, ModelSpec
+from jingu.model.adapter_specs import Lora
+from jingu.model.spec import ModelSpec
 
 # Names of an adapter's parameters, beside the `weight` of its module: the matrices A and B of LoRA, the bias of B, the
 # row norms of DoRA, the factors of inputs and of outputs of IA³, and trained rows of the embedding.

@@ -156,7 +156,7 @@ def _parallelize_stage(stage: Decoder, plan: ShardingPlan, layout: Layout, preci
     checkpointing = layout.activation_checkpointing
     for number, block in iterate_blocks(stage):
         if checkpointing.type != "none" and number % checkpointing.every == 0:
-            block.forward = _checkpointed(block.forward, selective=checkpointing.type == "selective")
+            block.forward = _add_checkpointing(block.forward, selective=checkpointing.type == "selective")
         if layout.compile:
             block.forward = torch.compile(block.forward, dynamic=False)
     apply_zero(stage, plan, layout.parallel, precision)
@@ -174,7 +174,7 @@ def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
                     setattr(module, leaf, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
-def _checkpointed(forward: Any, *, selective: bool) -> Any:
+def _add_checkpointing(forward: Any, *, selective: bool) -> Any:
     """Wrap a block's `forward` so that its activations are recomputed in the backward pass.
 
     Args:

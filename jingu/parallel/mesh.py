@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.model.spec import LayerSpec, ModelSpec
+from jingu.model.components import LayerSpec
+from jingu.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -66,26 +67,26 @@ def resolve_axis_sizes(settings: ParallelSettings, ranks: int, spec: ModelSpec) 
             )
         axis_sizes["shard"] = 1
     # One axis that is `auto` takes the remaining ranks; other axes that are `auto` get one rank.
-    filled = _find_open_axis(axis_sizes)
-    axis_sizes |= {axis: 1 for axis in AXES if axis_sizes[axis] == "auto" and axis != filled}
-    fixed = {axis: size for axis, size in axis_sizes.items() if axis != filled}
-    product = prod(fixed.values())
+    open_axis = _find_open_axis(axis_sizes)
+    axis_sizes |= {axis: 1 for axis in AXES if axis_sizes[axis] == "auto" and axis != open_axis}
+    given_sizes = {axis: size for axis, size in axis_sizes.items() if axis != open_axis}
+    product = prod(given_sizes.values())
     # The product of the axis sizes must be the number of ranks.
-    if ranks % product or (filled is None and product != ranks):
-        named = [f"{axis} {size}" for axis, size in fixed.items() if size > 1] or ["1"]
-        layout = " × ".join(named) + f" = {product:,}" * (len(named) > 1)
-        rule = "does not divide" if filled else "is not"
+    if ranks % product or (open_axis is None and product != ranks):
+        factors = [f"{axis} {size}" for axis, size in given_sizes.items() if size > 1] or ["1"]
+        layout = " × ".join(factors) + f" = {product:,}" * (len(factors) > 1)
+        rule = "does not divide" if open_axis else "is not"
         raise JinguError(
             f"the layout {layout} {rule} the number of ranks, {ranks:,}.",
             where="parallel",
-            fix=f"Start {pluralize(product, 'process')}{' or a multiple' if filled else ''} (--processes), "
+            fix=f"Start {pluralize(product, 'process')}{' or a multiple' if open_axis else ''} (--processes), "
             "or set one of the axes to auto.",
         )
-    if filled is not None:
-        axis_sizes[filled] = ranks // product
+    if open_axis is not None:
+        axis_sizes[open_axis] = ranks // product
     # Experts are divided over ranks of shard × context.
-    folded = axis_sizes["shard"] * axis_sizes["context"]
-    sizes = AxisSizes(**axis_sizes, expert=expert_size(settings, folded, spec))
+    expert_ranks = axis_sizes["shard"] * axis_sizes["context"]
+    sizes = AxisSizes(**axis_sizes, expert=expert_size(settings, expert_ranks, spec))
     _check(sizes, spec, by_heads=settings.context_method == "ulysses")
     if settings.async_tensor_parallel and sizes.tensor == 1:
         raise JinguError(
@@ -115,15 +116,15 @@ def _find_open_axis(axis_sizes: dict[str, int | str]) -> str | None:
     return next(iter(model + rows), None)
 
 
-def expert_size(settings: ParallelSettings, folded: int, spec: ModelSpec) -> int:
+def expert_size(settings: ParallelSettings, ranks: int, spec: ModelSpec) -> int:
     """Return the number of ranks that share the experts of a mixture of experts.
 
     Args:
-        folded: number of ranks of shard × context. `parallel.expert: auto` uses as many of them as divide the experts.
+        ranks: number of ranks of shard × context. `parallel.expert: auto` uses as many of them as divide the experts.
     """
     if settings.expert != "auto":
         return settings.expert
-    return 1 if spec.experts is None else gcd(folded, spec.experts.num_experts)
+    return 1 if spec.experts is None else gcd(ranks, spec.experts.num_experts)
 
 
 def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
@@ -157,8 +158,8 @@ def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_head
     for what, number in (("attention", heads // sizes.tensor), ("key-value", max(1, kv_heads // sizes.tensor))):
         # If there are fewer key-value heads than context ranks, they are repeated.
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
-            named = f"the {number} {what} heads of a tensor rank"
-            raise _division_error(named, sizes.context, "context", number, or_else="parallel.context_method=ring")
+            what_heads = f"the {number} {what} heads of a tensor rank"
+            raise _division_error(what_heads, sizes.context, "context", number, or_else="parallel.context_method=ring")
     for what, number in (
         ("vocabulary", spec.vocab_size),
         ("feed-forward intermediate size", layer.feed_forward.intermediate_size),
@@ -172,9 +173,9 @@ def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_head
             )
 
 
-def _division_error(what: str, size: int, axis: str, whole: int, or_else: str = "") -> JinguError:
-    """Return the error for an axis that does not divide `what`; it suggests the divisors of `whole`, and `or_else`."""
-    choices = [*map(str, divisors(whole)), *filter(None, [or_else])]
+def _division_error(what: str, size: int, axis: str, total: int, or_else: str = "") -> JinguError:
+    """Return the error for an axis that does not divide `what`; it suggests the divisors of `total`, and `or_else`."""
+    choices = [*map(str, divisors(total)), *filter(None, [or_else])]
     fix = f"Choose {join_words(choices)}."
     return JinguError(f"{what} cannot be divided over {size} ranks.", where=f"parallel.{axis}", fix=fix)
 

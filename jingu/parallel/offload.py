@@ -63,21 +63,21 @@ class DiskStorage:
             os.posix_fallocate(self._file.fileno(), self._size, size)
         except OSError as error:
             raise self._cannot_write(error) from error
-        mapped = mmap.mmap(self._file.fileno(), size, offset=self._size)
-        mapped_tensor = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
-        self._places[mapped_tensor.data_ptr()] = (self._size, mapped)
+        mapping = mmap.mmap(self._file.fileno(), size, offset=self._size)
+        mapped_tensor = torch.frombuffer(mapping, dtype=tensor.dtype).view(tensor.shape)
+        self._places[mapped_tensor.data_ptr()] = (self._size, mapping)
         self._size += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return mapped_tensor
 
     def read_ahead(self, tensors: Sequence[Tensor]) -> None:
         """Start to prefetch tensors, and return at once."""
-        for _, mapped in self._mappings(tensors):
-            mapped.madvise(mmap.MADV_WILLNEED)
+        for _, mapping in self._mappings(tensors):
+            mapping.madvise(mmap.MADV_WILLNEED)
 
     def write_behind(self, tensors: Sequence[Tensor]) -> None:
         """Start to write changed tensors back, and return at once."""
-        for offset, mapped in self._mappings(tensors):
-            os.posix_fadvise(self._file.fileno(), offset, len(mapped), os.POSIX_FADV_DONTNEED)
+        for offset, mapping in self._mappings(tensors):
+            os.posix_fadvise(self._file.fileno(), offset, len(mapping), os.POSIX_FADV_DONTNEED)
 
     def _mappings(self, tensors: Sequence[Tensor]) -> list[tuple[int, mmap.mmap]]:
         """Return offset and mapping of each tensor that is on disk; the others are skipped."""

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
+from jingu.model.components import Experts
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
 from jingu.model.inputs import Inputs, as_inputs
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.mesh import expert_size, fsdp_mesh
 from jingu.parallel.sharding import ShardingPlan, local_tensor, plan_sharding
@@ -160,7 +161,7 @@ class ParallelModel(nn.Module):
             total_n += losses_n.detach()
         return total_n
 
-    def rehearse(self, batch: Batch, loss: Loss) -> None:
+    def dry_run(self, batch: Batch, loss: Loss) -> None:
         """Run a forward and a backward pass of each stage alone, with zeros as the hidden states that it receives.
 
         No stage waits for another one. This compiles the blocks, and fails early if a micro-batch does not fit into
@@ -168,8 +169,8 @@ class ParallelModel(nn.Module):
         """
         for number, stage in self._numbered_stages():
             self._prepare_backward(stage, last=True)
-            received = self._received_tensors(number, *_row_shape(batch))
-            inputs = [torch.zeros_like(tensor, device=self._device).requires_grad_() for tensor in received]
+            zeros = self._received_tensors(number, *_row_shape(batch))
+            inputs = [torch.zeros_like(tensor, device=self._device).requires_grad_() for tensor in zeros]
             stage_model = StageModel(stage, unpack(inputs, self._receives_encoder_states(number)) if inputs else None)
             result = loss(stage_model, batch)
             outputs = pack(result) if isinstance(result, StageOutput) else (result,)
@@ -276,14 +277,14 @@ class ParallelModel(nn.Module):
         result: Any = None
         for number, stage in self._numbered_stages():
             # The output of the stage before: already here if this rank has that stage, else received.
-            received = result
+            stage_input = result
             if number and owners[number - 1] != self.rank:
                 shapes = self._received_tensors(number, *_row_shape(inputs))
                 tensors = [torch.empty_like(tensor, device=device) for tensor in shapes]
                 for tensor in tensors:
                     dist.recv(tensor, group=group, group_src=owners[number - 1])
-                received = unpack(tensors, self._receives_encoder_states(number)) if tensors else None
-            result = stage(inputs, loss, auxiliary, received)
+                stage_input = unpack(tensors, self._receives_encoder_states(number)) if tensors else None
+            result = stage(inputs, loss, auxiliary, stage_input)
             if number + 1 < len(owners) and owners[number + 1] != self.rank and result is not None:
                 for tensor in pack(result):
                     dist.send(tensor.contiguous(), group=group, group_dst=owners[number + 1])
@@ -333,24 +334,24 @@ class ParallelModel(nn.Module):
             if values is not None and copy is not None:
                 local_tensor(copy).copy_(values)
 
-    def _transfer(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
+    def _transfer(self, outgoing: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
         """Send this rank's part of a tensor from rank `source` to rank `target`; return it there, None elsewhere.
 
         Ranks are those of the axis `pipeline`. If one rank has both tensors, nothing is sent.
 
         Args:
-            sent: the tensor on the source; None on other ranks.
+            outgoing: the tensor on the source; None on other ranks.
             like: a tensor with the same shape and dtype on the target; None on other ranks.
         """
-        if sent is not None and like is not None:
-            return local_tensor(sent)
+        if outgoing is not None and like is not None:
+            return local_tensor(outgoing)
         # Send bytes, because gloo does not support every dtype.
-        if sent is not None:
-            dist.send(local_tensor(sent).contiguous().view(torch.uint8), group=self._group, group_dst=target)
+        if outgoing is not None:
+            dist.send(local_tensor(outgoing).contiguous().view(torch.uint8), group=self._group, group_dst=target)
         elif like is not None:
-            received = torch.empty_like(local_tensor(like))
-            dist.recv(received.view(torch.uint8), group=self._group, group_src=source)
-            return received
+            incoming = torch.empty_like(local_tensor(like))
+            dist.recv(incoming.view(torch.uint8), group=self._group, group_src=source)
+            return incoming
         return None
 
     def _tied_weights(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None, int, int]]:
@@ -360,11 +361,11 @@ class ParallelModel(nn.Module):
         receives match.
         """
         parameters = {number: dict(stage.named_parameters()) for number, stage in self._numbered_stages()}
-        for name, (first, *others) in self._users.items():
-            for other in others:
+        for name, (first, *users) in self._users.items():
+            for user in users:
                 original = parameters.get(first, {}).get(name)
-                copy = parameters.get(other, {}).get(name)
-                yield original, copy, self.owners[first], self.owners[other]
+                copy = parameters.get(user, {}).get(name)
+                yield original, copy, self.owners[first], self.owners[user]
 
 
 def _row_shape(batch: Batch | Inputs) -> tuple[int, int, int]:

@@ -79,20 +79,20 @@ class ScheduledStage(PipelineStage):
         self._receives_encoder_states = receives_encoder_states
         self._prepare_backward = prepare_backward
 
-    def forward_maybe_with_nosync(self, *received: Tensor, number: Tensor) -> Any:
+    def forward_maybe_with_nosync(self, *input_tensors: Tensor, number: Tensor) -> Any:
         """Run the forward pass of micro-batch `number`; return the losses [n] in the last stage, else a tuple to send.
 
         The schedule calls this, and passes the tensors that the stage has received.
         """
         self._step.activity.enter("micro-batch", micro_batch=int(number))
-        inputs = unpack(received, self._receives_encoder_states) if received else None
+        inputs = unpack(input_tensors, self._receives_encoder_states) if input_tensors else None
         result = self._step.loss(StageModel(self._model, inputs), self._step.batches[int(number)])
         if not isinstance(result, StageOutput):
             return result.view(-1)
         outputs = []
         for tensor in pack(result):
             # Clone a tensor that is only passed on: input and output need gradients of their own.
-            if any(tensor is other for other in received):
+            if any(tensor is input_tensor for input_tensor in input_tensors):
                 tensor = tensor.clone()
             # PyTorch expects a gradient for every output, even if no earlier parameter is trained.
             outputs.append(tensor if tensor.requires_grad else tensor.requires_grad_())

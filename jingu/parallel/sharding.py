@@ -90,7 +90,7 @@ class ParameterSharding:
     zero_axis: int = 1
 
     @classmethod
-    def undivided(cls, shape: torch.Size) -> ParameterSharding:
+    def on_one_rank(cls, shape: torch.Size) -> ParameterSharding:
         """Return the sharding of a parameter that one rank holds whole. It has no mesh."""
         return cls(shape, cast(DeviceMesh, None), ())
 
@@ -115,19 +115,19 @@ class ParameterSharding:
 
     def whole(self, shard: Tensor) -> Tensor:
         """Return the whole tensor on every rank, given each rank's shard. Every rank must call this."""
-        whole = shard.new_zeros(self.shape)
-        self.cut(whole).copy_(shard)
-        all_reduce_shards([(self, whole)])
-        return whole
+        full = shard.new_zeros(self.shape)
+        self.cut(full).copy_(shard)
+        all_reduce_shards([(self, full)])
+        return full
 
-    def cut(self, whole: Tensor, *, zero: bool = True) -> Tensor:
+    def cut(self, full: Tensor, *, zero: bool = True) -> Tensor:
         """Return a view of this rank's shard of a whole tensor.
 
         Args:
             zero: False returns the larger part that ZeRO divides further.
         """
-        offset, size = block_region(whole.shape, self._splits(self.order if zero else self.order[:-1]))
-        return subblock(whole, (0,) * whole.dim(), offset, size)
+        offset, size = block_region(full.shape, self._splits(self.order if zero else self.order[:-1]))
+        return subblock(full, (0,) * full.dim(), offset, size)
 
     def block(self, tensor: Tensor, group_size: int = 1) -> TensorBlock:
         """Return this rank's block of the parameter, or of a tensor that is divided in the same way.
@@ -143,16 +143,20 @@ class ParameterSharding:
         if group_size > 1:
             shape[-1] //= group_size
         offset, size = block_region(shape, self._splits(self.order))
-        block = self._copied(tensor, shape, offset, [axis for axis, dim in enumerate(self.dims) if dim is None])
+        block = self._block_with_copies(
+            tensor, shape, offset, [axis for axis, dim in enumerate(self.dims) if dim is None]
+        )
         if block.size != size:
             raise ValueError(f"a rank should hold {list(size)} of a tensor {list(shape)}, and holds {list(block.size)}")
         return block
 
     def replicated_block(self, tensor: Tensor) -> TensorBlock:
         """Return the block of a tensor of which every rank of the mesh holds a whole copy."""
-        return self._copied(tensor, tensor.shape, (0,) * tensor.dim(), range(self.mesh.ndim))
+        return self._block_with_copies(tensor, tensor.shape, (0,) * tensor.dim(), range(self.mesh.ndim))
 
-    def _copied(self, tensor: Tensor, shape: Sequence[int], offset: Extent, axes: Sequence[int]) -> TensorBlock:
+    def _block_with_copies(
+        self, tensor: Tensor, shape: Sequence[int], offset: Extent, axes: Sequence[int]
+    ) -> TensorBlock:
         """Return the block of a tensor of which the ranks along `axes` hold equal copies."""
         replica = 0
         for axis in axes:
@@ -184,33 +188,33 @@ class ShardingPlan:
     parts: Mapping[str, ParameterSharding]
     experts: DeviceMesh | None = None
 
-    def block(self, name: str, tensor: Tensor, *, replicated: bool = False, group_size: int = 1) -> TensorBlock:
+    def block(self, name: str, tensor: Tensor, *, is_replicated: bool = False, group_size: int = 1) -> TensorBlock:
         """Return this rank's block of parameter `name`, or of optimizer state that belongs to it.
 
         Args:
             tensor: a DTensor, or this rank's part.
-            replicated: every rank holds the whole tensor. Scalars are always replicated.
+            is_replicated: every rank holds the whole tensor. Scalars are always replicated.
             group_size: elements of a row that share one value of the tensor.
         """
         sharding = self.parts[name]
-        if replicated or not tensor.dim():
+        if is_replicated or not tensor.dim():
             return sharding.replicated_block(tensor)
         return sharding.block(tensor, group_size)
 
     @torch.no_grad()
     def fill(
-        self, model: nn.Module, whole: Callable[[str], Tensor], which: Callable[[str], bool] = lambda name: True
+        self, model: nn.Module, read: Callable[[str], Tensor], which: Callable[[str], bool] = lambda name: True
     ) -> None:
         """Fill this rank's shards from whole tensors, one after another.
 
         Args:
-            whole: returns a whole tensor by the name of its parameter.
+            read: returns a whole tensor by the name of its parameter.
             which: returns whether to fill a parameter, by its name.
         """
         for name, parameter in model.named_parameters():
             if not which(name):
                 continue
-            local_tensor(parameter).copy_(self.parts[name].cut(whole(name)))
+            local_tensor(parameter).copy_(self.parts[name].cut(read(name)))
 
     def init_weights(self, model: nn.Module, spec: ModelSpec, seed: int) -> None:
         """Fill this rank's shards with initial weights that depend only on names and seed, not on the layout."""
@@ -222,14 +226,14 @@ class ShardingPlan:
         Each of these ranks has computed the gradient for other tokens or heads. Call this once per step, after ZeRO has
         reduced the gradients over its axis.
         """
-        copied: list[tuple[ParameterSharding, list[int], Tensor]] = []
+        gradients: list[tuple[ParameterSharding, list[int], Tensor]] = []
         for name, parameter in model.named_parameters():
             part = self.parts[name]
             # ZeRO has reduced over its axis and the axes before it; the axes after it remain.
             axes = [axis for axis in range(part.zero_axis + 1, part.mesh.ndim) if part.dims[axis] is None]
             if parameter.grad is not None:
-                copied.append((part, axes, local_tensor(parameter.grad)))
-        _all_reduce(copied)
+                gradients.append((part, axes, local_tensor(parameter.grad)))
+        _all_reduce(gradients)
 
 
 def block_region(shape: Sequence[int], splits: Iterable[tuple[int, int, int]]) -> tuple[Extent, Extent]:
@@ -308,9 +312,9 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
     experts = split_expert_mesh(fsdp, expert_ranks) if expert_ranks > 1 else None
     expert_mesh = None if experts is None else join_meshes([replicate, experts, tensor])
 
-    def plan(name: str, shape: torch.Size, sharded: tuple[ShardedDim, ...]) -> ParameterSharding:
+    def plan(name: str, shape: torch.Size, sharded_dims: tuple[ShardedDim, ...]) -> ParameterSharding:
         """Return the sharding of one parameter, given the dims that its sharding table divides."""
-        dims = {dim.kind: dim.dim for dim in sharded}
+        dims = {dim.kind: dim.dim for dim in sharded_dims}
         inner = dims.get("inner", dims.get("kv_heads"))
         # ZeRO shards along the first dim.
         zero = 0

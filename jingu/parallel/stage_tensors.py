@@ -62,11 +62,11 @@ def pack(output: StageOutput) -> tuple[Tensor, ...]:
 
 def unpack(tensors: Sequence[Tensor], with_encoder_states: bool) -> StageOutput:
     """Return the stage's output whose tensors `pack` has returned: the inverse of `pack`."""
-    states, *others = tensors
-    encoder_states = others.pop(0) if with_encoder_states and others else None
+    states, *tensor_list = tensors
+    encoder_states = tensor_list.pop(0) if with_encoder_states and tensor_list else None
     routings = []
-    for row in others[0] if others else ():
+    for row in tensor_list[0] if tensor_list else ():
         experts = (row.shape[1] - 2) // 2
-        load, probability, z, dropped = row.split([experts, experts, 1, 1], 1)
-        routings.append(RoutingStats(load, probability, z.squeeze(1), dropped.squeeze(1)))
+        load, probability, z, overflow = row.split([experts, experts, 1, 1], 1)
+        routings.append(RoutingStats(load, probability, z.squeeze(1), overflow.squeeze(1)))
     return StageOutput(states, routings, encoder_states)

@@ -143,12 +143,12 @@ def _smallest_limit(costs: Sequence[float], stages: int) -> float:
     for _ in range(50):
         middle = (low + high) / 2
         # Fill the stages greedily up to `middle`, and count them.
-        needed, load = 1, 0.0
+        count, load = 1, 0.0
         for cost in costs:
             if load + cost > middle:
-                needed, load = needed + 1, 0.0
+                count, load = count + 1, 0.0
             load += cost
-        low, high = (low, middle) if needed <= stages else (middle, high)
+        low, high = (low, middle) if count <= stages else (middle, high)
     return high * (1 + 1e-9)
 
 
@@ -270,14 +270,14 @@ def _check_split_backward(settings: ParallelSettings, checkpointing: str, spec: 
 
 def _check_micro_batches(settings: ParallelSettings, ranks: int, number: int) -> None:
     """Raise JinguError if the schedule does not allow this number of micro-batches per step."""
-    schedule, needed = settings.pipeline_schedule, ""
+    schedule, requirement = settings.pipeline_schedule, ""
     if schedule == "1f1b" and number < ranks:
-        needed = f"at least as many as stages, {ranks}"
+        requirement = f"at least as many as stages, {ranks}"
     elif schedule in ("interleaved", "zero_bubble") and number % max(1, number // ranks):
-        needed = f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice as many"
-    if needed:
+        requirement = f"a multiple of the ranks of the pipeline, {ranks}, or fewer than twice as many"
+    if requirement:
         raise JinguError(
-            f"the schedule {schedule} needs {needed}, but a step has {number} micro-batches per rank.",
+            f"the schedule {schedule} needs {requirement}, but a step has {number} micro-batches per rank.",
             where="batch.micro_batch_size",
             fix="Set it lower, raise batch.global_batch_size, or choose another parallel.pipeline_schedule (gpipe "
             "takes any number).",

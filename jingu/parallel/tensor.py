@@ -69,8 +69,8 @@ class VocabShard:
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary [..., V], given each rank's logits [..., count]."""
-        padded = F.pad(logits, (0, self.most - logits.shape[-1]))
-        return all_gather(padded.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
+        full_shard = F.pad(logits, (0, self.most - logits.shape[-1]))
+        return all_gather(full_shard.movedim(-1, 0), 0, self.group).movedim(0, -1)[..., : self.size]
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = False) -> None:
@@ -257,11 +257,11 @@ def _with_all_tokens(
         original: the module's forward. If it returns a tuple, only the first element is scattered.
     """
     if source_sharding is not None:
-        context, *others = arguments
+        context, *arguments_after = arguments
         assert isinstance(context, BlockContext)
         if context.encoder_states is not None:
             context = context._replace(encoder_states=source_sharding.gather(context.encoder_states))
-        arguments = (context, *others)
+        arguments = (context, *arguments_after)
     result = original(sharding.gather(x_BSD), *arguments)
     if isinstance(result, tuple):
         return (sharding.scatter(result[0]), *result[1:])
@@ -328,15 +328,15 @@ def _compute_experts(
     sent_RE = count.view(group.size(), -1)
     received_RE = torch.empty_like(sent_RE)
     dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=group)
-    sent, received = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()  # waits for the device
+    send_sizes, receive_sizes = torch.stack([sent_RE.sum(1), received_RE.sum(1)]).tolist()  # waits for the device
     # Rows arrive sorted by rank, then by expert. Sort them by expert, compute, and restore their order.
     expert_RE = torch.arange(sent_RE.shape[1], device=count.device).expand_as(received_RE)
-    expert_N = expert_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(received))
+    expert_N = expert_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(receive_sizes))
     order_N = expert_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=count.device))
-    x_ND = GatherRows.apply(all_to_all(x_MD, group, received, sent), order_N, place_N, 1)
+    x_ND = GatherRows.apply(all_to_all(x_MD, group, receive_sizes, send_sizes), order_N, place_N, 1)
     y_ND = GatherRows.apply(original(x_ND, received_RE.sum(0)), place_N, order_N, 1)
-    return all_to_all(y_ND, group, sent, received)
+    return all_to_all(y_ND, group, send_sizes, receive_sizes)
 
 
 # Context parallelism with `context_method: ring`: each rank has all heads for its tokens.
@@ -379,12 +379,12 @@ def _own_rows(sharding: TokenSharding, mask: AttentionMask) -> Tensor | None:
     if mask is None or mask.shape[-2] == 1:
         return mask
     padding = sharding.padded_length(sharding.tokens) - sharding.tokens
-    padded = F.pad(mask, (0, 0, 0, padding), value=mask.dtype == torch.bool)
-    return padded.chunk(sharding.context, -2)[sharding.context_rank]
+    padded_mask = F.pad(mask, (0, 0, 0, padding), value=mask.dtype == torch.bool)
+    return padded_mask.chunk(sharding.context, -2)[sharding.context_rank]
 
 
 def _with_own_positions(
-    sharding: TokenSharding, original: Callable[..., Tensor], x_BCD: Tensor, context: BlockContext, *others: Any
+    sharding: TokenSharding, original: Callable[..., Tensor], x_BCD: Tensor, context: BlockContext, *arguments: Any
 ) -> Tensor:
     """Call `SelfAttention.forward` with the rotary tables and query factors of this rank's tokens."""
 
@@ -396,7 +396,7 @@ def _with_own_positions(
         context = context._replace(rotary=(cos, sin))
     if context.query_factor is not None:
         context = context._replace(query_factor=share(context.query_factor))
-    return original(x_BCD, context, *others)
+    return original(x_BCD, context, *arguments)
 
 
 def _attend_tokens(

@@ -37,12 +37,12 @@ class StepSeconds:
     Attributes:
         computing: seconds of local operations, by this rank's own clock (`computing_clock`).
         waiting: wall-clock seconds of collectives, and of phases that are terms as a whole.
-        used: the part of `waiting` that the rank's own clock counts as computation.
+        busy_waiting: the part of `waiting` that the rank's own clock counts as computation.
     """
 
     computing: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
-    used: float = 0.0
+    busy_waiting: float = 0.0
 
 
 def widest_axis(sizes: AxisSizes) -> str:
@@ -99,15 +99,15 @@ class StepTimer(TorchDispatchMode):
         if term == last_term and term in _WHOLE_PHASES.values():
             start, own_start = last_end, last_own
         self.seconds.waiting[term] = self.seconds.waiting.get(term, 0.0) + end - start
-        self.seconds.used += own_end - own_start
+        self.seconds.busy_waiting += own_end - own_start
         self._last = (term, end, own_end)
         return result
 
     def _term(self, func: Any, args: Any) -> tuple[str, bool]:
         """Return the term of an operation, and whether it is local rather than a collective or a whole phase."""
-        whole = _WHOLE_PHASES.get(self._activity.phase)
-        if whole is not None:
-            return whole, False
+        phase_term = _WHOLE_PHASES.get(self._activity.phase)
+        if phase_term is not None:
+            return phase_term, False
         group = collective_group(func, args)
         if group is not None:
             axis = group.removeprefix("mesh_")
@@ -144,13 +144,13 @@ def complete_terms(
     """
     terms = {term: ranks_per_core * _mean(ranks, "computing", term) for term in _terms(ranks, "computing")}
     waiting = {term: _mean(ranks, "waiting", term) for term in _terms(ranks, "waiting")}
-    host = ranks_per_core * (computing - sum(rank.used for rank in ranks) / len(ranks)) - sum(terms.values())
+    host = ranks_per_core * (computing - sum(rank.busy_waiting for rank in ranks) / len(ranks)) - sum(terms.values())
     terms["launch"] = terms.get("launch", 0.0) + max(0.0, host)
     # Collectives, and in a pipeline the bubble, share the rest of the step.
-    rest = max(0.0, step - sum(terms.values()))
+    remainder = max(0.0, step - sum(terms.values()))
     if is_pipeline:
-        waiting["bubble"] = max(0.0, rest - sum(waiting.values()))
-    scale = rest / (sum(waiting.values()) or 1.0)
+        waiting["bubble"] = max(0.0, remainder - sum(waiting.values()))
+    scale = remainder / (sum(waiting.values()) or 1.0)
     terms |= {term: seconds * scale for term, seconds in waiting.items()}
     total = sum(terms.values())
     if not waiting:

@@ -22,7 +22,7 @@ from jingu.plan.workload import Workload, model_sizes, num_parameters
 
 
 @dataclass(frozen=True)
-class Companion:
+class AuxiliarySpec:
     """A model beside the trained one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Rollouts:
     updates: int = 1
     prepacks: bool = False
     shares_prompts: bool = False
-    companions: Sequence[Companion] = ()
+    auxiliaries: Sequence[AuxiliarySpec] = ()
 
 
 def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
@@ -64,14 +64,13 @@ def add_rollouts(result: Forecast, rollouts: Rollouts) -> Forecast:
     fullest = max(phases, key=lambda name: phases[name].total)
     totals = {name: memory.total for name, memory in phases.items()}
     seconds = _seconds(result.work, update, result.machine, rollouts)
-    others = tuple(_beside(result.work, each) for each in rollouts.companions if each.role == "trained")
     return replace(
         result,
         seconds=seconds,
         memory=phases[fullest],
         updates=rollouts.updates,
         phases=totals,
-        others=others,
+        further_models=tuple(_beside(result.work, each) for each in rollouts.auxiliaries if each.role == "trained"),
     )
 
 
@@ -84,9 +83,9 @@ def _update_workload(work: Workload, rollouts: Rollouts) -> Workload:
     return replace(work, sequence=work.sequence - prompt + ceil(prompt / sharing))
 
 
-def _beside(work: Workload, companion: Companion) -> Workload:
+def _beside(work: Workload, auxiliary: AuxiliarySpec) -> Workload:
     """Return the same workload for another model."""
-    return replace(work, model=model_sizes(companion.spec, work.software.compute_bytes))
+    return replace(work, model=model_sizes(auxiliary.spec, work.software.compute_bytes))
 
 
 def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str, RankMemory]:
@@ -94,29 +93,29 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
     work, machine = result.work, result.machine
     own_update = fullest_stage(update)[1]
     device = {part: size for part, size in result.memory.device.items() if part in ("weights", "optimizer state")}
-    offloaded = dict(result.memory.offloaded)
-    trained: dict[str, RankMemory] = {}
-    # 1. Persistent state: the trained model and its companions.
-    for companion in rollouts.companions:
-        name = f"{companion.name} weights"
-        if companion.role == "whole":
-            size = 4.0 * num_parameters(companion.spec)
-            (device if machine.is_shared else offloaded)[name] = size
+    host = dict(result.memory.host)
+    trained_models: dict[str, RankMemory] = {}
+    # 1. Persistent state: the trained model and its auxiliaries.
+    for auxiliary in rollouts.auxiliaries:
+        name = f"{auxiliary.name} weights"
+        if auxiliary.role == "whole":
+            size = 4.0 * num_parameters(auxiliary.spec)
+            (device if machine.is_shared else host)[name] = size
             continue
-        own = fullest_stage(_beside(update, companion))[1]
-        place, parts = (offloaded, own.offloaded) if own.offloaded else (device, own.device)
+        memory = fullest_stage(_beside(update, auxiliary))[1]
+        place, parts = (host, memory.host) if memory.host else (device, memory.device)
         place[name] = parts["weights"]
-        if companion.role == "trained":
-            place[f"{companion.name} optimizer state"] = parts["optimizer state"]
-            trained[companion.name] = own
+        if auxiliary.role == "trained":
+            place[f"{auxiliary.name} optimizer state"] = parts["optimizer state"]
+            trained_models[auxiliary.name] = memory
     # 2. Updates, one model after the other.
-    rest = {part: size for part, size in own_update.device.items() if part not in device}
-    phases = {"update": RankMemory(device | rest, offloaded)}
-    for name, own in trained.items():
-        rest = {
-            f"{name} {part}": size for part, size in own.device.items() if part not in ("weights", "optimizer state")
+    parts_in_use = {part: size for part, size in own_update.device.items() if part not in device}
+    phases = {"update": RankMemory(device | parts_in_use, host)}
+    for name, memory in trained_models.items():
+        parts_in_use = {
+            f"{name} {part}": size for part, size in memory.device.items() if part not in ("weights", "optimizer state")
         }
-        phases[f"{name} update"] = RankMemory(device | rest, offloaded)
+        phases[f"{name} update"] = RankMemory(device | parts_in_use, host)
     # 3. Generation: with several ranks, each one has a whole copy of the model.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
     cache = streams * cache_bytes(work.spec, work.sequence, 1, work.software.compute_bytes)
@@ -126,7 +125,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         generation["gathered copy"] = num_parameters(work.spec) * work.software.weight_bytes
     elif rollouts.prepacks:
         generation["prepacked copy"] = _matrix_numbers(work) * work.software.compute_bytes
-    phases["generation"] = RankMemory(device | generation, offloaded)
+    phases["generation"] = RankMemory(device | generation, host)
     return phases
 
 
@@ -162,10 +161,10 @@ def _seconds(work: Workload, update: Workload, machine: Machine, rollouts: Rollo
     seconds["generation"] = generation
     if rollouts.updates > 1:
         seconds["log-probabilities"] = rollouts.updates * _forward_seconds(update, machine)
-    for companion in rollouts.companions:
-        if companion.role != "whole":
-            other = _beside(update, companion)
-            value = _forward_seconds(other, machine)
-            value += sum(step_time(other, machine).values()) * (companion.role == "trained")
-            seconds[companion.name] = rollouts.updates * value
+    for auxiliary in rollouts.auxiliaries:
+        if auxiliary.role != "whole":
+            model_work = _beside(update, auxiliary)
+            value = _forward_seconds(model_work, machine)
+            value += sum(step_time(model_work, machine).values()) * (auxiliary.role == "trained")
+            seconds[auxiliary.name] = rollouts.updates * value
     return seconds

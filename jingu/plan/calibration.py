@@ -31,35 +31,35 @@ class Measurement:
 
     Attributes:
         terms: seconds by term, if they were measured.
-        logged: step seconds of each line of the log; `seconds` is their median.
+        step_seconds: step seconds of each line of the log; `seconds` is their median.
     """
 
     work: Workload
     machine: Machine
     seconds: float
     terms: Mapping[str, float] = field(default_factory=dict)
-    logged: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
 
     @property
     def noise(self) -> float:
         """Standard deviation of the logarithm of `seconds`."""
-        return NOISE / sqrt(max(1, len(self.logged)))
+        return NOISE / sqrt(max(1, len(self.step_seconds)))
 
-    def planned(self, efficiency: Efficiency) -> dict[str, float]:
+    def plan_terms(self, efficiency: Efficiency) -> dict[str, float]:
         """Return the planned seconds by term."""
         return step_time(self.work, self.machine.model_copy(update={"efficiency": efficiency}))
 
 
 def prediction_errors(measurements: Sequence[Measurement], efficiency: Efficiency) -> list[float]:
     """Return predicted over measured seconds, minus 1."""
-    return [sum(m.planned(efficiency).values()) / m.seconds - 1 for m in measurements]
+    return [sum(m.plan_terms(efficiency).values()) / m.seconds - 1 for m in measurements]
 
 
-def term_errors(measurement: Measurement, planned: Mapping[str, float]) -> list[float]:
+def term_errors(measurement: Measurement, plan: Mapping[str, float]) -> list[float]:
     """Return the logarithm of planned over measured seconds of each term, damped towards 0 for small terms."""
     least = MIN_SHARE * measurement.seconds
-    measured = measurement.terms.items()
-    return [log((planned[term] + least) / (seconds + least)) for term, seconds in measured if term in planned]
+    items = measurement.terms.items()
+    return [log((plan[term] + least) / (seconds + least)) for term, seconds in items if term in plan]
 
 
 def residual_interval(measurements: Sequence[Measurement], start: Efficiency | None = None) -> tuple[float, float]:
@@ -69,9 +69,9 @@ def residual_interval(measurements: Sequence[Measurement], start: Efficiency | N
     """
     ratios: list[float] = []
     for number, measurement in enumerate(measurements):
-        others = [m for other, m in enumerate(measurements) if other != number or len(measurements) < 3]
-        planned = sum(measurement.planned(fit_efficiency(others, start)).values())
-        ratios += [seconds / planned for seconds in measurement.logged or (measurement.seconds,)]
+        fit = [m for index, m in enumerate(measurements) if index != number or len(measurements) < 3]
+        estimate = sum(measurement.plan_terms(fit_efficiency(fit, start)).values())
+        ratios += [seconds / estimate for seconds in measurement.step_seconds or (measurement.seconds,)]
     low, high = np.quantile(ratios, QUANTILES)
     return float(low), float(high)
 
@@ -90,11 +90,11 @@ def fit_efficiency(measurements: Sequence[Measurement], start: Efficiency | None
     def residuals(x: np.ndarray) -> np.ndarray:
         efficiency = Efficiency(**dict(zip(names, np.exp(x), strict=True)))
         # Huber loss against outliers: beyond two standard deviations, errors count linearly.
-        plans = [m.planned(efficiency) for m in measurements]
+        plans = [m.plan_terms(efficiency) for m in measurements]
         pairs = list(zip(measurements, plans, strict=True))
         totals = [log(sum(plan.values()) / m.seconds) / m.noise for m, plan in pairs]
-        scaled = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
-        robust = np.sign(scaled) * np.sqrt(np.where(abs(scaled) < 2, scaled**2, 4 * abs(scaled) - 4))
+        errors = np.array(totals + [error / TERM_NOISE for m, plan in pairs for error in term_errors(m, plan)])
+        robust = np.sign(errors) * np.sqrt(np.where(abs(errors) < 2, errors**2, 4 * abs(errors) - 4))
         return np.concatenate([robust, (x - origin) / width])
 
     return Efficiency(**dict(zip(names, np.exp(_least_squares(residuals, origin)), strict=True)))

@@ -46,7 +46,7 @@ class Forecast:
         assumptions: sentences about what the estimate assumes.
         updates: optimizer steps of a step.
         phases: bytes of the fullest GPU in each phase of a step, if there are several; `memory` is the maximum.
-        others: workloads of the models that are trained and saved beside this one, such as a critic.
+        further_models: workloads of the models that are trained and saved beside this one, such as a critic.
     """
 
     work: Workload
@@ -58,7 +58,7 @@ class Forecast:
     assumptions: list[str]
     updates: int = 1
     phases: dict[str, float] = field(default_factory=dict)
-    others: tuple[Workload, ...] = ()
+    further_models: tuple[Workload, ...] = ()
 
     @property
     def step(self) -> float:
@@ -83,7 +83,7 @@ class Forecast:
     @property
     def host_bytes(self) -> float:
         """Bytes per GPU that are offloaded to main memory."""
-        return 0.0 if self.work.parallel.offload.type == "disk" else sum(self.memory.offloaded.values())
+        return 0.0 if self.work.parallel.offload.type == "disk" else sum(self.memory.host.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures: bytes, seconds, shares, joules."""
@@ -93,7 +93,7 @@ class Forecast:
         flops = flops_per_token(spec, parameter_sizes(spec), work.sequence) * tokens
         hours = self.days * 24
         busy = (self.step - self.seconds["bubble"] - self.seconds["data"]) / self.step
-        state = sum(map(checkpoint_bytes, (work, *self.others)))
+        state = sum(map(checkpoint_bytes, (work, *self.further_models)))
         stall = state / ranks / (machine.host_gbs * 1e9)
         failures = HOURS_BETWEEN_FAILURES * 3600 / ranks
         return {
@@ -102,7 +102,7 @@ class Forecast:
             "layout": describe_layout(work),
             "fits": self.spare >= 0,
             "memory": self.memory.device,
-            "offloaded": self.memory.offloaded,
+            "offloaded": self.memory.host,
             "memory_total": self.memory.total,
             "memory_phases": self.phases,
             "memory_usable": machine.usable_bytes,
@@ -198,7 +198,7 @@ def print_forecast(result: Forecast) -> None:
     unit, name = memory_unit(result.memory.total)
     print(f"{figures['layout']} on {result.work.ranks:,} × {result.machine.name}\n")
     rows = [(part, f"{size / unit:,.2f}", "") for part, size in result.memory.device.items()]
-    rows += [(part, f"{size / unit:,.2f}", "offloaded") for part, size in result.memory.offloaded.items()]
+    rows += [(part, f"{size / unit:,.2f}", "offloaded") for part, size in result.memory.host.items()]
     # The main memory of a CPU is its only memory; that of a GPU's node has a row of its own.
     device, host = result.memory.total, result.host_bytes
     if result.machine.is_shared:
@@ -230,8 +230,8 @@ def print_forecast(result: Forecast) -> None:
         print(f"assumed: {assumption}")
 
 
-def _compare_memory(needed: float, available: float, unit: float, name: str) -> str:
-    fits = "fits" if needed <= available else f"does not fit: short by {(needed - available) / unit:,.1f} {name}"
+def _compare_memory(size: float, available: float, unit: float, name: str) -> str:
+    fits = "fits" if size <= available else f"does not fit: short by {(size - available) / unit:,.1f} {name}"
     return f"of {available / unit:,.1f}: {fits}"
 
 
@@ -247,8 +247,8 @@ def print_search(result: SearchResult, machine: Machine) -> None:
         print(f"\nThe first: {layout_settings(result.best[0].work)}")
     else:
         print("No layout fits.")
-    print(f"\n{result.tried:,} layouts were estimated on {machine.name}. Layouts that fail:")
-    for reason, number in result.rejected.most_common():
+    print(f"\n{result.num_estimates:,} layouts were estimated on {machine.name}. Layouts that fail:")
+    for reason, number in result.rejections.most_common():
         print(f"  {number:>8,}  {describe_rejection(result, reason)}")
 
 

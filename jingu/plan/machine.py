@@ -113,8 +113,8 @@ class Machine(_Part):
         """Return the machine with another number of GPUs per node; ranks on a CPU share its memory and speed."""
         update: dict[str, object] = {"gpus_per_node": gpus_per_node}
         if self.is_shared:
-            shared = ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbs", "link_gbs")
-            update |= {name: getattr(self, name) * self.gpus_per_node / gpus_per_node for name in shared}
+            names = ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbs", "link_gbs")
+            update |= {name: getattr(self, name) * self.gpus_per_node / gpus_per_node for name in names}
         return self.model_copy(update=update)
 
 

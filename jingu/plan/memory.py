@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 
 from jingu.config.sections.optimizers import Slots
 from jingu.model.parts import score_bytes
@@ -23,10 +23,10 @@ STATE = ("weights", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank: bytes on the GPU by part, and offloaded bytes by part."""
+    """The memory of one rank: bytes on the GPU by part, and offloaded bytes (in main memory or on disk) by part."""
 
     device: dict[str, float]
-    offloaded: dict[str, float]
+    host: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -40,58 +40,59 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Owned:
+class RankShare:
     """A rank's share of a part of the model.
 
     Attributes:
         weights: bytes of its shards; state: bytes of their optimizer state.
-        trained: trainable elements of its shards.
-        gathered: bytes of the parameters that ZeRO gathers, in the compute dtype.
-        reduced: elements of the gradients before ZeRO shards them.
-        rounded: bytes of compute-dtype copies of weights that are stored in a wider dtype.
+        num_trained: trainable elements of its shards.
+        gathered_bytes: bytes of the parameters that ZeRO gathers, in the compute dtype.
+        num_reduced: elements of the gradients before ZeRO shards them.
+        copy_bytes: bytes of compute-dtype copies of weights that are stored in a wider dtype.
     """
 
     weights: float
     state: float
-    trained: int
-    gathered: float
-    reduced: int
-    rounded: float
+    num_trained: int
+    gathered_bytes: float
+    num_reduced: int
+    copy_bytes: float
 
 
 @lru_cache(maxsize=16384)
-def owned(part: BlockSizes, sizes: tuple[int, int, int], slots_of: Callable[..., Slots], soft: Software) -> Owned:
+def rank_share(
+    part: BlockSizes, sizes: tuple[int, int, int], slots_of: Callable[..., Slots], soft: Software
+) -> RankShare:
     """Return the share of the first rank of a stage of a block, or of embedding or head.
 
     Args:
         sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
         slots_of: the method `slots` of the settings of the optimizer.
     """
-    weights = state = gathered = rounded = 0.0
-    trained = reduced = 0
+    weights = state = gathered_bytes = copy_bytes = 0.0
+    num_trained = num_reduced = 0
     for weight in part.weights:
-        local, whole = weight.numbers(sizes)
+        local, unsharded = weight.numbers(sizes)
         itemsize = weight.itemsize(soft)
         narrow = min(itemsize, soft.compute_bytes)
         weights += local * itemsize
-        gathered += whole * narrow
-        rounded += whole * narrow * (weight.is_matmul and narrow < itemsize)
+        gathered_bytes += unsharded * narrow
+        copy_bytes += unsharded * narrow * (weight.is_matmul and narrow < itemsize)
         if weight.is_trained:
-            trained += local
-            reduced += whole
+            num_trained += local
+            num_reduced += unsharded
             if not weight.is_copy:
-                slots = slots_of(weight.shape, is_in_block=part.attended > 0)
+                slots = slots_of(weight.shape, is_in_block=part.num_attention > 0)
                 state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
-    return Owned(weights, state, trained, gathered, reduced, rounded)
+    return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes)
 
 
-def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
+@singledispatch
+def micro_batches_in_flight(_software: Software, work: Workload, stage: Stage) -> float:
     """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
     ranks, batches = work.sizes.pipeline, work.accumulation
     if ranks == 1:
         return 1.0
-    if work.software.in_flight is not None:
-        return min(batches, work.software.in_flight)
     chunks = stages_per_rank(work.parallel)
     match work.parallel.pipeline_schedule:
         case "gpipe":
@@ -105,48 +106,34 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     return min(batches, warm_up / chunks)
 
 
-def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+@singledispatch
+def block_activations(software: Software, block: BlockSizes, work: Workload) -> tuple[float, float, float]:
     """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
     input."""
-    sizes, soft, spec, layer = work.sizes, work.software, work.spec, block.layer
+    sizes, spec, layer = work.sizes, work.spec, block.layer
     assert layer is not None
-    divided = work.tokens / sizes.tensor
-    spread = divided if soft.sequence_parallel else work.tokens
-    input_bytes = spread * spec.hidden_size * soft.compute_bytes
-    saved = divided * work.saved_bytes(block)
-    inputs = 0.0
-    if soft.sequence_parallel:
-        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
-        inputs = (work.tokens - divided) * (block.attended + 1) * spec.hidden_size * soft.compute_bytes
-        inputs *= soft.saved_per_hidden is None
-    else:
-        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
-        saved += (work.tokens - divided) * 10 * spec.hidden_size
-    saved += inputs
-    saved_scores = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
-    scores = 0.0
-    if saved_scores:
-        scores = saved_scores * layer.attention.num_heads / sizes.tensor * work.tokens * work.sequence
-    if block.experts is not None and work.sizes.expert > 1:
+    tokens = work.tokens / sizes.tensor
+    input_bytes = tokens * spec.hidden_size * software.compute_bytes
+    # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
+    inputs = (work.tokens - tokens) * (block.num_attention + 1) * spec.hidden_size * software.compute_bytes
+    total = tokens * block.saved_bytes + inputs
+    heads = layer.attention.num_heads
+    scores = score_bytes(layer, software.compute_bytes) * heads / sizes.tensor * work.tokens * work.sequence
+    if block.experts is not None and sizes.expert > 1:
         # The all-to-all stores the rows of tokens in two more orders.
-        saved += 2 * divided * block.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes
-    selective = divided * (
-        soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes + 4 * layer.attention.num_heads
-    )
-    selective += input_bytes + inputs
-    if not soft.fused_attention:
-        selective = saved
-    return saved + scores, selective, input_bytes
+        total += 2 * tokens * block.experts.num_experts_per_token * spec.hidden_size * software.compute_bytes
+    selective = tokens * (block.matmul_outputs * software.compute_bytes + 4 * heads) + (input_bytes + inputs)
+    return total + scores, selective, input_bytes
 
 
 def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     """Return the peak memory of a rank of a stage."""
-    soft, parts = work.software, owned_parts(work, stage)
+    soft, parts = work.software, rank_shares(work, stage)
     device = {
         "weights": sum(count * part.weights for part, count in parts),
-        "gradients": soft.gradient_bytes * sum(count * part.trained for part, count in parts),
+        "gradients": soft.gradient_bytes * sum(count * part.num_trained for part, count in parts),
         "optimizer state": sum(count * part.state for part, count in parts),
-        **_gathered(work, stage, parts),
+        **gathered_memory(soft, work, stage, parts),
         **_activations(work, stage),
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
@@ -154,20 +141,20 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         before = device["activations"] + device.get("loss", 0.0)
         share = max(0.0, 1 - device["gradients"] / before)
         device |= {part: device[part] * share for part in ("activations", "loss") if part in device}
-    whole = device.pop("whole gradients", 0.0)
-    offloaded = {}
+    full_gradients = device.pop("whole gradients", 0.0)
+    host = {}
     if work.parallel.offload.type != "none":
-        offloaded = {part: device.pop(part) for part in STATE}
-        device["gradients"] = whole
-    device["gradients"] = max(device["gradients"], whole)
-    return RankMemory({part: size for part, size in device.items() if size}, offloaded)
+        host = {part: device.pop(part) for part in STATE}
+        device["gradients"] = full_gradients
+    device["gradients"] = max(device["gradients"], full_gradients)
+    return RankMemory({part: size for part, size in device.items() if size}, host)
 
 
-def owned_parts(work: Workload, stage: Stage) -> list[tuple[Owned, int]]:
+def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:
     """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
     sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
     key = (sizes, work.optimizer.slots, work.software)
-    return [(owned(part, *key), count) for part, count in stage.parts]
+    return [(rank_share(part, *key), count) for part, count in stage.parts]
 
 
 def checkpoint_bytes(work: Workload) -> float:
@@ -176,59 +163,67 @@ def checkpoint_bytes(work: Workload) -> float:
     # A tied head is saved with the embedding.
     ends = (model.embedding, model.norm if work.spec.tie_word_embeddings else model.head)
     key = ((1, 1, 1), work.optimizer.slots, soft)
-    parts = [owned(part, *key) for part in (*model.blocks, *ends)]
-    return sum(part.trained * soft.weight_bytes + part.state for part in parts)
+    parts = [rank_share(part, *key) for part in (*model.blocks, *ends)]
+    return sum(part.num_trained * soft.weight_bytes + part.state for part in parts)
 
 
-def _gathered(work: Workload, stage: Stage, parts: list[tuple[Owned, int]]) -> dict[str, float]:
+@singledispatch
+def gathered_memory(
+    soft: Software, work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]
+) -> dict[str, float]:
     """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
-    soft, zero = work.software, work.parallel.zero_stage
-    if not soft.copies_weights:
-        return {}
+    zero = work.parallel.zero_stage
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
         # recomputes the forward pass.
         if work.checkpointing.type == "full":
             return {"compute weights": 0.0}
-        return {"compute weights": sum(part.rounded * count for part, count in parts)}
-    gathered = sum(part.gathered * count for part, count in parts)
+        return {"compute weights": sum(part.copy_bytes * count for part, count in parts)}
+    size = sum(part.gathered_bytes * count for part, count in parts)
     blocks = parts[: len(stage.blocks)]
     if zero == 3:
         # The parameters of the current block, and the prefetched ones of the next.
-        gathered += 2 * max(part.gathered for part, _ in blocks) - sum(part.gathered * count for part, count in blocks)
-    result = {"compute weights": gathered}
+        size += 2 * max(part.gathered_bytes for part, _ in blocks) - sum(
+            part.gathered_bytes * count for part, count in blocks
+        )
+    result = {"compute weights": size}
     if zero <= 1 and work.accumulation > 1:
         # Gradients stay unsharded until the last micro-batch.
-        result["whole gradients"] = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
+        result["whole gradients"] = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
     # The unsharded gradients of one block during their reduce-scatter.
-    result["reduction"] = (soft.compute_bytes + soft.reduce_bytes) * max(part.reduced for part, _ in blocks)
+    result["reduction"] = (soft.compute_bytes + soft.reduce_bytes) * max(part.num_reduced for part, _ in blocks)
     return result
 
 
 def _activations(work: Workload, stage: Stage) -> dict[str, float]:
     """Return the bytes of activations in flight, and of one chunk of the loss."""
-    soft, spec, checkpointing = work.software, work.spec, work.checkpointing
-    in_flight = micro_batches_in_flight(work, stage)
-    total = recomputed = 0.0
+    soft, checkpointing = work.software, work.checkpointing
+    in_flight = micro_batches_in_flight(soft, work, stage)
+    total = recomputation = 0.0
     for block, numbers in stage.blocks:
-        saved, selective, input_bytes = block_activations(block, work)
-        checkpointed = 0
+        all_bytes, selective, input_bytes = block_activations(soft, block, work)
+        num_checkpointed = 0
         if checkpointing.type != "none":
-            checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
-        stored = input_bytes if checkpointing.type == "full" else selective
-        total += in_flight * (checkpointed * stored + (len(numbers) - checkpointed) * saved)
+            num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
+        checkpoint = input_bytes if checkpointing.type == "full" else selective
+        total += in_flight * (num_checkpointed * checkpoint + (len(numbers) - num_checkpointed) * all_bytes)
         # Checkpointed blocks are recomputed one at a time.
-        recomputed = max(recomputed, saved * min(1, checkpointed))
-    result = {"activations": total, "recomputation": recomputed}
-    if stage.has_head and not spec.score_head:
-        # Hidden states and their gradient, a chunk of logits, and the gradient of the head's weight in fp32.
-        vocabulary = -(-spec.vocab_size // work.sizes.tensor)
-        tokens = work.tokens if soft.whole_logits else min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
-        states = 2 * work.tokens * spec.hidden_size * soft.compute_bytes
-        weight = 4.0 * vocabulary * spec.hidden_size * (not soft.whole_logits)
-        result["loss"] = states + tokens * vocabulary * soft.logit_bytes + weight
+        recomputation = max(recomputation, all_bytes * min(1, num_checkpointed))
+    result = {"activations": total, "recomputation": recomputation}
+    if stage.has_head and not work.spec.score_head:
+        result["loss"] = loss_bytes(soft, work)
     return result
+
+
+@singledispatch
+def loss_bytes(software: Software, work: Workload) -> float:
+    """Return the bytes of hidden states and their gradient, of a chunk of logits, and of the gradient of the head's
+    weight in fp32."""
+    vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
+    tokens = min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
+    states = 2 * work.tokens * work.spec.hidden_size * software.compute_bytes
+    return states + tokens * vocabulary * software.logit_bytes + 4.0 * vocabulary * work.spec.hidden_size
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:

@@ -27,13 +27,13 @@ class StepRecord:
 
     Attributes:
         begin: bytes of tensors before the step; peak: their maximum during the step.
-        calls: number of collectives by group and operation; sent: their bytes.
+        calls: number of collectives by group and operation; sizes: their bytes.
     """
 
     begin: int = 0
     peak: int = 0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sizes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class _StepRecorder(TorchDispatchMode):
@@ -44,16 +44,16 @@ class _StepRecorder(TorchDispatchMode):
         self.record = StepRecord()
         self._storages: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self, value: object, others: Container[int] = ()) -> bool:
+    def watch(self, value: object, inputs: Container[int] = ()) -> bool:
         """Count the storages of tensors as long as they live; return whether there are new ones.
 
         Args:
             value: tensors in any nested structure.
-            others: keys of storages to ignore.
+            inputs: keys of storages to ignore.
         """
         before = len(self._storages)
         for key, storage in _storages(value).items():
-            if key not in self._storages and key not in others:
+            if key not in self._storages and key not in inputs:
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         return len(self._storages) > before
 
@@ -73,14 +73,14 @@ class _StepRecorder(TorchDispatchMode):
         if group is not None:
             key = (group, func.name().partition("::")[2].partition(".")[0])
             self.record.calls[key] += 1
-            self.record.sent[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.record.sizes[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             # Pipeline stages reuse receive buffers that they allocated before this recorder existed.
             self.watch(args)
         # Ignore results that alias arguments, such as gloo's own buffers: nothing is allocated for them here.
-        others = _storages(args).keys()
+        inputs = _storages(args).keys()
         result = func(*args, **(kwargs or {}))
         # FSDP allocates memory by resizing known storages before it gathers into them.
-        if self.watch(result, others) or func.namespace == "fsdp":
+        if self.watch(result, inputs) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
         return result
 

@@ -54,22 +54,22 @@ class SearchResult:
     """The best layouts, and why others were rejected.
 
     Attributes:
-        tried: number of estimated layouts.
-        rejected: number of rejected layouts by reason; examples: one example for each reason.
-        checked: cached results of `_conflict`.
+        num_estimates: number of estimated layouts.
+        rejections: number of rejected layouts by reason; examples: one example for each reason.
+        conflicts: cached results of `_conflict`.
         nearest: the layout that is short of the least memory: missing bytes and description.
     """
 
     best: list[Plan]
-    tried: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
+    num_estimates: int = 0
+    rejections: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    checked: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
+    conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
     nearest: tuple[float, str] = (inf, "")
 
     def reject(self, reason: str, example: str, number: int = 1) -> None:
         """Count layouts that are rejected for a reason."""
-        self.rejected[reason] += number
+        self.rejections[reason] += number
         self.examples.setdefault(reason, example)
 
 
@@ -105,7 +105,7 @@ def search_layouts(
                 continue
             plan = _evaluate(work, machine, result)
             if plan is not None:
-                top.append((plan.step, plan.memory, result.tried, plan))
+                top.append((plan.step, plan.memory, result.num_estimates, plan))
         top = sorted(top)[:best]
     result.best = [plan for *_, plan in top]
     return result
@@ -126,18 +126,18 @@ def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | 
             return None
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
-        result.tried += 1
+        result.num_estimates += 1
         memories = [stage_memory(work, stage) for stage in work.stages]
         memory = max(memory.total for memory in memories)
-        offloaded = max(sum(memory.offloaded.values()) for memory in memories)
-        if offloaded > machine.host_bytes:
+        host_bytes = max(sum(memory.host.values()) for memory in memories)
+        if host_bytes > machine.host_bytes:
             result.reject(
-                "out of main memory", f"{describe_layout(work)} offloads {offloaded / 2**30:,.0f} GiB per GPU"
+                "out of main memory", f"{describe_layout(work)} offloads {host_bytes / 2**30:,.0f} GiB per GPU"
             )
             return None
         if memory <= machine.usable_bytes:
             return Plan(work, step_time(work, machine), memory)
-        result.rejected["out of memory"] += 1
+        result.rejections["out of memory"] += 1
         if memory - machine.usable_bytes < result.nearest[0]:
             result.nearest = (memory - machine.usable_bytes, describe_layout(work))
         # Offload cannot help if the rest without the offloaded state is already too large.
@@ -237,9 +237,9 @@ def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Itera
         # Many layouts share these parts, so check once whether they are compatible.
         zero = group.grid.settings.zero_stage
         key = (schedule, stages, sizes.pipeline, zero, kind, sizes.expert > 1, group.accumulation)
-        if key not in result.checked:
-            result.checked[key] = _conflict(group.grid.settings.model_copy(update=update), kind, base, group)
-        error = result.checked[key]
+        if key not in result.conflicts:
+            result.conflicts[key] = _conflict(group.grid.settings.model_copy(update=update), kind, base, group)
+        error = result.conflicts[key]
         if error is not None:
             result.reject(_reason(error), error.what)
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from math import log2
 from typing import Any
 
@@ -19,7 +19,7 @@ from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.machine import Machine
-from jingu.plan.memory import owned_parts
+from jingu.plan.memory import rank_shares
 from jingu.plan.workload import BlockSizes, ModelSizes, Software, Stage, Workload
 
 # Terms of a step, in the order of tables.
@@ -74,17 +74,13 @@ def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float =
     return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
 
 
-def exchange_seconds(size: float, group: Neighbors, machine: Machine, share_far: float = 1.0) -> float:
-    """Return the time of an all-to-all in which each rank sends `size` bytes in total.
-
-    Args:
-        share_far: share of the bytes for other nodes that crosses the network, if duplicates are sent only once.
-    """
+def exchange_seconds(size: float, group: Neighbors, machine: Machine) -> float:
+    """Return the time of an all-to-all in which each rank sends `size` bytes in total."""
     if group.ranks == 1 or not size:
         return 0.0
     rates = machine.efficiency
     near = size * (group.in_node - 1) / group.ranks / (machine.link_gbs * rates.link * 1e9)
-    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9) * share_far
+    far = size * (group.ranks - group.in_node) / group.ranks / (machine.nic_gbs * rates.nic * 1e9)
     # All ranks send at once, so ranks that share cores wait for their turn only once.
     hops = 1 if machine.ranks_per_core > 1 else min(group.ranks - 1, 8)
     return rates.hop_us * 1e-6 * hops + max(near, far)
@@ -103,10 +99,12 @@ class BlockTime:
     elementwise: float
 
 
-def _matmul_seconds(flops: float, moved: float, machine: Machine) -> float:
+@singledispatch
+def matmul_seconds(_software: Software, flops: float, num_bytes: float, machine: Machine) -> float:
+    """Return the seconds of a matmul with this number of operations, which moves this number of bytes."""
     rates = machine.efficiency
     peak = machine.matmul_tflops * 1e12 * rates.matmul
-    return max((flops + rates.half_gflop * 1e9) / peak, moved / (machine.memory_gbs * rates.memory * 1e9))
+    return max((flops + rates.half_gflop * 1e9) / peak, num_bytes / (machine.memory_gbs * rates.memory * 1e9))
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,12 @@ class Matmul:
 
     Attributes:
         shape: shape of the part; experts first.
-        moved: bytes of operands and results.
+        num_bytes: bytes of operands and results.
     """
 
     shape: tuple[int, ...]
     flops: float
-    moved: float
+    num_bytes: float
     seconds: float
     is_trained: bool
 
@@ -138,12 +136,11 @@ def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
             # This rank has `count` experts, which receive the tokens of all ranks of the expert group.
             count = shape[0]
             rows *= experts.num_experts_per_token * sizes.expert / experts.num_experts
-            rows *= soft.expert_imbalance
         outputs, inputs = shape[-2], shape[-1] * weight.packing
         flops = 2.0 * rows * outputs * inputs * count
-        moved = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
-        seconds = _matmul_seconds(flops / soft.matmul_speed, moved, machine)
-        result.append(Matmul((*shape[:-1], inputs), flops, moved, seconds, weight.is_trained))
+        num_bytes = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
+        seconds = matmul_seconds(soft, flops, num_bytes, machine)
+        result.append(Matmul((*shape[:-1], inputs), flops, num_bytes, seconds, weight.is_trained))
     return result
 
 
@@ -163,32 +160,62 @@ def _head_seconds(work: Workload, machine: Machine) -> tuple[float, float]:
 
 
 def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime:
-    soft, sizes, spec = work.software, work.sizes, work.spec
-    rates = machine.efficiency
+    soft, rates = work.software, machine.efficiency
     matmuls, backward = _sum_matmul_seconds(part, work, machine)
-    attention = 0.0
-    traffic = work.tokens / sizes.tensor * work.saved_bytes(part)
-    if not soft.sequence_parallel:
-        traffic += (work.tokens - work.tokens / sizes.tensor) * 8 * spec.hidden_size * soft.compute_bytes
-    if part.experts is not None and sizes.expert > 1:
-        # Rows are permuted into the order of ranks, then of experts, and back; each permutation reads and writes them.
-        row = part.experts.num_experts_per_token * spec.hidden_size * soft.compute_bytes
-        traffic += 4 * work.tokens / sizes.tensor * row
-    if part.layer is not None:
-        heads = part.layer.attention.num_heads / sizes.tensor
-        context = float(cached_tokens(part.layer, work.sequence))
-        if part.is_causal and soft.fused_attention:
-            context = attended_tokens(part.layer, work.sequence)
-        flops = 4.0 * part.attended * work.tokens * context * attention_width(part.layer) / sizes.tensor
-        speed = rates.attention if soft.fused_attention else rates.matmul * 0.6
-        attention = flops / (machine.matmul_tflops * 1e12 * speed)
-        if work.parallel.context_method == "ring" and sizes.context > 1 and part.is_causal:
-            # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
-            attention *= 2 - 1 / sizes.context
-        if not soft.fused_attention:
-            traffic += part.attended * heads * work.tokens * work.sequence * soft.saved_scores * 2
-    elementwise = soft.traffic * traffic / (machine.memory_gbs * rates.memory * 1e9)
+    attention = 0.0 if part.layer is None else attention_seconds(soft, part, work, machine)
+    elementwise = soft.traffic * traffic_bytes(soft, part, work) / (machine.memory_gbs * rates.memory * 1e9)
     return BlockTime(matmuls, backward, attention, elementwise)
+
+
+@singledispatch
+def traffic_bytes(_software: Software, part: BlockSizes, work: Workload) -> float:
+    """Return the bytes that the forward pass of a block saves or permutes, for one micro-batch."""
+    return work.tokens / work.sizes.tensor * part.saved_bytes + permutation_bytes(part, work)
+
+
+def permutation_bytes(part: BlockSizes, work: Workload) -> float:
+    """Return the bytes that permutations of a mixture of experts move, for one micro-batch."""
+    if part.experts is None or work.sizes.expert == 1:
+        return 0.0
+    # Rows are permuted into the order of ranks, then of experts, and back; each permutation reads and writes them.
+    row = part.experts.num_experts_per_token * work.spec.hidden_size * work.software.compute_bytes
+    return 4 * work.tokens / work.sizes.tensor * row
+
+
+@singledispatch
+def attention_seconds(_software: Software, part: BlockSizes, work: Workload, machine: Machine) -> float:
+    """Return the seconds of attention in the forward pass of a block."""
+    assert part.layer is not None
+    context = (attended_tokens if part.is_causal else cached_tokens)(part.layer, work.sequence)
+    flops = 4.0 * part.num_attention * work.tokens * context * attention_width(part.layer) / work.sizes.tensor
+    seconds = flops / (machine.matmul_tflops * 1e12 * machine.efficiency.attention)
+    if work.parallel.context_method == "ring" and work.sizes.context > 1 and part.is_causal:
+        # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
+        seconds *= 2 - 1 / work.sizes.context
+    return seconds
+
+
+@singledispatch
+def count_passes(_software: Software, full: float, selective: float) -> tuple[float, float]:
+    """Return the seconds of attention and of elementwise operations in a step, relative to a forward pass.
+
+    Selective checkpointing recomputes elementwise operations.
+
+    Args:
+        full: share of the blocks with full checkpointing; selective: share of those with selective checkpointing.
+    """
+    return 3.5 + full, 2.5 + full + selective
+
+
+@singledispatch
+def exposed_seconds(_software: Software, _kind: str, seconds: float, _computing: float) -> float:
+    """Return the seconds of a communication that does not overlap with computation; here, all of them.
+
+    Args:
+        _kind: `expert` for all-to-alls, `pipeline` for hidden states between stages.
+        _computing: seconds of the computation that another system overlaps it with.
+    """
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -229,24 +256,21 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     share = 1.0 / work.checkpointing.every
     full = share * (work.checkpointing.type == "full")
     selective = share * (work.checkpointing.type == "selective")
-    # Selective checkpointing recomputes elementwise operations with fused attention, otherwise attention scores.
-    again = (0.0, selective) if soft.fused_attention else (selective, 0.6 * selective)
+    attention_passes, elementwise_passes = count_passes(soft, full, selective)
     # Tensor parallelism: an all-gather and a reduce-scatter around attention and around the feed-forward.
     passes = 2.0 + full
-    calls = 2 * (block.attended + 1) * passes
+    calls = 2 * (block.num_attention + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
-    expert = _expert_seconds(tokens_bytes / sizes.tensor, block, work, groups["expert"], machine)
+    expert = expert_seconds(soft, tokens_bytes / sizes.tensor, block, groups["expert"], machine)
     terms = {
         "matmuls": time.matmuls * (1 + full) + time.backward,
-        "attention": time.attention * (3.5 if soft.fused_attention else 3.0) + time.attention * (full + again[0]),
-        "elementwise": time.elementwise * (2.5 + full + again[1]),
+        "attention": time.attention * attention_passes,
+        "elementwise": time.elementwise * elementwise_passes,
         "tensor": ring_seconds(tokens_bytes * calls, groups["tensor"], machine, calls),
         "context": _context_seconds(block, work, groups["context"], machine) * (3.0 + full),
         "expert": expert * passes,
     }
-    if soft.overlaps_experts:
-        computing = terms["matmuls"] + terms["attention"]
-        terms["expert"] = max(0.0, terms["expert"] - soft.overlap * computing)
+    terms["expert"] = exposed_seconds(soft, "expert", terms["expert"], terms["matmuls"] + terms["attention"])
     # The host launches kernels while a GPU computes, so only the excess counts. On a CPU both times add up.
     kernels = (soft.kernels + soft.expert_kernels * (block.experts is not None)) * (2 * passes - 1)
     seconds = (kernels + calls * (sizes.tensor > 1)) * machine.efficiency.kernel_us * 1e-6
@@ -255,18 +279,12 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     return terms, 1 / (3.0 + full)
 
 
-def _expert_seconds(size: float, block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
+@singledispatch
+def expert_seconds(_software: Software, size: float, block: BlockSizes, group: Neighbors, machine: Machine) -> float:
     """Return the seconds of the all-to-alls of a forward pass: `size` bytes of tokens to their experts and back."""
-    part = block.experts
-    if part is None or group.ranks == 1:
+    if block.experts is None:
         return 0.0
-    chosen, share_far = part.num_experts_per_token, 1.0
-    if work.software.sends_to_nodes:
-        # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
-        # probability that a node has none.
-        nodes = group.ranks / group.in_node
-        share_far = nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
-    return 2 * exchange_seconds(size * chosen, group, machine, share_far)
+    return 2 * exchange_seconds(size * block.experts.num_experts_per_token, group, machine)
 
 
 def model_seconds(work: Workload, machine: Machine) -> float:
@@ -306,8 +324,8 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
         travelling = 2 * part.num_kv_heads * row * (group.ranks - 1)
         near = group.in_node == group.ranks
         rate = machine.link_gbs * machine.efficiency.link if near else machine.nic_gbs * machine.efficiency.nic
-        computed = _block_time(block, work, machine).attention
-        return max(0.0, travelling / (rate * 1e9) - computed)
+        attention = _block_time(block, work, machine).attention
+        return max(0.0, travelling / (rate * 1e9) - attention)
     return exchange_seconds((2 * part.num_heads + 2 * part.num_kv_heads) * row, group, machine)
 
 
@@ -325,12 +343,11 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     if ranks > 1:
         # Each micro-batch crosses a stage boundary in the forward and in the backward pass.
         travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
-        computing = time.forward + time.backward if work.software.overlaps_sends else 0.0
-        terms["pipeline"] = max(0.0, travel - computing) * batches
+        terms["pipeline"] = exposed_seconds(work.software, "pipeline", travel, time.forward + time.backward) * batches
         # The bubble: the time in which a micro-batch passes through the other ranks and back.
-        others = sum(stage.count * (other.forward + other.backward) for stage, other in times)
-        others -= time.forward + time.backward
-        terms["bubble"] = idle_share(work) * (others + (ranks - 1) * travel)
+        elsewhere = sum(stage.count * (seconds.forward + seconds.backward) for stage, seconds in times)
+        elsewhere -= time.forward + time.backward
+        terms["bubble"] = idle_share(work) * (elsewhere + (ranks - 1) * travel)
         if machine.ranks_per_core > 1:
             _share_cores(terms, times, work, machine)
     return terms
@@ -352,11 +369,15 @@ def _share_cores(
     terms["bubble"] = max(0.0, path - sum(terms[term] for term in computing))
 
 
+@singledispatch
+def boundary_bytes(software: Software, work: Workload) -> float:
+    """Return the bytes of hidden states that a rank sends to the next pipeline stage, for one micro-batch."""
+    return work.tokens / work.sizes.tensor * work.spec.hidden_size * software.compute_bytes
+
+
 def boundary_seconds(work: Workload, machine: Machine) -> float:
     """Return the seconds to send a micro-batch's hidden states to the next pipeline stage."""
-    size = work.tokens / work.sizes.tensor * work.spec.hidden_size * work.software.compute_bytes
-    if not work.software.sequence_parallel:
-        size *= work.sizes.tensor
+    size = boundary_bytes(work.software, work)
     group = place_groups(work, machine)["pipeline"]
     near = group.in_node == group.ranks
     rates = machine.efficiency
@@ -393,34 +414,34 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     """Return the exposed communication of data parallelism in seconds: gradient reduction and parameter gathering."""
     soft, zero = work.software, work.parallel.zero_stage
     groups = place_groups(work, machine)
-    parts = owned_parts(work, stage)
-    gathered = sum(part.gathered * count for part, count in parts)
-    reduced = soft.reduce_bytes * sum(part.reduced * count for part, count in parts)
+    parts = rank_shares(work, stage)
+    gathered_bytes = sum(part.gathered_bytes * count for part, count in parts)
+    reduced_bytes = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
     rounds = work.accumulation
     # Embedding and head need a call of their own, which matters only for small models.
-    calls = (stage.num_blocks + machine.is_shared) * soft.gathers_per_block
-    gather = ring_seconds(gathered, groups["fsdp"], machine, calls)
-    reduce = ring_seconds(reduced, groups["fsdp"], machine, calls)
-    replicas = 2 * ring_seconds(reduced / groups["fsdp"].ranks, groups["replicate"], machine, calls)
+    calls = stage.num_blocks + machine.is_shared
+    gather = ring_seconds(gathered_bytes, groups["fsdp"], machine, calls)
+    reduce = ring_seconds(reduced_bytes, groups["fsdp"], machine, calls)
+    replicas = 2 * ring_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
     if zero == 3:
         gathers, reductions = 2 * rounds, rounds
     else:
         gathers, reductions = 1, rounds if zero == 2 else 1
     # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
-    if not soft.overlap or machine.is_shared:
+    if machine.is_shared:
         return gathers * gather + reductions * reduce + replicas
     # Overlapped communication competes with computation (`overlap`), and the first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    exposed = passes * max(first * gather, gather - time.forward * soft.overlap)
+    seconds = passes * max(first * gather, gather - time.forward * soft.overlap)
     backward = (gather if zero == 3 else 0.0) + reduce
-    exposed += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
-    return exposed + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
+    seconds += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
+    return seconds + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
 
 
 def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:
     """Return the seconds of gradient clipping and the update, including transfers to and from main memory."""
-    numbers = sum(part.trained * count for part, count in owned_parts(work, stage))
+    numbers = sum(part.num_trained * count for part, count in rank_shares(work, stage))
     if work.parallel.offload.type != "none":
         # Gradients and weights (8 bytes) cross the bus, and the update moves 30 bytes in main memory.
         bus, memory = 8.0, 30.0

@@ -71,7 +71,7 @@ def simulate_pipeline(work: Workload, machine: Machine) -> Timeline:
     passes = _run_steps(work, rank_orders(work, batches), durations, boundary_seconds(work, machine))
     # Each further micro-batch extends the step by the time of the slowest rank, which is always busy by then.
     busy = [time.forward + time.backward for time in times]
-    step = max(own[-1].end for own in passes) + (work.accumulation - batches) * max(busy)
+    step = max(rank_passes[-1].end for rank_passes in passes) + (work.accumulation - batches) * max(busy)
     return Timeline(passes, batches, [1 - work.accumulation * seconds / step for seconds in busy])
 
 
@@ -133,21 +133,21 @@ def _run_steps(
     last = work.sizes.pipeline * stages_per_rank(work.parallel) - 1
     ends: dict[Step, float] = {}
     passes: list[list[Pass]] = [[] for _ in orders]
-    while any(len(own) < len(order) for own, order in zip(passes, orders, strict=True)):
-        for rank, (own, order) in enumerate(zip(passes, orders, strict=True)):
+    while any(len(rank_passes) < len(order) for rank_passes, order in zip(passes, orders, strict=True)):
+        for rank, (rank_passes, order) in enumerate(zip(passes, orders, strict=True)):
             # Run passes until one needs a result that another rank has not computed yet.
-            while len(own) < len(order):
-                kind, stage, batch = order[len(own)]
+            while len(rank_passes) < len(order):
+                kind, stage, batch = order[len(rank_passes)]
                 source = _source(kind, stage, batch, last)
                 if source is not None and source not in ends:
                     break
-                start = own[-1].end if own else 0.0
+                start = rank_passes[-1].end if rank_passes else 0.0
                 if source is not None:
                     is_near = rank_of_stage(work.parallel, len(orders), source[1]) == rank
                     start = max(start, ends[source] + travel * (not is_near))
                 end = start + durations[rank][kind]
                 ends[kind, stage, batch] = end
-                own.append(Pass(kind, stage, batch, start, end))
+                rank_passes.append(Pass(kind, stage, batch, start, end))
     return passes
 
 

@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.components import Experts, LayerSpec
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
 from jingu.model.parts import attention_width, dense_equivalent, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
-from jingu.model.spec import Experts, LayerSpec, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
@@ -32,7 +33,7 @@ class Weight:
 
     Attributes:
         is_matmul: whether it is the matrix of a matmul with tokens.
-        stored: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
+        storage: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
             in this number of bytes per element.
         packing: values per stored element, for quantized matrices.
         is_copy: whether another stage updates it, as for the head that is tied to an embedding.
@@ -43,16 +44,16 @@ class Weight:
     dims: tuple[ShardedDim, ...]
     is_trained: bool
     is_matmul: bool
-    stored: Literal["master", "compute"] | int = "master"
+    storage: Literal["master", "compute"] | int = "master"
     packing: int = 1
     is_copy: bool = False
     kv_heads: int = 1
 
     def itemsize(self, software: Software) -> float:
         """Return the bytes of an element on a rank."""
-        if isinstance(self.stored, int):
-            return self.stored
-        return software.weight_bytes if self.stored == "master" else software.compute_bytes
+        if isinstance(self.storage, int):
+            return self.storage
+        return software.weight_bytes if self.storage == "master" else software.compute_bytes
 
     def cut(self, tensor: int, expert: int) -> tuple[int, ...]:
         """Return the shape of the first rank's part before ZeRO shards it; no rank has a larger one."""
@@ -76,8 +77,8 @@ class Weight:
             ranks //= expert
             by_rows = self.shape[1] % (ranks * (tensor if self.dims[-1].dim == 1 else 1)) == 0
             dim = int(bool(self.shape[0] // expert % ranks) and by_rows)
-        whole = prod(shape)
-        return whole // shape[dim] * -(-shape[dim] // ranks), whole
+        unsharded = prod(shape)
+        return unsharded // shape[dim] * -(-shape[dim] // ranks), unsharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +87,17 @@ class BlockSizes:
 
     Attributes:
         weights: its parameters.
-        saved: bytes per token that are saved for the backward pass, without attention scores.
+        saved_bytes: bytes per token that are saved for the backward pass, without attention scores.
         matmul_outputs: outputs of matmuls and attention per token, which selective checkpointing saves.
-        attended: number of attention layers.
+        num_attention: number of attention layers.
         is_causal: whether attention is causal.
         layer: what the block is; None before and after the blocks.
     """
 
     weights: tuple[Weight, ...] = ()
-    saved: float = 0.0
+    saved_bytes: float = 0.0
     matmul_outputs: float = 0.0
-    attended: int = 0
+    num_attention: int = 0
     is_causal: bool = True
     layer: LayerSpec | None = None
 
@@ -109,33 +110,17 @@ class BlockSizes:
 
 @dataclass(frozen=True, eq=False)
 class Software:
-    """How a training system executes a step. The defaults are those of jingu; published runs have others.
+    """How jingu executes a step in a precision.
+
+    A subclass describes another training system: the functions of the planner that take a `Software` first are
+    `singledispatch` functions, and can be registered for the subclass (`bench/planning.py`).
 
     Attributes:
         weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
         reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
         state_share: size of optimizer state that has the dtype of the master weights, relative to fp32.
-        copies_weights: whether matmuls use gathered or cast copies of the weights that a rank owns.
         offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
             to the device; on a CPU they stay where they are.
-        whole_logits: whether the logits of all tokens exist at the same time.
-        logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
-        saved_matmuls: share of the matmuls whose results selective checkpointing saves.
-        fused_attention: whether attention never stores its scores.
-        sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
-        saved_per_hidden: bytes that a block saves per element of a token's hidden state; None: count them.
-        saved_scores: bytes stored per score without fused attention.
-        in_flight: micro-batches in flight on every rank of a pipeline; None: derive them from the schedule.
-        traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
-        kernels: number of kernels in a block's forward pass.
-        gathers_per_block: collectives that gather a block's parameters under ZeRO 3.
-        overlap: share of the computing time that communication of gradients and weights can overlap with; 0: none.
-        overlaps_sends: whether hidden states are sent between stages during computation.
-        expert_imbalance: rows of the fullest expert, relative to the mean.
-        expert_kernels: additional kernels of a mixture of experts: routing, permutation, matmuls.
-        sends_to_nodes: whether a token is sent to each node only once, even if several of its experts are there.
-        overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
-        matmul_speed: speed of matmuls, relative to bf16.
     """
 
     weight_bytes: float = 4.0
@@ -143,26 +128,17 @@ class Software:
     reduce_bytes: float = 4.0
     compute_bytes: float = 2.0
     state_share: float = 1.0
-    copies_weights: bool = True
     offload_copies_weights: bool = True
-    whole_logits: bool = False
-    logit_bytes: float = 6.0
-    saved_matmuls: float = 1.0
-    fused_attention: bool = True
-    sequence_parallel: bool = True
-    saved_per_hidden: float | None = None
-    saved_scores: float = 5.0
-    in_flight: int | None = None
-    traffic: float = 1.5
-    kernels: int = 30
-    gathers_per_block: int = 1
-    overlap: float = 0.8
-    overlaps_sends: bool = False
-    expert_imbalance: float = 1.0
-    expert_kernels: int = 30
-    sends_to_nodes: bool = False
-    overlaps_experts: bool = False
-    matmul_speed: float = 1.0
+
+    # Constants of jingu: bytes of a logit and its gradient, in all dtypes in which they exist; bytes that elementwise
+    # operations of a forward pass move, relative to the saved bytes; kernels in the forward pass of a block, and
+    # further ones of a mixture of experts; share of the computing time that communication of gradients and weights can
+    # overlap with.
+    logit_bytes = 6.0
+    traffic = 1.5
+    kernels = 30
+    expert_kernels = 30
+    overlap = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +167,6 @@ class Workload:
     @property
     def tokens_per_step(self) -> int:
         return self.sequence * self.micro_batch * self.accumulation * self.sizes.data
-
-    def saved_bytes(self, block: BlockSizes) -> float:
-        """Return the bytes per token that a block saves for its backward pass, without attention scores."""
-        per_hidden = self.software.saved_per_hidden
-        return block.saved if per_hidden is None else per_hidden * self.spec.hidden_size
 
     @property
     def tokens(self) -> int:
@@ -286,12 +257,12 @@ def _rank_stages(model: ModelSizes, ranks: int, key: tuple[Any, ...]) -> tuple[S
 
 @lru_cache(maxsize=1024)
 def _merge_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    merged: dict[tuple[Any, ...], Stage] = {}
+    distinct: dict[tuple[Any, ...], Stage] = {}
     for stage in stages:
         load = (*((kind, len(members)) for kind, members in stage.blocks), stage.ends, stage.has_head)
-        first = merged.get(load)
-        merged[load] = stage if first is None else replace(first, count=first.count + 1)
-    return tuple(merged.values())
+        first = distinct.get(load)
+        distinct[load] = stage if first is None else replace(first, count=first.count + 1)
+    return tuple(distinct.values())
 
 
 class _Parameter(NamedTuple):
@@ -323,21 +294,21 @@ def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
         # A tied head has no parameter of its own, but its matmul costs the same.
         parameters["head.weight"] = parameters["embedding.weight"]
 
-    def block(layer: LayerSpec, source: str, prefix: str, attended: int, *, is_causal: bool) -> BlockSizes:
+    def block(layer: LayerSpec, source: str, prefix: str, num_attention: int, *, is_causal: bool) -> BlockSizes:
         # Blocks of a kind may differ in which parameters are trained, which depends on their names.
-        own = tuple(
+        weights = tuple(
             _weight(parameters[name], name, spec, layer, prefix + name.removeprefix(source))
             for name in parameters
             if name.startswith(source)
         )
-        outputs = sum(_outputs(weight, layer) for weight in own if weight.is_matmul)
-        outputs += attended * attention_width(layer)
-        return _block(own, layer_bytes(spec, layer, compute_bytes), outputs, attended, is_causal, layer)
+        outputs = sum(_outputs(weight, layer) for weight in weights if weight.is_matmul)
+        outputs += num_attention * attention_width(layer)
+        return _block(weights, layer_bytes(spec, layer, compute_bytes), outputs, num_attention, is_causal, layer)
 
     def end(names: Iterable[str]) -> BlockSizes:
-        own = tuple(_weight(parameters[name], name, spec, spec.default_layer, name) for name in names)
-        outputs = sum(_outputs(weight, spec.default_layer) for weight in own if weight.is_matmul)
-        return _block(own, 0.0, outputs, 0, True, None)
+        weights = tuple(_weight(parameters[name], name, spec, spec.default_layer, name) for name in names)
+        outputs = sum(_outputs(weight, spec.default_layer) for weight in weights if weight.is_matmul)
+        return _block(weights, 0.0, outputs, 0, True, None)
 
     encoders = [
         block(spec.default_layer, "encoder.blocks.0.", f"encoder.blocks.{n}.", 1, is_causal=False)
@@ -348,9 +319,9 @@ def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
         for n, layer in enumerate(layers)
     ]
     ends = ("norm.", "head.")
-    others = end(name for name in parameters if "blocks." not in name and not name.startswith(ends))
+    embedding = end(name for name in parameters if "blocks." not in name and not name.startswith(ends))
     norm, head = (end(name for name in parameters if name.startswith(prefixes)) for prefixes in (ends[:1], ends))
-    return ModelSizes(spec, (*encoders, *decoders), others, norm, head)
+    return ModelSizes(spec, (*encoders, *decoders), embedding, norm, head)
 
 
 def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
@@ -373,8 +344,10 @@ def _parameters(spec: ModelSpec) -> dict[str, _Parameter]:
         model = build_model(spec)
     dims = sharded_dims(model)
     return {
-        name: _Parameter(tuple(own.shape), dims[name], None if own.is_floating_point() else own.itemsize)
-        for name, own in model.named_parameters()
+        name: _Parameter(
+            tuple(parameter.shape), dims[name], None if parameter.is_floating_point() else parameter.itemsize
+        )
+        for name, parameter in model.named_parameters()
     }
 
 
@@ -385,17 +358,17 @@ def _block(*sizes: Any) -> BlockSizes:
 
 
 def _weight(parameter: _Parameter, name: str, spec: ModelSpec, layer: LayerSpec, full_name: str) -> Weight:
-    trained = (parameter.is_trained and is_trained(full_name, spec)) or (name == "head.weight" and spec.adapter is None)
-    stored: Literal["master", "compute"] | int = "master"
+    learns = (parameter.is_trained and is_trained(full_name, spec)) or (name == "head.weight" and spec.adapter is None)
+    storage: Literal["master", "compute"] | int = "master"
     if parameter.itemsize is not None:
-        stored = parameter.itemsize
-    elif spec.adapter is not None and not trained and len(parameter.shape) >= 2 and "router" not in name:
-        stored = "compute"
+        storage = parameter.itemsize
+    elif spec.adapter is not None and not learns and len(parameter.shape) >= 2 and "router" not in name:
+        storage = "compute"
     is_matmul = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
     kv_heads = layer.attention.num_kv_heads
-    return Weight(parameter.shape, parameter.dims, trained, is_matmul, stored, packing, is_copy, kv_heads)
+    return Weight(parameter.shape, parameter.dims, learns, is_matmul, storage, packing, is_copy, kv_heads)
 
 
 def _outputs(weight: Weight, layer: LayerSpec) -> float:

@@ -208,7 +208,7 @@ def _draw_roofline(outcome: Forecast) -> RooflineDrawing:
             examples[shape] = matmul
     peak, bandwidth = machine.matmul_tflops, machine.memory_gbs / 1000  # TFLOP/s, TB/s
     speeds = {shape: matmul.flops / matmul.seconds / 1e12 for shape, matmul in examples.items()}
-    intensities = {shape: matmul.flops / matmul.moved for shape, matmul in examples.items()}
+    intensities = {shape: matmul.flops / matmul.num_bytes for shape, matmul in examples.items()}
     # Both axes are logarithmic. The x axis ends at powers of ten and includes the ridge of the roofline, where the
     # limit changes from memory bandwidth to compute.
     across = [*intensities.values(), peak / bandwidth]

@@ -71,7 +71,7 @@ def hash_file(path: Path | str) -> str:
     return digest.hexdigest()
 
 
-def record_file(path: Path | str, known: Records = NO_RECORDS) -> ContentRecord:
+def record_file(path: Path | str, records: Records = NO_RECORDS) -> ContentRecord:
     """Return the record of a local file. It is read, unless a known record still describes it.
 
     Raises:
@@ -81,7 +81,7 @@ def record_file(path: Path | str, known: Records = NO_RECORDS) -> ContentRecord:
     try:
         now = time.time_ns()
         size, stamp, last_change = _stat(absolute)
-        record = known.get(absolute)
+        record = records.get(absolute)
         if record is not None and record.stamp and (record.size, record.stamp) == (size, stamp):
             return record
         checksum = hash_file(absolute)

@@ -19,10 +19,10 @@ def find_code_files(file: Path) -> list[Path]:
     pending = [file]
     while pending:
         current = pending.pop()
-        for imported in _find_imports(current, {current.parent, file.parent, Path()}):
-            if imported.absolute() not in files:
-                files[imported.absolute()] = imported
-                pending.append(imported)
+        for module_file in _find_imports(current, {current.parent, file.parent, Path()}):
+            if module_file.absolute() not in files:
+                files[module_file.absolute()] = module_file
+                pending.append(module_file)
     return [file, *sorted(path for path in files.values() if path != file)]
 
 

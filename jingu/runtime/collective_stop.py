@@ -47,7 +47,7 @@ class CollectiveStop:
         self._work: dist.Work | None = None
         self.code = 0
 
-    def ask(self, save: bool = False, busy: bool = False) -> StopDecision:
+    def agree(self, save: bool = False, busy: bool = False) -> StopDecision:
         """Return the common decision, and start the all-reduce for the next one. Call this once per step on every rank.
 
         With several ranks it is the decision of the previous call, so the first call decides nothing.
@@ -66,7 +66,7 @@ class CollectiveStop:
         self.code = agreed_flags[0]
         return StopDecision(agreed_flags[0], bool(agreed_flags[1]), bool(agreed_flags[2]))
 
-    def settle(self, limit: timedelta | None = None) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         """Wait for the all-reduce in flight. Call this before leaving the process group.
 
         Args:

@@ -169,18 +169,18 @@ def _is_resumable(partial: Path, progress: str | None) -> bool:
     return progress is not None and (partial / progress).is_file()
 
 
-def write_error(error: OSError, path: Path, other: str = "choose another path") -> JinguError:
+def write_error(error: OSError, path: Path, or_else: str = "choose another path") -> JinguError:
     """Return the error for a file or folder that cannot be written.
 
     Args:
-        other: an alternative to fixing the disk or the permissions.
+        or_else: an alternative to fixing the disk or the permissions.
     """
     # numpy reports a full disk without an error number.
     is_short_write = error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))
     if is_short_write or error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return JinguError("the disk is full.", where=path, fix=f"Make room, or {other}.")
+        return JinguError("the disk is full.", where=path, fix=f"Make room, or {or_else}.")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         file = next(parent for parent in (path, *path.parents) if parent.exists())
-        return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {other}.")
+        return JinguError("there is a file where a folder should be.", where=file, fix=f"Move it away, or {or_else}.")
     what = f"this cannot be written ({error.strerror or error})."
-    return JinguError(what, where=path, fix=f"Fix its permissions, or {other}.")
+    return JinguError(what, where=path, fix=f"Fix its permissions, or {or_else}.")

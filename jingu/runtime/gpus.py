@@ -43,17 +43,17 @@ def select_gpus(text: str, count: int) -> list[int]:
     return selection
 
 
-def visible_devices(selected: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+def visible_devices(indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that make only the selected devices visible to a process, for every vendor.
 
     Args:
-        selected: indices among the devices that are visible in `environment`.
+        indices: indices among the devices that are visible in `environment`.
         environment: the environment variables of this process.
     """
     variables = {}
     for name in _VISIBLE_DEVICES:
         names = environment.get(name, "").split(",")
-        variables[name] = ",".join(names[index] if names != [""] else str(index) for index in selected)
+        variables[name] = ",".join(names[index] if names != [""] else str(index) for index in indices)
     if "HIP_VISIBLE_DEVICES" not in environment:
         # ROCm reads CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is not set.
         del variables["HIP_VISIBLE_DEVICES"]

@@ -137,9 +137,9 @@ def _combine_exit_codes(codes: Sequence[int | None], advice: str) -> int:
     """
     # These codes explain the failures of all other ranks. 2: a rank has reported an error that the user can fix.
     # EXIT_STALLED: the watchdog has ended the run and named the rank at fault.
-    for verdict in (2, EXIT_STALLED):
-        if verdict in codes:
-            return verdict
+    for fatal_code in (2, EXIT_STALLED):
+        if fatal_code in codes:
+            return fatal_code
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name

@@ -38,7 +38,7 @@ _PATIENCE = 30.0
 # Seconds between two checks of ranks that wait for the first one (`run_first`).
 _POLL_SECONDS = 1.0
 # Seconds between two checks of the first rank for arriving ranks (`agree_on_attempt`).
-_MEETING_SECONDS = 0.05
+_RENDEZVOUS_SECONDS = 0.05
 # Seconds after which a machine counts as unreachable if its name is unknown or it does not answer.
 REACH_SECONDS = 8.0
 
@@ -181,7 +181,7 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     if is_launched():
         store = _open_store(rank, world)
         # A command that trains several runs joins several groups with this store, so each group has its own prefix.
-        store = dist.PrefixStore(f"meeting-{store.add(f'meetings-{rank}', 1)}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"rendezvous-{store.add(f'rendezvous-of-{rank}', 1)}", store)  # type: ignore[attr-defined]
     else:
         rank, world, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
     # A process group's threads end when nothing refers to the group, so collect garbage before the interpreter shuts
@@ -230,7 +230,7 @@ def agree_on_attempt(store: Any, rank: int, world: int) -> int:
     if rank > 0:
         # Announce a unique name, so that an answer to an earlier process with the same rank is not mistaken for ours.
         name = uuid4().hex
-        store.set(f"arrival-{rank}", name)
+        store.set(f"process-{rank}", name)
         attempt = int(store.get(f"attempt-of-{name}"))
         store.add(f"arrived-{attempt}", 1)
         return attempt
@@ -241,9 +241,9 @@ def agree_on_attempt(store: Any, rank: int, world: int) -> int:
     while store.add(f"arrived-{attempt}", 0) < world - 1:
         if time.monotonic() > end:
             raise TimeoutError("the ranks did not meet")
-        names = [name.decode() for name in store.multi_get([f"arrival-{index}" for index in range(1, world)])]
+        names = [name.decode() for name in store.multi_get([f"process-{index}" for index in range(1, world)])]
         store.multi_set([f"attempt-of-{name}" for name in names], [str(attempt)] * len(names))
-        time.sleep(_MEETING_SECONDS)
+        time.sleep(_RENDEZVOUS_SECONDS)
     return attempt
 
 
@@ -319,13 +319,13 @@ def all_ranks_agree(value: bool) -> bool:
     return all(gather_from_all(value))
 
 
-def wait_until_all_done(done: Callable[[float], bool]) -> None:
+def wait_until_all_done(poll: Callable[[float], bool]) -> None:
     """Wait until every rank is done, without a timeout. (A single collective would wait for `COLLECTIVE_TIMEOUT`.)
 
     Args:
-        done: a function that waits at most the given number of seconds, and returns whether this rank is done.
+        poll: a function that waits at most the given number of seconds, and returns whether this rank is done.
     """
-    while not all_ranks_agree(done(_PATIENCE)):
+    while not all_ranks_agree(poll(_PATIENCE)):
         pass
 
 

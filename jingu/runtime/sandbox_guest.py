@@ -215,8 +215,8 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _compare(name: str) -> Callable[[Remote, Any], Any]:
-    def apply(self: Remote, other: Any) -> Any:
-        return self._peer.request(name, self, other) if isinstance(other, Remote) else NotImplemented
+    def apply(self: Remote, operand: Any) -> Any:
+        return self._peer.request(name, self, operand) if isinstance(operand, Remote) else NotImplemented
 
     return apply
 
@@ -453,7 +453,7 @@ def run_tests(descriptors: list[int]) -> None:
     variables: dict[str, Any] = {"__name__": "tests"}
     for name, origin, content in peer.receive():
         if name in tests["names"]:
-            value = _imported(origin, name in tests["called"])
+            value = _import_value(origin, name in tests["called"])
             if origin.startswith(":"):
                 value = peer.define_exception(origin[1:].split())
             variables[name] = value or peer.decode(content)
@@ -463,7 +463,7 @@ def run_tests(descriptors: list[int]) -> None:
     os.write(verdict, b"1")
 
 
-def _imported(origin: str, is_called: bool) -> Any:
+def _import_value(origin: str, is_called: bool) -> Any:
     """Return what an answer imported from one of `MODULES`, and None for anything else."""
     module, _, name = origin.partition(":")
     if module not in MODULES or (is_called and not name) or "." in name or name.startswith("_"):

@@ -205,7 +205,7 @@ def report_failure(status: int, error: BaseException) -> None:
     os._exit(1)
 
 
-def run_init(settings: dict[str, Any], request: dict[str, Any], lifeline: int, status: int, others: list[int]) -> None:
+def run_init(settings: dict[str, Any], request: dict[str, Any], lifeline: int, status: int, files: list[int]) -> None:
     """Start the program, and wait until it ends or the lifeline closes. The end of this process ends all others."""
     check(LIBC.prctl(_PR_SET_DUMPABLE, 0), "no core dumps")
     mount(
@@ -222,8 +222,8 @@ def run_init(settings: dict[str, Any], request: dict[str, Any], lifeline: int, s
     if program == 0:
         parent_end.close()
         os.close(lifeline)
-        run_program(settings, request, child_end, status, others)
-    for descriptor in (status, *others):
+        run_program(settings, request, child_end, status, files)
+    for descriptor in (status, *files):
         os.close(descriptor)
     child_end.close()
     _, listeners, _, _ = socket.recv_fds(parent_end, 1, 1)
@@ -258,11 +258,11 @@ def supervise(lifeline: int, program: int, listeners: list[int]) -> None:
 
 
 def run_program(
-    settings: dict[str, Any], request: dict[str, Any], init: socket.socket, status: int, others: list[int]
+    settings: dict[str, Any], request: dict[str, Any], init: socket.socket, status: int, files: list[int]
 ) -> None:
     """Give up all rights, and run the guest."""
     try:
-        init, status, *others = _only_descriptors(init, status, others)
+        init, status, *files = _only_descriptors(init, status, files)
         os.chdir(os.environ["TMPDIR"])
         structure = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3, no capability
         check(LIBC.capset(*structure), "no capabilities")
@@ -284,16 +284,16 @@ def run_program(
     except BaseException as error:
         report_failure(status, error)
     try:
-        settings["guests"][request["guest"]](others)
+        settings["guests"][request["guest"]](files)
     finally:
         os._exit(0)
 
 
-def _only_descriptors(init: socket.socket, status: int, others: list[int]) -> tuple[Any, ...]:
+def _only_descriptors(init: socket.socket, status: int, files: list[int]) -> tuple[Any, ...]:
     """Move the descriptors to 3, 4 ..., and close all others."""
     first = 64
     new_descriptors = [
-        os.dup2(descriptor, first + index) for index, descriptor in enumerate((init.fileno(), status, *others))
+        os.dup2(descriptor, first + index) for index, descriptor in enumerate((init.fileno(), status, *files))
     ]
     init.detach()
     os.closerange(3, first)

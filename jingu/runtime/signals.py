@@ -119,13 +119,13 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C exits at once.
     """
-    pressed = False
+    is_pressed = False
 
     def press(_number: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
+        nonlocal is_pressed
+        if is_pressed:
             raise SystemExit(EXIT_INTERRUPTED)
-        pressed = True
+        is_pressed = True
 
     with handle_signals(press, signal.SIGINT):
-        yield lambda: pressed
+        yield lambda: is_pressed

@@ -80,7 +80,7 @@ class SleepingThreads:
     def __init__(self) -> None:
         import torch
 
-        self._done = threading.Event()
+        self._end = threading.Event()
         self._threads: list[threading.Thread] = []
         size = torch.get_num_threads()
         total = size
@@ -94,14 +94,14 @@ class SleepingThreads:
 
     def end(self) -> None:
         """End the threads, and wait for them."""
-        self._done.set()
+        self._end.set()
         for thread in self._threads:
             thread.join()
 
-    def _keep_pool(self, started: threading.Event) -> None:
+    def _keep_pool(self, is_ready: threading.Event) -> None:
         import torch
 
         # Large enough for PyTorch to run the operation in parallel, which starts the pool.
         torch.ones(1 << 18).add_(1)
-        started.set()
-        self._done.wait()
+        is_ready.set()
+        self._end.wait()

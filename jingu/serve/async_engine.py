@@ -127,7 +127,7 @@ class RequestHandle:
         # A None in the queue ends the iteration.
         self._batches: asyncio.Queue[list[tuple[int, Event]] | None] = asyncio.Queue()
         self._num_unread = 0
-        self._started: set[int] = set()
+        self._running: set[int] = set()
         self._error: ApiError | None = None
         timeout = engine.timeout_error()
         self._timer = asyncio.get_running_loop().call_later(engine.timeout, self.fail, timeout, "timeout")
@@ -190,8 +190,8 @@ class RequestHandle:
     def _record(self, index: int, event: Event, now: float) -> None:
         """Update the statistics and the unfinished choices."""
         stats = self.stats
-        if index not in self._started:
-            self._started.add(index)
+        if index not in self._running:
+            self._running.add(index)
             stats.prompt_tokens += event.prompt_tokens
             stats.cached_tokens += event.cached_tokens
             stats.start_time = stats.start_time or event.start_time or None

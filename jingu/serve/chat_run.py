@@ -391,12 +391,12 @@ def _combine_schemas(functions: list[FunctionDefinition], answers: list[Any]) ->
         }
         for function, resource in zip(functions, resources, strict=False)
     ]
-    combined: dict[str, Any] = {"anyOf": [*calls, *resources[len(calls) :]]}
+    alternatives: dict[str, Any] = {"anyOf": [*calls, *resources[len(calls) :]]}
     # The dialect of a schema is read at its root only.
     dialects = {schema["$schema"] for schema in schemas if isinstance(schema, dict) and "$schema" in schema}
     if len(dialects) == 1:
-        combined["$schema"] = dialects.pop()
-    return Constraint("json_schema", json.dumps(combined))
+        alternatives["$schema"] = dialects.pop()
+    return Constraint("json_schema", json.dumps(alternatives))
 
 
 def _find_ids(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -137,7 +137,7 @@ class AccessMiddleware:
         size = 0
         is_complete = False
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal size, is_complete
             if is_complete:
                 return await receive()
@@ -155,7 +155,7 @@ class AccessMiddleware:
                     raise HTTPException(413, f"the body is larger than {settings.body_bytes:,} bytes")
             return message
 
-        return limited
+        return receive_limited
 
 
 def _convert_absolute_form(scope: Scope) -> None:

@@ -276,12 +276,12 @@ class TextPositions:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
         self._is_start = True
-        self._skipped = frozenset() if body.skip_special_tokens is False else self._tokenizer.special_tokens.values()
+        self._hidden = frozenset() if body.skip_special_tokens is False else self._tokenizer.special_tokens.values()
 
     def add(self, token_id: int) -> int:
         """Add the next token; return the position of its first character."""
         position = self._length
-        if token_id in self._skipped:
+        if token_id in self._hidden:
             return position
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         # Decoders of sentencepiece tokenizers leave out the space that the first token begins with.

@@ -68,8 +68,8 @@ class ServerMetrics(Collector):
                 successes[_SUCCESS_REASONS[reason]] += count
             else:
                 failures[reason] = count
-        yield self._labeled("tgi_request_failure", "Requests that have failed.", "err", failures)
-        yield self._labeled("vllm:request_success_total", "Requests that have succeeded.", "finished_reason", successes)
+        yield self._counts("tgi_request_failure", "Requests that have failed.", "err", failures)
+        yield self._counts("vllm:request_success_total", "Requests that have succeeded.", "finished_reason", successes)
         values = {
             **vars(stats),
             "ended": self._finish_reasons.total(),
@@ -87,7 +87,7 @@ class ServerMetrics(Collector):
         ):
             yield self._metric(name, text, "summary", (f"{name}_sum", {}, seconds), (f"{name}_count", {}, stats.steps))
 
-    def _labeled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def _counts(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         return self._metric(name, text, "unknown", *((name, {label: key}, value) for key, value in values.items()))
 
     def _metric(self, name: str, text: str, kind: str, *samples: tuple[str, dict[str, str], float]) -> Metric:

@@ -111,7 +111,7 @@ def _warn_once(message: str) -> None:
     log_warning(message)
 
 
-def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[ContentRecord]:
+def record_files(files: list[CorpusFile], records: Records = NO_RECORDS) -> list[ContentRecord]:
     """Return the records of the files of a corpus; those that known records describe are not read.
 
     A file at a URL is not read: its server's version of it stands for its content.
@@ -122,7 +122,7 @@ def record_files(files: list[CorpusFile], known: Records = NO_RECORDS) -> list[C
     return [
         ContentRecord(file.path, file.size, "", url_version(file.path))
         if is_url(file.path)
-        else record_file(file.path, known)
+        else record_file(file.path, records)
         for file in files
     ]
 

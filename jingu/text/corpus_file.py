@@ -89,13 +89,13 @@ class CorpusFile:
 class _ZstdReader(io.RawIOBase):
     """Reads the zstd frames of a file. Raises EOFError if the file is truncated, which the library's reader ignores."""
 
-    def __init__(self, stored: IO[bytes], path: str) -> None:
-        self._stored = stored
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file = file
         self._zstd = import_optional("zstandard", "reading zstd", path)
         # The decompressor of the current frame; None between frames.
         self._frame: Any = None
         # Bytes that are read but not decompressed, and decompressed bytes that are not returned yet.
-        self._compressed = b""
+        self._input = b""
         self._output = b""
 
     def readable(self) -> bool:
@@ -103,7 +103,7 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            chunk = self._compressed or self._stored.read(1 << 17)
+            chunk = self._input or self._file.read(1 << 17)
             if not chunk:
                 if self._frame is not None:
                     raise EOFError("its last frame is truncated")
@@ -111,10 +111,10 @@ class _ZstdReader(io.RawIOBase):
             if self._frame is None:
                 self._frame = self._zstd.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
             self._output = self._frame.decompress(chunk)
-            self._compressed = b""
+            self._input = b""
             if self._frame.eof:
                 # Bytes after the frame belong to the next one.
-                self._compressed = self._frame.unused_data
+                self._input = self._frame.unused_data
                 self._frame = None
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
@@ -122,7 +122,7 @@ class _ZstdReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        self._stored.close()
+        self._file.close()
         super().close()
 
 

@@ -71,15 +71,15 @@ class ReadCounts:
         """Add to the number of rows of supervised data in a category."""
         self.rows[category] = self.rows.get(category, 0) + int(number)
 
-    def add(self, other: ReadCounts) -> None:
+    def add(self, part: ReadCounts) -> None:
         """Add the counts of another part of the corpus."""
-        self.documents += other.documents
-        self.empty += other.empty
-        self.invalid += other.invalid
-        self.replaced += other.replaced
-        self.copies += other.copies
-        self.skipped += other.skipped
-        for category, number in other.rows.items():
+        self.documents += part.documents
+        self.empty += part.empty
+        self.invalid += part.invalid
+        self.replaced += part.replaced
+        self.copies += part.copies
+        self.skipped += part.skipped
+        for category, number in part.rows.items():
             self.count(category, number)
 
 

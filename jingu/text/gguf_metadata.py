@@ -105,8 +105,8 @@ def _pre_tokenizer(content: dict[str, Any]) -> str:
         name = "smollm"
     elif kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         pattern = steps[0]["pattern"].get("Regex")
-        kept, merged = _PATTERNS.get(pattern, (None, None))
-        name = kept if keeps_words else merged
+        word_name, merged = _PATTERNS.get(pattern, (None, None))
+        name = word_name if keeps_words else merged
     if name is None:
         raise _unsupported("llama.cpp does not split text as this tokenizer does")
     return name

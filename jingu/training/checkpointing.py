@@ -138,8 +138,8 @@ def checkpoint_tensors(model: ParallelModel, optimizer: ShardedOptimizer) -> dic
     }
     for key, tensor, slot in named_optimizer_state(optimizer, model):
         name = key.partition("/")[2]
-        replicated = slot.layout != "sharded"
-        tensors[f"optimizer/{key}"] = plan.block(name, tensor, replicated=replicated, group_size=slot.group_size)
+        is_replicated = slot.layout != "sharded"
+        tensors[f"optimizer/{key}"] = plan.block(name, tensor, is_replicated=is_replicated, group_size=slot.group_size)
     return tensors
 
 
@@ -211,18 +211,18 @@ class Checkpointer:
         is_busy = self._saver is not None and self._saver.busy
         return is_late and self._ranks.is_first, is_busy and self._ranks.is_first
 
-    def should_save(self, step: int, shared: StopDecision) -> bool:
+    def should_save(self, step: int, decision: StopDecision) -> bool:
         """Return whether to save after this step in the middle of the run; the same on all ranks.
 
         Args:
-            shared: what all ranks have agreed on at this step.
+            decision: what all ranks have agreed on at this step.
         """
         every = self._settings.every
         # With several ranks the flag is one step old: right after a save, it still is from before that save.
-        is_late = shared.save and step > self._last_save_step + 1
+        is_late = decision.save and step > self._last_save_step + 1
         if not is_late and (every == 0 or step % every > 0):
             return False
-        if shared.busy and self._settings.when_busy == "skip":
+        if decision.busy and self._settings.when_busy == "skip":
             log_warning(f"No checkpoint at step {step}: the one before it is still being written.")
             self._restart_clock(step)
             return False
@@ -376,7 +376,7 @@ def resume(
         JinguError: the run has checkpoints, but none of them is valid; or it was trained on other samples.
         MismatchError: the newest valid checkpoint has other tensors.
     """
-    state = load_latest_checkpoint(run, ranks, get_tensors, memory, whole=model.is_whole)
+    state = load_latest_checkpoint(run, ranks, get_tensors, memory, has_all=model.is_whole)
     # Checkpoints of adapters do not contain the frozen weights, which always come from the initial model.
     initial_model = run.config.initialize.from_
     if initial_model is not None and (state is None or model.spec.adapter is not None):
@@ -441,7 +441,7 @@ def open_memory_copies(run: Run, ranks: RankInfo, get_tensors: GetTensors) -> Me
 
 
 def load_latest_checkpoint(
-    run: Run, ranks: RankInfo, get_tensors: GetTensors, memory: MemoryCopies | None, *, whole: bool
+    run: Run, ranks: RankInfo, get_tensors: GetTensors, memory: MemoryCopies | None, *, has_all: bool
 ) -> dict[str, Any] | None:
     """Fill the run's tensors from its newest valid checkpoint; log which ones were skipped and why.
 
@@ -450,7 +450,7 @@ def load_latest_checkpoint(
     `checkpoint.copy_to`.
 
     Args:
-        whole: whether this rank holds a part of every tensor of the model; False with a pipeline.
+        has_all: whether this rank holds a part of every tensor of the model; False with a pipeline.
 
     Returns:
         The state besides the tensors; None if the run has no checkpoint.
@@ -480,7 +480,7 @@ def load_latest_checkpoint(
         try:
             if in_memory is not None:
                 folder = in_memory.gather(step)
-            state = _load(run, folder, get_tensors, whole=whole)
+            state = _load(run, folder, get_tensors, has_all=has_all)
             if in_memory is not None:
                 log_info(f"Step {step} is in the memory of the nodes; no checkpoint is read.")
             return state
@@ -508,7 +508,7 @@ def load_latest_checkpoint(
     return None
 
 
-def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, whole: bool) -> dict[str, Any]:
+def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, has_all: bool) -> dict[str, Any]:
     """Fill the run's tensors from one checkpoint, and return its state.
 
     Raises:
@@ -519,5 +519,5 @@ def _load(run: Run, folder: CheckpointPath, get_tensors: GetTensors, *, whole: b
     # With a fresh optimizer, only the weights are loaded: the stored state may be of another optimizer.
     prefix = ("model/", "critic/model/") if resets_optimizer(run, read_progress(state)) else ""
     tensors = {name: tensor for name, tensor in get_tensors().items() if name.startswith(prefix)}
-    load(folder, tensors, prefix=prefix, whole=whole, gather=gather_from_all)
+    load(folder, tensors, prefix=prefix, whole=has_all, gather=gather_from_all)
     return state

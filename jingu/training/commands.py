@@ -140,7 +140,7 @@ def train_on_rank(
     stop = CollectiveStop(request, ranks.world)
     with ExitStack() as stack:
         # After a failure a collective may still be in flight. Leave the process group only after it has ended.
-        stack.callback(stop.settle, timedelta(seconds=5))
+        stack.callback(stop.wait, timedelta(seconds=5))
         stack.enter_context(report_first_failure(ranks))
         # 1. Open the run, after checking that all ranks have the same settings and code, and then the same data.
         if ranks.world > 1:
@@ -208,9 +208,9 @@ def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
         return
     is_shared = find_ranks_that_share(folder)
     hosts = gather_from_all(ranks.host)
-    others = list(dict.fromkeys(host for host, own in zip(hosts, is_shared, strict=True) if not own))
-    if others:
-        what = f"the run's folder on {hosts[0]} is not shared with {join_words(others, 'and')}."
+    apart = list(dict.fromkeys(host for host, sees in zip(hosts, is_shared, strict=True) if not sees))
+    if apart:
+        what = f"the run's folder on {hosts[0]} is not shared with {join_words(apart, 'and')}."
         fix = "Set runs_dir to a folder that all nodes share (NFS, for example), or checkpoint.url to a bucket."
         raise JinguError(what, where=folder, fix=fix)
 
@@ -311,10 +311,10 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
     ranks, local_ranks = count_ranks(processes)
     spec, _ = resolve_spec(config)
     # 1. A run that resumes keeps its stored layout, as long as it is possible on this number of ranks.
-    stored = Path(config.runs_dir) / config.name / "config.yaml"
+    config_file = Path(config.runs_dir) / config.name / "config.yaml"
     prefix = ""
-    if stored.exists():
-        old = load_stored_config(stored)
+    if config_file.exists():
+        old = load_stored_config(config_file)
         layout = (old.parallel, old.batch.micro_batch_size, old.train.activation_checkpointing)
         config = _replace_layout(config, *layout)
         try:
@@ -322,12 +322,12 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
         except JinguError as error:
             prefix = f"the stored layout does not suit {pluralize(ranks, 'rank')} ({error.what}); "
         else:
-            _announce(f"the layout of {stored}, because the run has started before.")
+            _announce(f"the layout of {config_file}, because the run has started before.")
             return config
     # 2. Search. The search ignores `rows_per_group`, so each layout is checked once more.
     machine = nominal_machine(choose_device(config.device.type, 0)).with_nodes(local_ranks)
     result = search_run(config, spec, machine, ranks)
-    plans, rejected = [], [describe_rejection(result, reason) for reason, _ in result.rejected.most_common()]
+    plans, rejected = [], [describe_rejection(result, reason) for reason, _ in result.rejections.most_common()]
     for plan in result.best:
         try:
             plan_layout(_apply_work(config, plan.work), ranks, spec, rows_per_group)
@@ -341,10 +341,11 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
             fix="Change the batch, the model or the number of ranks; `jingu plan FILE --search` compares machines.",
         )
     # 3. Announce the layout that was chosen, and why it is better than the next best one.
-    best, *others = plans
+    best, *runners_up = plans
     reason = f"no other fits ({rejected[0]})" if rejected else "there is no other"
-    if others:
-        reason = f"next is {describe_layout(others[0].work)}, {others[0].step / best.step:.3g} times its estimated step"
+    if runners_up:
+        second = runners_up[0]
+        reason = f"next is {describe_layout(second.work)}, {second.step / best.step:.3g} times its estimated step"
     _announce(f"{prefix}{describe_layout(best.work)} ({layout_settings(best.work)}); {reason}.")
     return _apply_work(config, best.work)
 

@@ -15,10 +15,10 @@ from jingu.errors import JinguError
 from jingu.formats.models import load_matching_adapters, open_model
 from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base
 from jingu.model.adapter_layers import initial_factors
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import parameter_shapes
 from jingu.model.layers import Linear
 from jingu.model.quantized_weight import quantizing_reader
-from jingu.model.spec import Lora
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.model.weight_init import generator_for_name
 from jingu.parallel.pipeline import ParallelModel
@@ -54,8 +54,8 @@ def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> N
         return
     if config.tune.initial_adapter is not None:
         # Adapters of an earlier run.
-        stored = load_matching_adapters(Path(config.tune.initial_adapter), initial, spec)
-        plan.fill(model, stored.read, lambda name: is_trained(name, spec))
+        initial_adapters = load_matching_adapters(Path(config.tune.initial_adapter), initial, spec)
+        plan.fill(model, initial_adapters.read, lambda name: is_trained(name, spec))
         return
     if isinstance(spec.adapter, Lora):
         _fill_lora(model, spec.adapter, initial, run)
@@ -111,7 +111,7 @@ def _principal_inputs(initial: StoredModel, adapter: Lora, run: Run) -> dict[str
 
     Shapes: R rank, I inputs of the layer, N tokens.
     """
-    whole = load_model(initial, torch.float32)
+    reference = load_model(initial, torch.float32)
     directions: dict[str, Tensor] = {}
 
     def observe(name: str, rank: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -121,13 +121,13 @@ def _principal_inputs(initial: StoredModel, adapter: Lora, run: Run) -> dict[str
         _, values, right = torch.linalg.svd(rows_NI, full_matrices=False)
         directions[name] = (values.unsqueeze(1) * right)[: 4 * rank]
 
-    for module_name, module in whole.named_modules():
+    for module_name, module in reference.named_modules():
         name = f"{module_name}.lora_a"
         if isinstance(module, Linear) and "blocks." in name and name in parameter_shapes(run.spec):
             module.register_forward_pre_hook(partial(observe, name, adapter.of_module(module_name).rank))
     read_batch = batch_function(run.source, run.objective)
     for row in range(min(_EVA_ROWS, run.config.batch.global_batch_size)):
-        whole(model_inputs(read_batch(0, row, 1)))
+        reference(model_inputs(read_batch(0, row, 1)))
     return {
         name: normalize(rows[: adapter.of_module(name.removesuffix(".lora_a")).rank])
         for name, rows in directions.items()

@@ -30,14 +30,14 @@ from jingu.text.tokenizer_files import TEMPLATE
 # Prepared data
 
 
-def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
+def check_data(config: RunConfig, tokenizer: Tokenizer, records: Records) -> None:
     """Compare each data set of a run with what its settings would prepare now.
 
     A source without `input` names no corpus: only settings with other values than the default are compared. A corpus
     that is not on this machine is not compared either, but `input` must be as it was. Other tools leave no record.
 
     Args:
-        known: records of files that need not be read while they are unchanged.
+        records: records of files that need not be read while they are unchanged.
 
     Raises:
         JinguError: settings or contents have changed.
@@ -52,16 +52,16 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
         command = "data build"
         if isinstance(config.data.objective, RowSettings):
             command = config.data.objective.BUILD_COMMAND
-        data, stored = config.data.for_source(source), manifest.settings
-        mixture = stored.get("mixture")
+        data, data_settings = config.data.for_source(source), manifest.settings
+        mixture = data_settings.get("mixture")
         if (file := find_mixture(data, as_text=command == "data build")) is not None:
             # Rendering all rows again takes long. The files of the mixture tell whether they would be the same.
-            data = data.model_copy(update={"input": stored.get("input", []), "text_field": "text"})
+            data = data.model_copy(update={"input": data_settings.get("input", []), "text_field": "text"})
             mixture = {**(mixture or {}), "files": describe_mixture(file)}
-        identity = _identify(config, data, tokenizer, {**load_inputs(path), **known}, mixture)
-        _check_template(config, stored, identity, path)
+        identity = _identify(config, data, tokenizer, {**load_inputs(path), **records}, mixture)
+        _check_template(config, data_settings, identity, path)
         identity.refuse_changes(
-            stored,
+            data_settings,
             "the data set here was built",
             path,
             f"Restore what has changed; or delete the folder and run `jingu {command}`; or, to train on what was "
@@ -69,11 +69,11 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, known: Records) -> None:
         )
 
 
-def _check_template(config: RunConfig, stored: dict[str, Any], identity: Identity, path: Path) -> None:
+def _check_template(config: RunConfig, settings: dict[str, Any], identity: Identity, path: Path) -> None:
     """Raise JinguError if the file of the chat template has changed since a data set was prepared with it."""
     name = config.data.objective.template if isinstance(config.data.objective, RowSettings) else ""
-    old = stored.get("template_text")
-    is_same_name = (stored.get("objective") or {}).get("template") == name
+    old = settings.get("template_text")
+    is_same_name = (settings.get("objective") or {}).get("template") == name
     if old in (None, identity.settings.get("template_text")) or not is_same_name or not Path(name).is_file():
         return
     copy = Path(config.runs_dir) / config.name / "tokenizer" / TEMPLATE
@@ -87,7 +87,7 @@ def _check_template(config: RunConfig, stored: dict[str, Any], identity: Identit
 
 
 def _identify(
-    config: RunConfig, data: DataSettings, tokenizer: Tokenizer, known: Records, mixture: dict[str, Any] | None
+    config: RunConfig, data: DataSettings, tokenizer: Tokenizer, records: Records, mixture: dict[str, Any] | None
 ) -> Identity:
     """Return the identity of the data set that the settings would prepare, as far as it is known here."""
     files = None
@@ -107,18 +107,18 @@ def _identify(
             fix = f"Restore the file from the run's copy, {copy}."
             raise JinguError(error.what, where=error.where, fix=fix) from error
         length = config.batch.sequence_length
-        identity = identify_rows(data, tokenizer, files, known, template.sources, length, mixture)
+        identity = identify_rows(data, tokenizer, files, records, template.sources, length, mixture)
     else:
-        identity = identify_documents(data, tokenizer, files, known, mixture)
+        identity = identify_documents(data, tokenizer, files, records, mixture)
     if data.input:
         return identity
     # Nothing says from what the data set was built. Other values than the defaults were meant, and texts are known. Of
     # several sources, they may have been meant for others.
     defaults = DataSettings().model_dump(mode="json")
-    named = {"template_text", "special_names", "objective", "sequence_length"}
+    names = {"template_text", "special_names", "objective", "sequence_length"}
     if not config.data.sources:
-        named |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
-    return identity.only(named)
+        names |= {name for name in settings_for("documents", "data") if identity.settings.get(name) != defaults[name]}
+    return identity.only(names)
 
 
 def load_training_template(objective: RowSettings, tokenizer: Tokenizer) -> ChatTemplate:
@@ -167,17 +167,17 @@ def check_inputs(config: RunConfig, folder: Path, tokenizer: Tokenizer, allow: t
     Raises:
         JinguError: something has changed.
     """
-    stored = RunInputs.load(folder)
-    if not stored.inputs or not complete_steps(checkpoints_path(folder, config)):
+    start = RunInputs.load(folder)
+    if not start.inputs or not complete_steps(checkpoints_path(folder, config)):
         return
     for key, read in _readers(config, tokenizer):
         # "task.rewards[0].function" belongs to the section task.rewards.
         is_allowed = f"{key}.".replace("[", ".").startswith(tuple(f"{name}." for name in allow))
-        if key in stored.inputs and not is_allowed:
-            current = RunInputs(files=dict(stored.files))
+        if key in start.inputs and not is_allowed:
+            current = RunInputs(files=dict(start.files))
             now = read(current, folder)
-            if now.content != stored.inputs[key].content and not _names_one_file(stored.inputs[key], now, current):
-                changes = _describe_changes(stored, stored.inputs[key], current, now)
+            if now.content != start.inputs[key].content and not _names_one_file(start.inputs[key], now, current):
+                changes = _describe_changes(start, start.inputs[key], current, now)
                 raise JinguError(
                     f"{now.path} is not what the run was started with: its contents have changed{changes}.",
                     where=key,
@@ -191,15 +191,15 @@ def _names_one_file(old: RunInput, now: RunInput, current: RunInputs) -> bool:
     return not old.files and len(now.files) > 1 and digest_records([current.files[now.files[0]]]) == old.content
 
 
-def _describe_changes(stored: RunInputs, old: RunInput, current: RunInputs, now: RunInput) -> str:
+def _describe_changes(start: RunInputs, old: RunInput, current: RunInputs, now: RunInput) -> str:
     """Return the files of an input that have changed, to end a sentence; empty if they are not known."""
     changes = []
     for path in dict.fromkeys([*old.files, *now.files]):
-        before = stored.files[path].xxh3 if path in old.files and path in stored.files else ""
+        before = start.files[path].xxh3 if path in old.files and path in start.files else ""
         after = current.files[path].xxh3 if path in now.files else ""
         if before != after:
-            added = "" if before else " is new"
-            changes.append(f"{Path(path).name}{added if after else ' is missing'}")
+            note = "" if before else " is new"
+            changes.append(f"{Path(path).name}{note if after else ' is missing'}")
     return f" ({', '.join(changes)})" if old.files and changes else ""
 
 
@@ -221,9 +221,9 @@ class _InputReader:
         if self.content:
             return RunInput(str(self.path.absolute()), "", self.content)
         if self.is_model:
-            stored = open_model(self.path)
-            records = record_model(stored, inputs.files)
-            return inputs.add(stored.where if not stored.parts else self.path, records, run)
+            model = open_model(self.path)
+            records = record_model(model, inputs.files)
+            return inputs.add(model.where if not model.parts else self.path, records, run)
         records = [record_file(file, inputs.files) for file in self.files or (self.path,)]
         return inputs.add(self.path, records, run)
 

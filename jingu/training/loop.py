@@ -60,7 +60,7 @@ class PlanCheck:
         self._speeds: list[float] = []
         self._computing: deque[float] = deque(maxlen=100)
         self._is_warm = self._is_written = False
-        self._measured: StepSeconds | None = None
+        self._step_seconds: StepSeconds | None = None
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
@@ -73,7 +73,7 @@ class PlanCheck:
             return
         sizes = resolve_axis_sizes(trainer.run.config.parallel, trainer.ranks.world, trainer.run.spec)
         timer = StepTimer(trainer.model.activity, waits=sizes.pipeline == 1, widest=widest_axis(sizes))
-        self._measured = timer.seconds
+        self._step_seconds = timer.seconds
         with timer:
             yield
 
@@ -101,14 +101,14 @@ class PlanCheck:
         machine = _measured_machine(trainer)
         memory = stage_memory(work, work.stages[0])
         updates = Forecast(work, machine, config.train.steps, step_time(work, machine), memory, None, [])
-        planned = add_task(updates, config, spec)
+        forecast = add_task(updates, config, spec)
         # 3. Complete the measured terms with those of all ranks.
         actual = {}
-        if self._measured is not None:
+        if self._step_seconds is not None:
             # A collective: all ranks log at the same steps.
-            everywhere = gather_from_all([asdict(self._measured), median(self._computing)])
+            everywhere = gather_from_all([asdict(self._step_seconds), median(self._computing)])
             actual = complete_terms(
-                [StepSeconds(**measured) for measured, _ in everywhere],
+                [StepSeconds(**fields) for fields, _ in everywhere],
                 mean(computing for _, computing in everywhere),
                 seconds,
                 ranks_per_core=machine.ranks_per_core,
@@ -117,11 +117,11 @@ class PlanCheck:
         write(
             "plan",
             step,
-            planned=planned.seconds,
+            planned=forecast.seconds,
             actual=actual,
-            planned_seconds=planned.step,
+            planned_seconds=forecast.step,
             actual_seconds=seconds,
-            planned_memory_bytes=planned.memory.total,
+            planned_memory_bytes=forecast.memory.total,
             actual_memory_bytes=peak_memory(device),
         )
 
@@ -213,11 +213,11 @@ def train_loop(
             bar.update()
 
             # 2. Decide what follows the step. All ranks must decide the same.
-            shared = stop.ask(*checkpointer.status())
+            decision = stop.agree(*checkpointer.status())
             is_last = progress.step == config.train.steps
-            is_stopped = bool(shared.stop) and not is_last
+            is_stopped = bool(decision.stop) and not is_last
             logs = is_last or _is_due(progress.step, config.train.log_every)
-            saves = is_last or is_stopped or checkpointer.should_save(progress.step, shared)
+            saves = is_last or is_stopped or checkpointer.should_save(progress.step, decision)
             copies = not (is_last or is_stopped) and checkpointer.should_copy(progress.step)
             evaluation_due = is_last or _is_due(progress.step, config.evaluation.every)
             evaluates = evaluation_due and not is_stopped
@@ -241,13 +241,14 @@ def train_loop(
             if evaluates:
                 _evaluate(trainer, progress, write)
             if is_valid or progress.is_complete(config):
-                _save(trainer, progress, checkpointer, shared.stop if is_stopped else None, saves=saves, copies=copies)
+                reason = decision.stop if is_stopped else None
+                _save(trainer, progress, checkpointer, reason, saves=saves, copies=copies)
             if is_stopped:
                 _log_stop(progress, config.train.steps, is_valid)
                 break
             # 6. Leave evaluation and saving out of the training time.
             trainer.meter.skip()
-    stop.settle()
+    stop.wait()
     if progress.is_complete(config):
         _log_completion(trainer, progress)
     return progress.is_complete(config)
@@ -401,8 +402,8 @@ def _run_step(trainer: Trainer, progress: Progress) -> StepResult:
                 loss_scale=progress.loss_scale.value if is_fp16 else None,
             )
     if isinstance(precision, FP16Settings):
-        progress.loss_scale.update(precision, finite=not result.skipped)
-    if result.skipped:
+        progress.loss_scale.update(precision, finite=not result.is_skipped)
+    if result.is_skipped:
         log_info(
             f"Step {progress.step + 1} is skipped: its gradient overflowed fp16. The loss scale is now "
             f"{progress.loss_scale.value:g}."

@@ -58,8 +58,8 @@ class MetricsFile:
     def _flush(self) -> None:
         try:
             while self._buffer:
-                written = self._file.write(self._buffer)
-                self._buffer = self._buffer[written:]
+                size = self._file.write(self._buffer)
+                self._buffer = self._buffer[size:]
             self._has_warned = False
         except OSError as error:
             if not self._has_warned:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import import_module
 from math import prod, sqrt
 from typing import Any
 
@@ -39,6 +38,7 @@ from jingu.model.quantized_weight import import_bitsandbytes, require_bitsandbyt
 from jingu.parallel.offload import DiskStorage, stream_optimizer_steps
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import ParameterSharding, all_reduce_shards, local_tensor
+from jingu.tables import import_name
 
 # Coefficients and number of iterations of Muon's quintic Newton-Schulz iteration (Jordan, 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -193,8 +193,8 @@ class AdamW8bit(AdamW):
             eps=self.settings.eps,
             step=int(state["step"]),
             lr=group["lr"],
-            qmap1=_codebook(weight.device, signed=True),
-            qmap2=_codebook(weight.device, signed=False),
+            qmap1=_codebook(weight.device, is_signed=True),
+            qmap2=_codebook(weight.device, is_signed=False),
             absmax1=state["exp_avg_scale"].view(-1),
             absmax2=state["exp_avg_sq_scale"].view(-1),
             weight_decay=group["weight_decay"],
@@ -202,7 +202,7 @@ class AdamW8bit(AdamW):
 
 
 @cache
-def _codebook(device: torch.device, *, signed: bool) -> Tensor:
+def _codebook(device: torch.device, *, is_signed: bool) -> Tensor:
     """Return the values that the 256 codes of 8-bit moments stand for.
 
     Args:
@@ -210,7 +210,7 @@ def _codebook(device: torch.device, *, signed: bool) -> Tensor:
     """
     from bitsandbytes.functional import create_dynamic_map
 
-    return create_dynamic_map(signed=signed).to(device)
+    return create_dynamic_map(signed=is_signed).to(device)
 
 
 class Lion(ShardedOptimizer):
@@ -346,11 +346,11 @@ def _orthogonalize_shared(shard: Tensor, sharding: ParameterSharding, number: in
     Args:
         number: index of the matrix in its group; decides which rank computes it.
     """
-    whole = sharding.whole(shard)
+    matrix = sharding.whole(shard)
     # Only one rank computes, and ranks take turns from matrix to matrix. The others add zeros to the sum.
-    whole = orthogonalize(whole) if sharding.has_turn(number) else whole.zero_()
-    all_reduce_shards([(sharding, whole)])
-    return sharding.cut(whole)
+    matrix = orthogonalize(matrix) if sharding.has_turn(number) else matrix.zero_()
+    all_reduce_shards([(sharding, matrix)])
+    return sharding.cut(matrix)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     if isinstance(model, ParallelModel):
         shardings = {parameter: model.sharding.parts[name] for name, parameter in params.items()}
     else:
-        shardings = {parameter: ParameterSharding.undivided(parameter.shape) for parameter in params.values()}
+        shardings = {parameter: ParameterSharding.on_one_rank(parameter.shape) for parameter in params.values()}
     # 2. Group the parameters that share all settings.
     groups: dict[tuple[Any, ...], ParamGroup] = {}
     for name, parameter in params.items():
@@ -419,8 +419,7 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     if not groups:  # a pipeline stage may have only frozen parameters, and PyTorch requires a group
         groups[()] = {"params": [], "layer": "", "lr_multiplier": 1.0, "weight_decay": 0.0, "is_in_block": False}
     # 3. Create the optimizer and its state.
-    module, _, name = settings.implementation.partition(":")
-    optimizer_type: type[ShardedOptimizer] = getattr(import_module(module), name)
+    optimizer_type: type[ShardedOptimizer] = import_name(settings.implementation)
     zeros_like = torch.zeros_like if disk is None else disk.zeros_like
     optimizer = optimizer_type(list(groups.values()), settings, shardings, zeros_like)
     if disk is not None:

@@ -88,7 +88,7 @@ def read_run(run: Path, machine: Machine) -> Measurement:
     precision = Precision(start["precision"], dtype, masters, masters)
     work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), run_software(precision))
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
-    logged = tuple(start["tokens_per_step"] / speed for speed in speeds)
+    step_seconds = tuple(start["tokens_per_step"] / speed for speed in speeds)
     # Seconds by term, if the run has measured them (`PlanCheck`).
     terms: dict[str, float] = next((record["actual"] for record in reversed(records) if record["type"] == "plan"), {})
-    return Measurement(work, machine, median(logged), terms, logged)
+    return Measurement(work, machine, median(step_seconds), terms, step_seconds)

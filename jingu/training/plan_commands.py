@@ -115,8 +115,8 @@ def resolve_spec(config: RunConfig) -> tuple[ModelSpec, str | None]:
     if initial_model is not None and not Path(initial_model).exists() and parse_name(initial_model) is not None:
         from jingu.formats.huggingface import spec_from_config
 
-        described = spec_from_config(local_path(initial_model, CONFIG_FILES) / "config.json")
-        spec = spec_from_settings(config.model, described.vocab_size, config.document_length, described)
+        defaults = spec_from_config(local_path(initial_model, CONFIG_FILES) / "config.json")
+        spec = spec_from_settings(config.model, defaults.vocab_size, config.document_length, defaults)
         return _add_tuning(spec, config), None
     # 2. Random weights, or a model that exists here.
     if tokenizer.exists():
@@ -156,9 +156,9 @@ def _format_memory(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: B
     unit, unit_name = memory_unit(memory.total)
     parts = " + ".join(f"{size / unit:,.1f} {part}" for part, size in memory.device.items())
     text = f"{memory.total / unit:,.1f} {unit_name} = {parts}"
-    if memory.offloaded:
+    if memory.host:
         place = {"host": "in main memory", "disk": "on disk"}[config.parallel.offload.type]
-        text += f"; {sum(memory.offloaded.values()) / unit:,.1f} {unit_name} {place}"
+        text += f"; {sum(memory.host.values()) / unit:,.1f} {unit_name} {place}"
     return text
 
 
@@ -288,14 +288,14 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     record = replay_run(config, spec, precision, ranks, 0)
     if as_json:
         calls = [
-            {"axis": axis, "operation": operation, "calls": number, "bytes": record.sent[axis, operation]}
+            {"axis": axis, "operation": operation, "calls": number, "bytes": record.sizes[axis, operation]}
             for (axis, operation), number in record.calls.items()
         ]
         print(json.dumps({"begin": record.begin, "peak": record.peak, "collectives": calls}))
         return 0
     print(f"tensors before the step: {format_bytes(record.begin)}; at the peak: {format_bytes(record.peak)}\n")
     rows = [
-        (axis.removeprefix("mesh_"), operation.strip("_"), f"{number:,}", format_bytes(record.sent[axis, operation]))
+        (axis.removeprefix("mesh_"), operation.strip("_"), f"{number:,}", format_bytes(record.sizes[axis, operation]))
         for (axis, operation), number in sorted(record.calls.items())
     ]
     print_table(("axis", "collective", "calls", "size"), rows, [2, 3])
@@ -451,8 +451,8 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     longest = max(spec.max_position_embeddings, config.batch.sequence_length)
     # Adapters and heads are those of `tune` and `task`, as if training started from the named model.
     initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})
-    tuned = config.model_copy(update={"initialize": initialize})
-    spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), tuned)
+    with_model = config.model_copy(update={"initialize": initialize})
+    spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), with_model)
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
     assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]

@@ -34,27 +34,27 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
     if "generation" not in task.PHASES:
         return result
     assert isinstance(task, PolicySettings)
-    from jingu.plan.alignment import Companion, Rollouts, add_rollouts
+    from jingu.plan.alignment import AuxiliarySpec, Rollouts, add_rollouts
 
     # 1. Models beside the trained one.
     base = spec.model_copy(update={"adapter": None, "frozen_parameters": ()})
-    companions = []
+    auxiliaries = []
     for model in models:
         if model.role == "before":
             continue
         default = base.model_copy(update={"score_head": True}) if model.has_score_head else base
-        companion = _spec_of(model.path, default, result)
+        model_spec = _spec_of(model.path, default, result)
         if model.role == "trained":
             # A model without a score head gets one, and is trained as a whole.
-            companion = companion.model_copy(update={"score_head": model.has_score_head})
-        companions.append(Companion(model.name, companion, model.role))
+            model_spec = model_spec.model_copy(update={"score_head": model.has_score_head})
+        auxiliaries.append(AuxiliarySpec(model.name, model_spec, model.role))
     # 2. What the forecast leaves out or simplifies.
     if task.rewards:
         result.assumptions.append("rewards take no time")
     if task.generation_source is not None:
         result.assumptions.append("generation counts as a part of the step, though it runs beside training")
-    # 3. Generation. ReMax generates one more answer per prompt, the greedy one.
-    greedy = isinstance(task, GrpoSettings) and task.advantage == "remax"
+    # 3. Generation. Some advantages need one more answer to each prompt, the greedy one.
+    greedy = isinstance(task, GrpoSettings) and task.needs_greedy
     rollouts = Rollouts(
         task.prompts_per_step,
         task.answers_per_prompt + greedy,
@@ -65,7 +65,7 @@ def add_task(result: Forecast, config: RunConfig, spec: ModelSpec) -> Forecast:
         result.machine.is_shared and spec.adapter is None and config.precision.type != "fp8" and not task.exact,
         # Whether answers share prompts. For most models, `jingu/align/policy_checks.py:can_share_prompts` is the same.
         not task.exact,
-        companions,
+        auxiliaries,
     )
     return add_rollouts(result, rollouts)
 

@@ -15,8 +15,9 @@ from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.objective import batch_function
 from jingu.errors import pluralize
+from jingu.model.adapter_specs import Lora
 from jingu.model.experts import RoutingStats, auxiliary_losses
-from jingu.model.spec import Lora, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.tensor import VocabShard
 from jingu.parallel.token_sharding import TokenSharding

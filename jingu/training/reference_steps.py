@@ -77,10 +77,10 @@ def _measure_step(settings: dict[str, Any], ranks: RankInfo, machine: Machine) -
         computing.append(computing_clock() - own_start)
     # 4. Combine the measurements of all ranks.
     everywhere = gather_from_all([[asdict(timer.seconds) for timer in timers], median(computing), median(seconds)])
-    total = mean(own for *_, own in everywhere)
+    total = mean(step_median for *_, step_median in everywhere)
     terms = complete_terms(
-        [StepSeconds(**measured) for timed, *_ in everywhere for measured in timed],
-        mean(own for _, own, _ in everywhere),
+        [StepSeconds(**fields) for step_timings, *_ in everywhere for fields in step_timings],
+        mean(step_median for _, step_median, _ in everywhere),
         total,
         ranks_per_core=machine.ranks_per_core,
         is_pipeline=sizes.pipeline > 1,

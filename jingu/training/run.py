@@ -180,10 +180,10 @@ def _check_changes(folder: Path, config: RunConfig, allow: Collection[str]) -> l
     Raises:
         JinguError: a setting has changed with which resuming would mix two runs, and `allow` does not contain it.
     """
-    stored = folder / "config.yaml"
-    if not stored.exists():
+    config_file = folder / "config.yaml"
+    if not config_file.exists():
         return []
-    previous = load_stored_config(stored)
+    previous = load_stored_config(config_file)
     breaking = breaking_changes(previous, config, allow)
     if breaking:
         fix = "To resume it would mix two runs. Choose another name (name=...), or delete the folder to start over"

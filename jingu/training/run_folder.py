@@ -90,8 +90,8 @@ def _write_description(run: Run) -> None:
     folder = run.folder / "tokenizer"
     templates = run.tokenizer.chat_templates if description.chat_templates is None else description.chat_templates
     if folder.exists():
-        stored = Tokenizer.load(folder)
-        if stored.fingerprint() == run.tokenizer.fingerprint() and stored.chat_templates == templates:
+        previous = Tokenizer.load(folder)
+        if previous.fingerprint() == run.tokenizer.fingerprint() and previous.chat_templates == templates:
             return
     with create_folder_atomically(folder) as partial:
         copy_tokenizer(Path(run.config.tokenizer.path), partial, templates)

@@ -12,9 +12,10 @@ from jingu.config.sections.tasks import RewardSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
 from jingu.model.adapter_layers import check_saved_modules, check_targets
+from jingu.model.adapter_specs import Adapter, DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import expand_targets, spec_from_settings
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, flatten_fields
+from jingu.model.spec import ModelSpec, flatten_fields
 from jingu.model.trainable import matches_any
 from jingu.text.tokenizer import Tokenizer
 
@@ -58,12 +59,12 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
         _check_tokenizers(tokenizer, Tokenizer.load(initial.tokenizer_folder), config)
     spec = spec_from_settings(settings, tokenizer.vocab_size, length, initial.spec)
     # If there is also a preset, it must describe the same parameters as the initial model.
-    described = spec if settings.preset is None else spec_from_settings(settings, tokenizer.vocab_size, length)
-    if parameter_shapes(described) != parameter_shapes(initial.spec):
+    from_settings = spec if settings.preset is None else spec_from_settings(settings, tokenizer.vocab_size, length)
+    if parameter_shapes(from_settings) != parameter_shapes(initial.spec):
         initial_fields = flatten_fields(initial.spec)
         differences = [
             f"{key} is {value}, there {initial_fields.get(key)}"
-            for key, value in flatten_fields(described).items()
+            for key, value in flatten_fields(from_settings).items()
             if initial_fields.get(key) != value
         ]
         raise JinguError(
@@ -78,11 +79,11 @@ def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfi
     """Raise JinguError unless each token of the initial model has the same id in the run's tokenizer."""
     ids = tokenizer.vocab()
     initial_ids = initial.vocab()
-    moved = sum(ids.get(piece) != token_id for piece, token_id in initial_ids.items())
-    if moved:
+    differences = sum(ids.get(piece) != token_id for piece, token_id in initial_ids.items())
+    if differences:
         raise JinguError(
-            f"{moved:,} of the {len(initial_ids):,} tokens of the initial model have other ids, or none, in the run's "
-            "tokenizer.",
+            f"{differences:,} of the {len(initial_ids):,} tokens of the initial model have other ids, or none, in the "
+            "run's tokenizer.",
             where=config.tokenizer.path,
             fix="Set tokenizer.path to the model's own tokenizer (and build the data set with it), or start from what "
             f"`jingu model grow {config.initialize.from_} --tokenizer {config.tokenizer.path}` writes.",
@@ -123,10 +124,10 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             fix="Set it to front.",
         )
     adapter = _build_adapter(settings, spec)
-    tuned = spec.model_copy(update={"adapter": adapter, "quantization": settings.quantization})
-    check_targets(list(parameter_shapes(tuned)), adapter)
+    tuned_spec = spec.model_copy(update={"adapter": adapter, "quantization": settings.quantization})
+    check_targets(list(parameter_shapes(tuned_spec)), adapter)
     if isinstance(adapter, Lora):
-        check_saved_modules(list(parameter_shapes(tuned)), adapter, is_quantized=settings.quantization is not None)
+        check_saved_modules(list(parameter_shapes(tuned_spec)), adapter, is_quantized=settings.quantization is not None)
         if adapter.init_lora_weights == "loftq" and settings.quantization is None:
             raise JinguError(
                 "LoftQ starts from the quantization error, but nothing is quantized.",
@@ -135,7 +136,7 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             )
     # 4. Virtual tokens occupy positions of the model's context.
     length = config.batch.sequence_length
-    virtual_tokens = max(tuned.prompts)
+    virtual_tokens = max(tuned_spec.prompts)
     room = spec.max_position_embeddings - virtual_tokens
     if virtual_tokens and length > room:
         raise JinguError(
@@ -144,7 +145,7 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             where="tune.num_virtual_tokens",
             fix=f"Set batch.sequence_length to {room} or less, or train fewer virtual tokens.",
         )
-    return tuned
+    return tuned_spec
 
 
 def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
@@ -152,7 +153,7 @@ def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:
     if isinstance(settings, tune.LoraSettings):
         fields = settings.model_dump(include=Lora.model_fields.keys() - {"type"})
         for name, values in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
-            fields[name] = [(own, value) for key, value in values.items() for own in expand_targets([key], spec)]
+            fields[name] = [(path, value) for key, value in values.items() for path in expand_targets([key], spec)]
         for name in ("target_modules", "modules_to_save"):
             fields[name] = expand_targets(fields[name], spec)
         return Lora.model_validate(fields)

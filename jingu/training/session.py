@@ -172,12 +172,12 @@ def _state_tensors(trainer: Trainer) -> dict[str, TensorBlock]:
 
 
 def _roll_back(
-    trainer: Trainer, diverged: Progress, load: Callable[[], Progress], error: DivergenceError, write: WriteMetrics
+    trainer: Trainer, progress: Progress, load: Callable[[], Progress], error: DivergenceError, write: WriteMetrics
 ) -> Progress:
     """Load the newest checkpoint, and return the progress from which to continue at half the learning rate.
 
     Args:
-        diverged: progress of the run at the divergence.
+        progress: progress of the run at the divergence.
         load: loads the newest checkpoint, and returns its progress.
         error: the divergence, which is raised again if the run cannot roll back.
 
@@ -185,16 +185,16 @@ def _roll_back(
         DivergenceError: `train.on_divergence` is `stop`, there is no checkpoint, or the factor on the learning
             rate would fall below `MIN_LR_SCALE`.
     """
-    scale = diverged.lr_scale / 2
-    resumed = Progress()
+    scale = progress.lr_scale / 2
+    last_progress = Progress()
     if trainer.run.config.train.on_divergence == "rollback" and scale >= MIN_LR_SCALE:
-        resumed = load()
-    if not resumed.step:
-        write("divergence", diverged.step, action="stop")
+        last_progress = load()
+    if not last_progress.step:
+        write("divergence", progress.step, action="stop")
         raise error
-    log_warning(f"{error.what} Training goes back to step {resumed.step}, at {scale:g} times the learning rate.")
-    write("divergence", resumed.step, action="rollback", diverged_step=diverged.step, lr_scale=scale)
-    return replace(resumed, lr_scale=scale)
+    log_warning(f"{error.what} Training goes back to step {last_progress.step}, at {scale:g} times the learning rate.")
+    write("divergence", last_progress.step, action="rollback", diverged_step=progress.step, lr_scale=scale)
+    return replace(last_progress, lr_scale=scale)
 
 
 @contextmanager
@@ -226,8 +226,8 @@ def _summarize(run: Run, start: dict[str, Any]) -> str:
     epochs = count_epochs(run.config, run.source)
     epoch_texts = [f"{count:.2f} epochs" + (f" of {name}" if len(epochs) > 1 else "") for name, _, count in epochs]
     shapes = parameter_shapes(run.spec)
-    trained = sum(shape.numel() for name, shape in shapes.items() if is_trained(name, run.spec))
-    trained_text = f" ({format_rounded(trained)} of them trained)" if trained < start["parameters"] else ""
+    num_trained = sum(shape.numel() for name, shape in shapes.items() if is_trained(name, run.spec))
+    trained_text = f" ({format_rounded(num_trained)} of them trained)" if num_trained < start["parameters"] else ""
     return (
         f"{run.config.name}: {run.spec.family}, {format_rounded(start['parameters'])} parameters{trained_text}, "
         f"{pluralize(start['ranks'], 'rank')} on {start['device']} in {start['precision']}"
@@ -314,7 +314,7 @@ def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:
     plan = trainer.plan
     batch = trainer.task.batch(0, data_rank(mesh) * plan.rows_per_rank, plan.micro_batch_size)
     try:
-        trainer.model.rehearse(to_device(batch, trainer.ranks.device), trainer.task.loss)
+        trainer.model.dry_run(to_device(batch, trainer.ranks.device), trainer.task.loss)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -28,18 +28,18 @@ class StepResult:
         loss: mean loss over the units (tokens, sequences or pairs) of the global batch, fp64.
         grad_norm: global norm of the gradient before clipping.
         metrics: means of the other loss terms, and the metrics of `Task.end_step`, by name.
-        skipped: whether the gradient overflowed, so that the weights were not updated (only with a loss scale).
+        is_skipped: whether the gradient overflowed, so that the weights were not updated (only with a loss scale).
     """
 
     loss: Tensor
     grad_norm: Tensor
     metrics: Mapping[str, Tensor | float]
-    skipped: bool
+    is_skipped: bool
 
     @property
     def is_finite(self) -> Tensor:
         """Whether loss and gradient are finite. The gradient of a skipped step does not count."""
-        return self.loss.isfinite() & (self.grad_norm.isfinite() | self.skipped)
+        return self.loss.isfinite() & (self.grad_norm.isfinite() | self.is_skipped)
 
 
 def train_step(
@@ -100,8 +100,8 @@ def train_step(
 
     # 5. Update the weights, unless an fp16 gradient has overflowed.
     model.activity.enter("optimizer")
-    skipped = loss_scale is not None and not bool(norm.isfinite())
-    if not skipped:
+    is_skipped = loss_scale is not None and not bool(norm.isfinite())
+    if not is_skipped:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     model.synchronize_tied_weights()
@@ -110,7 +110,7 @@ def train_step(
     means = dict(zip(terms, sum_losses(total_n, mesh) / units, strict=True))
     loss = means.pop("loss")
     # 7. Add what the task has measured.
-    return StepResult(loss, norm, {**means, **task.end_step()}, skipped)
+    return StepResult(loss, norm, {**means, **task.end_step()}, is_skipped)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

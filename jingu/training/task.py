@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from jingu.data.batch import Batch
 from jingu.errors import JinguError
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
+from jingu.tables import import_name
 from jingu.training.run import Run
 
 
@@ -154,6 +154,5 @@ class TaskFactory:
 
 def find_task_factory(settings: TaskBase) -> TaskFactory:
     """Return the factory that the settings of a task name. Packages above this one have most of them."""
-    module, _, name = settings.FACTORY.partition(":")
-    factory: TaskFactory = getattr(import_module(module), name)
+    factory: TaskFactory = import_name(settings.FACTORY)
     return factory

@@ -79,7 +79,7 @@ class Trace:
             records = self._records.setdefault(name, [])
             # Encoder and decoder may share an embedding, which is then called for both. Record only the first.
             is_other_side = bool(records) and records[0][0].shape[1] != output.shape[1]
-            if is_other_side or sum(len(whole) for whole, _ in records) >= self._rows:
+            if is_other_side or sum(len(rows) for rows, _ in records) >= self._rows:
                 return
             if isinstance(output, DTensor):
                 output = output.full_tensor()

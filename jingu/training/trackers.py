@@ -1,4 +1,4 @@
-"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow."""
+"""Services that receive the metrics of a run besides `metrics.jsonl`: TensorBoard, W&B, MLflow, SwanLab."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from uuid import uuid4
 
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
+from jingu.config.sections.train import TRACKERS
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.log import log_warning
-from jingu.tables import flatten
+from jingu.tables import flatten, import_name
 
 
 class Tracker:
@@ -55,13 +56,14 @@ class WandbTracker(Tracker):
     """Sends numbers to W&B, as W&B's own settings say. A run that resumes continues the same W&B run.
 
     Args:
-        run_id: id of the W&B run.
+        run_id: id of the W&B run to continue; None: create one.
     """
 
-    def __init__(self, run_id: str, folder: Path, config: RunConfig) -> None:
+    def __init__(self, run_id: str | None, folder: Path, config: RunConfig) -> None:
+        self.run_id = run_id or uuid4().hex[:12]
         settings = flatten(config.model_dump(mode="json"))
         wandb = import_module("wandb")
-        self._run: Any = wandb.init(id=run_id, resume="allow", name=config.name, config=settings, dir=str(folder))
+        self._run: Any = wandb.init(id=self.run_id, resume="allow", name=config.name, config=settings, dir=str(folder))
         # W&B drops values whose own step is lower than before, as after a resume. Log the step as a metric instead.
         self._run.define_metric("*", step_metric="step")
 
@@ -79,7 +81,7 @@ class MlflowTracker(Tracker):
         run_id: id of the MLflow run to continue; None: create one.
     """
 
-    def __init__(self, run_id: str | None, config: RunConfig) -> None:
+    def __init__(self, run_id: str | None, _folder: Path, config: RunConfig) -> None:
         self._mlflow: Any = import_module("mlflow")
         run = self._mlflow.start_run(run_id=run_id, run_name=config.name)
         self.run_id: str = run.info.run_id
@@ -92,6 +94,27 @@ class MlflowTracker(Tracker):
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class SwanlabTracker(Tracker):
+    """Sends numbers to SwanLab, as SwanLab's own settings say. A run that resumes continues the same SwanLab run.
+
+    Args:
+        run_id: id of the SwanLab run to continue; None: create one.
+    """
+
+    def __init__(self, run_id: str | None, folder: Path, config: RunConfig) -> None:
+        self.run_id = run_id or uuid4().hex[:12]
+        settings = flatten(config.model_dump(mode="json"))
+        swanlab = import_module("swanlab")
+        place = str(folder / "swanlab")
+        self._run: Any = swanlab.init(id=self.run_id, resume="allow", name=config.name, config=settings, log_dir=place)
+
+    def log_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class Trackers:
@@ -111,12 +134,8 @@ class Trackers:
         ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for name in config.train.trackers:
             try:
-                if name == "wandb":
-                    ids.setdefault(name, uuid4().hex[:12])
-                    self._trackers[name] = WandbTracker(ids[name], folder, config)
-                else:
-                    self._trackers[name] = tracker = MlflowTracker(ids.get(name), config)
-                    ids[name] = tracker.run_id
+                self._trackers[name] = tracker = import_name(TRACKERS[name])(ids.get(name), folder, config)
+                ids[name] = tracker.run_id
                 write_text_atomically(path, json.dumps(ids))
             except Exception as error:
                 _warn(name, error)

@@ -11,9 +11,9 @@ from jingu.data.batch import IGNORE_INDEX, Batch
 from jingu.data.dataset import TokenDataset, open_dataset
 from jingu.data.mixture import MixtureDataset
 from jingu.data.objective import Objective
-from jingu.data.open_sources import count_epochs
+from jingu.data.open_sources import count_epochs, open_supervised
 from jingu.data.row_sources import count_validation_windows, validation_batch
-from jingu.data.supervised import SupervisedDataset, open_supervised
+from jingu.data.supervised import SupervisedDataset
 from jingu.errors import JinguError
 from jingu.model.spec import ModelSpec
 from jingu.training.batch_transforms import prepend_virtual_tokens
@@ -31,7 +31,7 @@ class ValidationRows:
         share: share of the run's samples that come from the source.
         dataset: the validation split.
         document_mask: whether attention stays within documents.
-        supervised: the rows of a supervised objective; None for text.
+        supervised_rows: the rows of a supervised objective; None for text.
         spec: spec of the model, whose virtual tokens are added to the rows.
         objective: transforms the rows; None: every token predicts the next one.
     """
@@ -41,7 +41,7 @@ class ValidationRows:
     dataset: TokenDataset
     sequence_length: int
     document_mask: bool
-    supervised: SupervisedDataset | None
+    supervised_rows: SupervisedDataset | None
     spec: ModelSpec
     objective: Objective | None = None
 
@@ -51,8 +51,8 @@ class ValidationRows:
         return self.objective is not None and self.objective.source_length > 0
 
     def __len__(self) -> int:
-        if self.supervised is not None:
-            return len(self.supervised)
+        if self.supervised_rows is not None:
+            return len(self.supervised_rows)
         if self.has_encoder_inputs:
             return self.dataset.tokens // self.sequence_length
         return count_validation_windows(self.dataset, self.sequence_length)
@@ -67,11 +67,11 @@ class ValidationRows:
 
     def batch(self, first: int, count: int, end: int) -> Batch:
         """Return rows [first, first + count). Rows from `end` on are padding without labels."""
-        if self.supervised is not None:
-            batch = self.supervised.batch(first, count)
+        if self.supervised_rows is not None:
+            batch = self.supervised_rows.batch(first, count)
         else:
             batch = validation_batch(self.dataset, self.sequence_length, first, count, document_mask=self.document_mask)
-        if self.has_encoder_inputs and self.supervised is None:
+        if self.has_encoder_inputs and self.supervised_rows is None:
             # The objective reads the text of a window from its tokens: replace them by the labels, which are the text.
             # Positions after the end of the split have no labels (-100).
             batch = replace(batch, tokens=batch.labels.clamp_min(0))
@@ -100,10 +100,10 @@ def open_validation(
             continue
         path = part.dataset.path
         dataset = open_dataset(path, "validation")
-        supervised = None
+        supervised_rows = None
         if isinstance(data.objective, RowSettings):
-            supervised = open_supervised(path, "validation", data.objective, config.batch, config.seed)
-        rows = ValidationRows(name, share, dataset, length, data.separates_documents, supervised, spec, objective)
+            supervised_rows = open_supervised(path, "validation", data.objective, config.batch, config.seed)
+        rows = ValidationRows(name, share, dataset, length, data.separates_documents, supervised_rows, spec, objective)
         if len(rows):
             validation.append(rows)
             continue

@@ -287,8 +287,8 @@ def _compare_layouts(
             note = " Gradients were not compared, because the optimizer stores no first moment."
         return f"equal in {precision}. The largest difference is {difference}.{note}", True
     # Run both again in another precision, to distinguish rounding from a bug.
-    other = "fp32" if precision == "fp64" else "fp64"
-    return explain_divergence(divergence, precision, compare(other), other), False
+    second_precision = "fp32" if precision == "fp64" else "fp64"
+    return explain_divergence(divergence, precision, compare(second_precision), second_precision), False
 
 
 def first_divergence(comparisons: Sequence[Comparison], tolerance: float) -> Comparison | None:
@@ -299,17 +299,19 @@ def first_divergence(comparisons: Sequence[Comparison], tolerance: float) -> Com
     return None
 
 
-def explain_divergence(divergence: Comparison, precision: str, others: Sequence[Comparison], other: str) -> str:
+def explain_divergence(
+    divergence: Comparison, precision: str, again: Sequence[Comparison], second_precision: str
+) -> str:
     """Return a text that describes the first difference, and whether it is rounding or a bug.
 
     Rounding shrinks in fp64; a bug does not.
 
     Args:
         divergence: the first difference, in `precision`.
-        others: all comparisons in the precision `other`. One of the two precisions must be fp64.
+        again: all comparisons in the precision `second_precision`. One of the two precisions must be fp64.
     """
     key = (divergence.kind, divergence.name)
-    same = [comparison.difference for comparison in others if (comparison.kind, comparison.name) == key]
+    same = [comparison.difference for comparison in again if (comparison.kind, comparison.name) == key]
     other_difference = max(same, default=math.inf)
     wide, narrow = divergence.difference, other_difference
     if precision != "fp64":
@@ -320,7 +322,7 @@ def explain_divergence(divergence: Comparison, precision: str, others: Sequence[
         verdict = "It does not shrink in fp64: a bug, not rounding"
     return (
         f"diverged. The first difference is in {divergence.description}: {divergence.difference:.1e} of its size in "
-        f"{precision} and {other_difference:.1e} in {other}. {verdict}."
+        f"{precision} and {other_difference:.1e} in {second_precision}. {verdict}."
     )
 
 

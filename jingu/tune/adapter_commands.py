@@ -17,8 +17,9 @@ from jingu.formats.provenance import copy_provenance
 from jingu.formats.run_inputs import write_base_record
 from jingu.formats.stored_model import apply_adapters
 from jingu.model.adapter_layers import RESIDUAL_INITS, unmerge_adapter
+from jingu.model.adapter_specs import Ia3, Lora
 from jingu.model.decoder import parameter_shapes
-from jingu.model.spec import Ia3, Lora, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import ADAPTER_PARAMETERS, is_trained
 from jingu.runtime.device import DTYPES
 

@@ -19,8 +19,8 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.data import DataSettings, RowSettings, SupervisedSettings
 from jingu.data import build
 from jingu.data.indexed_dataset import best_dtype
+from jingu.data.open_sources import open_supervised
 from jingu.data.shard_writer import EncodedDocuments, UnitEncoder, hash_document
-from jingu.data.supervised import open_supervised
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.evaluate.task_mixture import render_mixture
 from jingu.runtime.gpus import num_usable_cores

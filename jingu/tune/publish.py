@@ -12,13 +12,13 @@ import yaml
 
 from jingu.checkpoint.resume import run_config
 from jingu.config.schema import RunConfig
-from jingu.errors import JinguError
+from jingu.errors import JinguError, join_words
 from jingu.evaluate.result_files import RESULT_SUFFIX
-from jingu.formats.export import convert
+from jingu.formats.export import convert_calibrated
 from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES, export_gguf
 from jingu.formats.models import open_model
 from jingu.formats.provenance import Record, read_provenance
-from jingu.formats.quantized_forms import FORMS
+from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS
 from jingu.runtime.device import DTYPES
 from jingu.runtime.files import read_json, write_text_atomically
 from jingu.runtime.hub import HubName, explain_hub_errors, local_path, parse_name
@@ -34,6 +34,7 @@ def export(
     push: str | None = None,
     public: bool = False,
     yes: bool = False,
+    calibrate: Path | None = None,
 ) -> None:
     """Write any model as a Hugging Face folder or a GGUF file, and upload it.
 
@@ -44,10 +45,15 @@ def export(
         push: ORG/NAME on the hub; None: nothing is uploaded.
         public: whether a new repository is public.
         yes: whether files of an existing repository are replaced without a question.
+        calibrate: as for `convert_calibrated`.
 
     Raises:
         JinguError: as for `convert`; or the upload is refused.
     """
+    if calibrate is not None and dtype not in (*CALIBRATED_FORMS, *LLAMA_CPP_TYPES):
+        what = f"{dtype} has nothing to calibrate."
+        fix = f"Leave it out, or set --dtype to {join_words((*CALIBRATED_FORMS, *LLAMA_CPP_TYPES))}."
+        raise JinguError(what, where="--calibrate", fix=fix)
     if to is not None and to.suffix == ".gguf":
         file = to
         if dtype in FORMS:
@@ -55,14 +61,16 @@ def export(
             raise JinguError(what, where="--dtype", fix="Name a folder with --to, or use a type such as q4_k_m.")
 
         def write(_folder: Path) -> None:
-            export_gguf(open_model(model), file, dtype, check)
+            export_gguf(open_model(model), file, dtype, check, calibrate)
 
         _write_and_push(model, file.parent, push, write, public, yes, file.name)
         return
     if dtype in {*PACKAGE_TYPES, *LLAMA_CPP_TYPES} - DTYPES.keys():
         what = f"{dtype} is a type of GGUF files only."
         raise JinguError(what, where="--dtype", fix="Name the file with --to MODEL.gguf.")
-    _write_and_push(model, to, push, lambda folder: convert(model, folder, dtype, check), public, yes)
+    _write_and_push(
+        model, to, push, lambda folder: convert_calibrated(model, folder, dtype, check, calibrate), public, yes
+    )
 
 
 def export_adapters(

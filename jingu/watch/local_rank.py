@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jingu.watch.diagnosis import RankReport
 from jingu.watch.slot import BEAT, OPERATION, process_state
-from jingu.watch.verdict import RankReport
 
 # The reporter thread of a rank runs twice a second; if it has not run for this long, a call holds the GIL.
 _SILENT_SECONDS = 5.0

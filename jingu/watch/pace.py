@@ -69,9 +69,9 @@ class Pace:
     clock: float = 0.0
 
 
-def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
+def describe_straggler(suspect: Pace, paces: Sequence[Pace]) -> str | None:
     """Describe a rank that is a straggler among its peers; None if it is not, or has no peers."""
-    peers = [pace for pace in paces if pace.stage == own.stage and pace.rank != own.rank]
+    peers = [pace for pace in paces if pace.stage == suspect.stage and pace.rank != suspect.rank]
     if not peers:
         return None
 
@@ -79,26 +79,26 @@ def describe_straggler(own: Pace, paces: Sequence[Pace]) -> str | None:
         return median(getattr(pace, field) for pace in peers)
 
     def exceeds(field: str) -> bool:
-        value, error = getattr(own, field), f"{field}_error"
-        limit = max(_SHARE_OF_STEP * own.step, _NUM_ERRORS * hypot(getattr(own, error), usual(error)))
+        value, error = getattr(suspect, field), f"{field}_error"
+        limit = max(_SHARE_OF_STEP * suspect.step, _NUM_ERRORS * hypot(getattr(suspect, error), usual(error)))
         return bool(value - usual(field) > limit and value > SLOW_RATIO * usual(field))
 
-    place = f"rank {own.rank} ({own.host})"
-    clock = f"Its clock is {own.clock:,.0f} MHz (others {usual('clock'):,.0f})."
-    is_slow_clock = 0 < own.clock < _SLOW_CLOCK * usual("clock")
+    place = f"rank {suspect.rank} ({suspect.host})"
+    clock = f"Its clock is {suspect.clock:,.0f} MHz (others {usual('clock'):,.0f})."
+    is_slow_clock = 0 < suspect.clock < _SLOW_CLOCK * usual("clock")
     # Check data first: a slow dataset's own code also counts as computation.
     if exceeds("data"):
         return (
-            f"{place} waits for data for {own.data:.3g} s of a step (its peers: {usual('data'):.3g} s): "
-            f"{(own.data - usual('data')) / own.step:.0%} of the run's time."
+            f"{place} waits for data for {suspect.data:.3g} s of a step (its peers: {usual('data'):.3g} s): "
+            f"{(suspect.data - usual('data')) / suspect.step:.0%} of the run's time."
         )
     if exceeds("compute"):
-        excess = own.compute - usual("compute")
-        text = f"{place} computes {own.compute / usual('compute'):.2f} times as long as its peers: "
-        text += f"{excess / own.step:.0%} of the run's time."
+        excess = suspect.compute - usual("compute")
+        text = f"{place} computes {suspect.compute / usual('compute'):.2f} times as long as its peers: "
+        text += f"{excess / suspect.step:.0%} of the run's time."
         if is_slow_clock:
             return f"{text} {clock}"
-        if own.core - usual("core") > excess / 2:
+        if suspect.core - usual("core") > excess / 2:
             return f"{text} It waits for cores that other processes use."
         return text
     return f"{place} has a slow GPU. {clock}" if is_slow_clock else None
@@ -169,7 +169,7 @@ class PaceMeter:
         run, core = _process_seconds(rank.process["pid"])
         return _Reading(rank.operation[2], run, core, READS.unpack_from(rank.slot, READS_OFFSET))
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Poll the ranks once. Returns descriptions of new stragglers at the end of a window."""
         phases = [rank.operation[1] for rank in self._ranks]
         # Discard windows with evaluations or saves: the first rank has more work in them than its peers.
@@ -211,12 +211,12 @@ class PaceMeter:
             )
         return paces
 
-    def _judge(self, own: Window) -> list[str]:
-        windows = self._exchange(own)
+    def _judge(self, mine: Window) -> list[str]:
+        windows = self._exchange(mine)
         paces = [pace for window in windows for pace in window.paces]
         links = [link for window in windows for link in window.links]
-        descriptions = {pace.rank: describe_straggler(pace, paces) for pace in own.paces}
-        descriptions[-1] = describe_slow_link(links, own.paces[0].host)
+        descriptions = {pace.rank: describe_straggler(pace, paces) for pace in mine.paces}
+        descriptions[-1] = describe_slow_link(links, mine.paces[0].host)
         sentences = []
         for number, sentence in descriptions.items():
             count = self._slow_windows[number] = 0 if sentence is None else self._slow_windows[number] + 1
@@ -224,18 +224,18 @@ class PaceMeter:
                 sentences.append(f"Straggler: {sentence}")
         return sentences
 
-    def _exchange(self, own: Window) -> list[Window]:
+    def _exchange(self, mine: Window) -> list[Window]:
         """Write this node's window; return it and those of other nodes that cover about the same steps.
 
         The file of a node that has exited may still exist, with an old window.
         """
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(self._file(), json.dumps(asdict(own)))
-        other_windows = [window for window in read_windows(self._folder) if window.paces[0].rank != own.paces[0].rank]
+            write_text_atomically(self._file(), json.dumps(asdict(mine)))
+        other_windows = [window for window in read_windows(self._folder) if window.paces[0].rank != mine.paces[0].rank]
         return [
-            own,
-            *(window for window in other_windows if abs(window.step - own.step) <= _RECENT_WINDOWS * own.steps),
+            mine,
+            *(window for window in other_windows if abs(window.step - mine.step) <= _RECENT_WINDOWS * mine.steps),
         ]
 
     def _file(self) -> Path:
@@ -245,7 +245,7 @@ class PaceMeter:
         """Remove this node's file, and the folder if it is empty."""
         with suppress(OSError):
             self._file().unlink(missing_ok=True)
-            self._folder.rmdir()  # fails, as it should, while another node or a verdict has a file there
+            self._folder.rmdir()  # fails, as it should, while another node or a diagnosis has a file there
 
 
 def read_windows(folder: Path) -> list[Window]:

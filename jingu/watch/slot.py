@@ -46,14 +46,14 @@ PHASES = {
 UNTIMED_PHASES = ("", "evaluate", "save")
 
 
-def process_state(pid: int, started: int) -> str:
+def process_state(pid: int, start_time: int) -> str:
     """Return the state of a process as the kernel names it (R, S, D, T, ...); empty if it has exited.
 
     Args:
-        started: start time of the process, to recognize that another process has the same pid now.
+        start_time: start time of the process, to recognize that another process has the same pid now.
     """
     fields = _stat(pid)
-    if not fields or int(fields[19]) != started or fields[0] == "Z":
+    if not fields or int(fields[19]) != start_time or fields[0] == "Z":
         return ""
     return fields[0]
 

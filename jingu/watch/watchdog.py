@@ -2,7 +2,7 @@
 
 It starts and ends with the ranks. It does not import torch and polls only twice a second, so that it does not slow down
 training. When a rank has made no progress until the deadline, the watchdogs of all nodes write reports of their ranks
-into a folder of the run, and each of them derives the same verdict from all reports.
+into a folder of the run, and each of them derives the same diagnosis from all reports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import median
 
 from jingu.runtime.files import write_text_atomically
+from jingu.watch.diagnosis import RankReport, find_difference, judge
 from jingu.watch.local_rank import LocalRank
 from jingu.watch.pace import PaceMeter
 from jingu.watch.slot import COMMAND, EXIT, LISTEN, REPORT, UNTIMED_PHASES
-from jingu.watch.verdict import RankReport, find_difference, judge
 
 _POLL_SECONDS = 0.5
 # The deadline is this many median steps, or the timeout if that is longer.
@@ -32,8 +32,8 @@ _DEADLINE_STEPS = 10
 # The first steps may compile, and the duration of a step is not known yet: they get a multiple of the timeout.
 _FIRST_STEPS = 2
 _FIRST_STEPS_FACTOR = 5
-# After a rank has exited, the others cannot continue. The verdict must come before their launcher kills them, which it
-# does after ten seconds.
+# After a rank has exited, the others cannot continue. The diagnosis must come before their launcher kills them, ten
+# seconds later.
 _SECONDS_AFTER_DEATH = 4.0
 # Time for ranks to report, for other nodes to report, and for ranks to exit.
 _REPORT_SECONDS = 3.0
@@ -87,27 +87,27 @@ class Watchdog:
             return LocalRank(process, slot, mmap.mmap(file.fileno(), 0))
 
     def watch(self) -> str | None:
-        """Watch until all ranks of this node have exited. Returns the verdict if training has hung."""
-        verdict = None
-        while verdict is None and not self._has_ended:
+        """Watch until all ranks of this node have exited. Returns the diagnosis if training has hung."""
+        diagnosis = None
+        while diagnosis is None and not self._has_ended:
             time.sleep(_POLL_SECONDS)
-            verdict = self.look()
+            diagnosis = self.poll()
         self._pace.close()
-        return verdict
+        return diagnosis
 
-    def look(self) -> str | None:
-        """Poll all ranks once. Returns the verdict if training hangs."""
+    def poll(self) -> str | None:
+        """Poll all ranks once. Returns the diagnosis if training hangs."""
         running = [rank for rank in self._ranks if not rank.is_finished()]
         dead = [rank.process["rank"] for rank in running if not rank.process_state()]
         self._first_dead = self._first_dead or dead
         if len(dead) == len(running):
             self._has_ended = True
-            return self._judge_the_dead() if running else None
+            return self._diagnose_exited() if running else None
         if all(rank.operation[1] == "failed" for rank in running):
             return None  # they have printed their errors, and are about to exit
         self._measure_steps(running)
         if len(running) == len(self._ranks) and not dead and not self._is_beginning():
-            self._announce(self._pace.look())
+            self._announce(self._pace.poll())
         if not any(rank.is_stopped() for rank in running):
             self._stop_time = None
         elif self._stop_time is None:
@@ -147,20 +147,20 @@ class Watchdog:
             return self._timeout * _FIRST_STEPS_FACTOR
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
 
-    def _idle_seconds(self, ranks: list[LocalRank], unlimited: tuple[str, ...]) -> float:
+    def _idle_seconds(self, ranks: list[LocalRank], phases: tuple[str, ...]) -> float:
         """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit.
 
         Args:
-            unlimited: phases without a time limit.
+            phases: phases without a time limit.
         """
         operations = [rank.operation for rank in ranks]
-        if any(operation[1] in unlimited for operation in operations):
+        if any(operation[1] in phases for operation in operations):
             # A stopped process does not continue its save or evaluation, either.
             return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
         return time.monotonic() - min(operation[5] for operation in operations)
 
     def _investigate(self, ranks: list[LocalRank], seconds: float) -> str | None:
-        """Collect the reports of all ranks, and return a verdict; None if a rank has made progress in the meantime."""
+        """Collect the reports of all ranks, and return a diagnosis; None if a rank has made progress meanwhile."""
         changes = [rank.operation[0] for rank in ranks]
         # 1. Let each rank dump its collective calls, and then its stacks.
         for rank in ranks:
@@ -196,10 +196,10 @@ class Watchdog:
             return False
         return True
 
-    def _judge_the_dead(self) -> str | None:
-        """Return a verdict on ranks that have all exited: their calls differ, or one of them was killed.
+    def _diagnose_exited(self) -> str | None:
+        """Return a diagnosis on ranks that have all exited: their calls differ, or one of them was killed.
 
-        Ranks that failed with an error have printed it themselves; then there is no verdict.
+        Ranks that failed with an error have printed it themselves; then there is no diagnosis.
         """
         reports = [rank.report() for rank in self._ranks]
         first = [report for report in reports if report.rank in self._first_dead and report.phase != "failed"]
@@ -229,16 +229,16 @@ class Watchdog:
 
 
 def main(slots: Path, folder: Path, world: int, timeout: float, master: tuple[str, int]) -> None:
-    """Watch the ranks of this node until they exit. If they hang, print the verdict and terminate them."""
+    """Watch the ranks of this node until they exit. If they hang, print the diagnosis and terminate them."""
     try:
         watchdog = Watchdog(slots, folder, world, timeout, master)
-        verdict = watchdog.watch()
-        if verdict is None:
+        diagnosis = watchdog.watch()
+        if diagnosis is None:
             return
-        print(f"\njingu: {verdict}", file=sys.stderr, flush=True)
+        print(f"\njingu: {diagnosis}", file=sys.stderr, flush=True)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(folder / "verdict.txt", verdict + "\n")
+            write_text_atomically(folder / "verdict.txt", diagnosis + "\n")
         watchdog.end_ranks()
     finally:
         shutil.rmtree(slots, ignore_errors=True)

@@ -55,7 +55,7 @@ def test_an_environment_replies_and_only_own_tokens_are_trained(
     for sample in rollouts_with_replies(done(config), config, "def g"):
         assert sample["reward"] == sample["rewards"]["environment"] > 0
     (tmp_path / "bad.py").write_text("class Game:\n    def begin(self, row): ...\n")
-    with pytest.raises(JinguError, match="ReMax compares with a greedy one"):
+    with pytest.raises(JinguError, match="remax compares with a greedy one"):
         train(make({**changes, "task.advantage": "remax", "batch.sequence_length": 33}, name="greedy"))
     for path, words in ((f"{tmp_path}/bad.py:Game", "has no method step"), ("nowhere:Game", "cannot be imported")):
         with pytest.raises(JinguError, match=words):

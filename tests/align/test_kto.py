@@ -20,7 +20,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections.pairs import AnswerLogProbs, DpoSettings
 from jingu.config.sections.tasks import KtoSettings
 from jingu.data.open_sources import open_sources
-from jingu.data.supervised import PreferenceDataset
+from jingu.data.preference_data import PreferenceDataset
 from jingu.text.tokenizer import Tokenizer
 from tests.align.preferences import preference_run, train_here, train_on_ranks
 from tests.conftest import MakeRun

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from jingu.align.policy_batch import PolicyBatch, longest_batch, make_policy_batch, row_length
 from jingu.align.rollouts import Sample
+from jingu.align.step_data import StepData
 from jingu.align.token_logprobs import TokenLogProbs
 from jingu.config.sections.model import ModelSettings
 from jingu.config.sections.policies import GrpoSettings
 from jingu.data.batch import IGNORE_INDEX
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import build_model
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import Lora, replace_fields
+from jingu.model.spec import replace_fields
 from jingu.model.weight_init import init_weights
 from jingu.training.batch_transforms import model_inputs
 
@@ -38,7 +40,7 @@ SAMPLES = [
 
 def batches() -> tuple[PolicyBatch, PolicyBatch]:
     """The samples in one row, and in a row each."""
-    columns = {"sampled": [answer.logprobs for answer in SAMPLES]}
+    columns = StepData.of(SAMPLES, 0).columns(slice(0, len(SAMPLES)))
     shared = make_policy_batch(SAMPLES, columns, row_length(SAMPLES), shares_prompts=True)
     return shared, make_policy_batch(SAMPLES, columns, 6, shares_prompts=False)
 

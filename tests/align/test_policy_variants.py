@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from jingu.align import advantages as advantage_functions
 from jingu.align import policy_learning
 from jingu.cli import main
 from jingu.config.schema import RunConfig
@@ -87,13 +88,13 @@ def test_kl_in_the_reward_by_hand(
     }
     changes |= {"optimizer.lr": 3e-2, "train.steps": 2}
     token_rewards: list[Any] = []
-    estimate = policy_learning.generalized_advantages
+    estimate = advantage_functions.generalized_advantages
 
     def record(reward_RT: Any, *arguments: Any) -> Any:
         token_rewards.append(reward_RT.clone())
         return estimate(reward_RT, *arguments)
 
-    monkeypatch.setattr(policy_learning, "generalized_advantages", record)
+    monkeypatch.setattr(advantage_functions, "generalized_advantages", record)
     config = make_ppo(changes) if method == "ppo" else make({**changes, "task.advantage": method})
     assert train(config) == 0
     reference = load_model(open_model(done(start).folder), torch.float64, torch.device("cpu"))

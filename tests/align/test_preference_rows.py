@@ -17,8 +17,8 @@ from jingu.align.preference_rows import PREFERENCES, TokenizedAnswers, parse_pre
 from jingu.chat.messages import ConversationError
 from jingu.config.sections.data import DataSettings
 from jingu.data.dataset_manifest import SplitName
-from jingu.data.open_sources import open_sources
-from jingu.data.supervised import PreferenceDataset, decode_parts, encode_part, open_supervised
+from jingu.data.open_sources import open_sources, open_supervised
+from jingu.data.preference_data import PreferenceDataset, decode_parts, encode_part
 from jingu.errors import JinguError
 from jingu.text.document_reader import ReadCounts
 from jingu.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from jingu.align.reward_list import Rewards
 from jingu.config.sections.model import ModelSettings
 from jingu.config.sections.rewards import Reward
 from jingu.data.open_sources import open_sources
-from jingu.data.supervised import PreferenceDataset
+from jingu.data.preference_data import PreferenceDataset
 from jingu.errors import JinguError
 from jingu.formats.export import convert, export_hf
 from jingu.formats.models import open_model

@@ -75,12 +75,12 @@ def test_no_text_is_lost(answer: str) -> None:
 
 
 def test_a_required_call() -> None:
-    assert parse(['{"a": ', "1}"], forced="add", required=True) == ("", [("add", {"a": 1})])
-    assert parse(['{"name": "add", "arg', 'uments": {"a": 1}}'], required=True) == ("", [("add", {"a": 1})])
+    assert parse(['{"a": ', "1}"], tool_name="add", is_required=True) == ("", [("add", {"a": 1})])
+    assert parse(['{"name": "add", "arg', 'uments": {"a": 1}}'], is_required=True) == ("", [("add", {"a": 1})])
     # A truncated call is returned as text, and so are arguments that are not an object.
-    assert parse(['{"name": "add", "arg'], required=True) == ('{"name": "add", "arg', [])
+    assert parse(['{"name": "add", "arg'], is_required=True) == ('{"name": "add", "arg', [])
     for answer in ('{"a": ', "", "[1]"):
-        assert parse([answer], forced="add", required=True) == (answer, [])
+        assert parse([answer], tool_name="add", is_required=True) == (answer, [])
 
 
 def test_only_the_first_of_several_calls_unless_they_may_be_parallel() -> None:

@@ -367,7 +367,7 @@ def test_the_last_part_joins_all_to_the_bytes_of_one_build(
 def test_a_part_that_finishes_after_the_join_succeeds(
     make_config: MakeConfig, tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, locked, times = make_config(), build_module._locked, []
+    config, locked, times = make_config(), build_module._acquire_lock, []
 
     def late(folder: Path) -> Any:
         times.append(folder)
@@ -376,7 +376,7 @@ def test_a_part_that_finishes_after_the_join_succeeds(
             assert not folder.exists()
         return locked(folder)
 
-    monkeypatch.setattr(build_module, "_locked", late)
+    monkeypatch.setattr(build_module, "_acquire_lock", late)
     build(config, part=(1, 2))
     assert sorted(item.name for item in tmp_path.iterdir()) == ["data"]
     inspect(tmp_path / "data")

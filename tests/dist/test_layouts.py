@@ -19,9 +19,10 @@ from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch, EncoderInputs
+from jingu.model.components import BalancedRouter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import find_family
-from jingu.model.spec import BalancedRouter, ModelSpec, repeat_pattern, replace_fields
+from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
 from jingu.model.weight_init import initial_tensor
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jingu.errors import JinguError
-from jingu.evaluate.answer_filters import apply_filter, apply_steps, check_choices, filters_of, gives_list
+from jingu.evaluate.answer_filters import apply_steps, check_choices, filters_of, first_of, gives_list
 from jingu.evaluate.task_file import TaskSettings
 
 CHOICES = ["Guilty", "Guilty of Romance", "guilty, or not?"]
@@ -42,7 +42,7 @@ def test_letters_are_those_of_the_harness(options: dict[str, Any]) -> None:
     row = {"choices": CHOICES}
     theirs = MultiChoiceRegexFilter(**options).apply([[answer] for answer in ANSWERS], [row] * len(ANSWERS))
     steps = [{"function": "multi_choice_regex", **options}, {"function": "take_first"}]
-    assert [[apply_filter(steps, [answer], row)] for answer in ANSWERS] == theirs
+    assert [[first_of(apply_steps(steps, [answer], row))] for answer in ANSWERS] == theirs
 
 
 SPANS = [
@@ -87,7 +87,7 @@ def test_a_function_reads_the_document() -> None:
         return [[row["begin"] + answer for answer in group] for group, row in zip(answers, rows, strict=True)]
 
     steps = [{"function": "custom", "filter_fn": complete}, {"function": "take_first_k", "k": 2}]
-    assert apply_filter(steps, ["x", "y"], {"begin": "> "}) == "> x"
+    assert first_of(apply_steps(steps, ["x", "y"], {"begin": "> "})) == "> x"
 
 
 def test_documents_without_choices() -> None:
@@ -105,7 +105,7 @@ def test_documents_with_more_choices_than_letters() -> None:
     choices = [f"choice {number}" for number in range(27)]
     check_choices(task, [{"choices": choices[:26]}])
     steps = [{"function": "multi_choice_regex"}, {"function": "take_first"}]
-    assert apply_filter(steps, ["It is choice 25."], {"choices": choices[:26]}) == "(Z)"
+    assert first_of(apply_steps(steps, ["It is choice 25."], {"choices": choices[:26]})) == "(Z)"
     with pytest.raises(JinguError, match="names choices by the letters A to Z, and a document has 27"):
         check_choices(task, [{"choices": choices[:2]}, {"choices": choices}])
     with pytest.raises(re.error):

@@ -15,7 +15,7 @@ import sklearn.metrics
 
 from jingu.errors import JinguError
 from jingu.evaluate import statistics, text_metrics
-from jingu.evaluate.answer_filters import apply_filter
+from jingu.evaluate.answer_filters import apply_steps, first_of
 from jingu.evaluate.evaluation import evaluate_task, prepare_task
 from jingu.evaluate.prompts import EvaluationSample
 from jingu.evaluate.scoring import AnswerCache, Scorer
@@ -210,18 +210,18 @@ def test_answers_that_no_mapping_knows_match_nothing(then: str) -> None:
     task = TaskSettings(task="t", metric_list=[{"metric": name} for name in names])
     values = []
     for text in ("one", "two"):
-        answer = Answer(text=apply_filter(steps, [text], {}))
+        answer = Answer(text=first_of(apply_steps(steps, [text], {})))
         values.append(measure(task, EvaluationSample(0, {}, (("", ""),), gold=("", "1")), [answer]))
     assert values[0]["exact_match"] == values[0]["squad_exact_match"] == values[0]["cmrc_f1"] == 1
     assert values[1]["exact_match"] == values[1]["squad_exact_match"] == values[1]["cmrc_f1"] == 0
     assert values[1]["bleu"] == (("", "1"), "") and values[1]["pearson"] == (0.0, 0.0)
     # The harness's filter regex takes them as empty texts.
     steps[1] = {"function": "regex"}
-    assert apply_filter(steps, ["two"], {}) == "[invalid]"
+    assert first_of(apply_steps(steps, ["two"], {})) == "[invalid]"
 
 
 def test_a_program_that_no_mapping_knows_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_metrics, "passes_statements", lambda *_: True)
     task = TaskSettings(task="t", metric_list=[{"metric": "pass@1", "program": "{{answer}}"}])
-    answers = [Answer(text=apply_filter([{"function": "map", "mapping_dict": {}}], ["x"], {}))] * 2
+    answers = [Answer(text=first_of(apply_steps([{"function": "map", "mapping_dict": {}}], ["x"], {})))] * 2
     assert measure(task, EvaluationSample(0, {}, (("", ""),)), answers) == {"pass@1": 0.0}

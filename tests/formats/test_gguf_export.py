@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from jingu.cli import main
 from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES
+from jingu.formats.importance import measure_importance
 from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.model.inputs import Inputs
@@ -257,3 +258,26 @@ def test_k_quants(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     assert main(["export", str(tmp_path / "model"), "--to", str(file), "--dtype", dtype, "--check"]) == 0
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["Modelfile", "model", "model.gguf"]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+def test_an_importance_matrix_reduces_the_error_of_important_columns(
+    name: str, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = make_model(name)
+    text = tmp_path / "text.txt"
+    text.write_text("some text, and 12345 more text; it is text " * 100)
+    importance = measure_importance(open_model(source), text)
+    errors = []
+    for folder, words in (("plain", []), ("weighted", ["--calibrate", str(text)])):
+        file = tmp_path / folder / "model.gguf"
+        assert main(["export", str(source), "--to", str(file), "--dtype", "iq4_nl", *words]) == 0
+        opened, exact = open_model(file), open_model(source)
+        differences = [
+            ((opened.read(key).float() - exact.read(key).float()).square() * values.unsqueeze(-2)).sum()
+            for key, values in importance.items()
+        ]
+        errors.append(float(sum(differences)))
+    assert errors[1] < 0.95 * errors[0]

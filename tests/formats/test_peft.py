@@ -20,9 +20,9 @@ from jingu.formats.models import load_adapters, open_model
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapters
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import Lora
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import convert, export_hf
 from jingu.formats.huggingface import open_hf
-from jingu.formats.quantized_forms import FORMS, choose_form, decode
+from jingu.formats.importance import MAX_PIECES, measure_importance
+from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS, choose_form, decode
 from jingu.formats.stored_model import load_model
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.resolve import spec_from_settings
 from jingu.model.weight_init import init_weights
+from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 
 BLOCKS = {"fp8_block": (128, 128)}
@@ -53,7 +56,7 @@ def library_matrix(parts: dict[str, Tensor], form_format: str, group: dict[str, 
 def test_the_library_reads_what_is_written(name: str, dtype: torch.dtype) -> None:
     weight = matrix(dtype)
     form = choose_form(name, {"w": weight.shape})
-    parts = form.encode(weight)
+    parts = form.encode(weight, None)
     assert {suffix: (part.dtype, part.shape) for suffix, part in parts.items()} == form.layout(weight.shape, dtype)
     theirs = library_matrix(parts, form.format, form.config([])["config_groups"]["group_0"])
     ours = decode(parts, BLOCKS.get(name))
@@ -66,7 +69,7 @@ def test_the_library_reads_what_is_written(name: str, dtype: torch.dtype) -> Non
 def test_ties_of_fp4_are_even_and_extremes_are_kept() -> None:
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -5.0, -6.0, 0, 0.1, 5.1, 6.0])
     weight = values.repeat(2)[None]
-    parts = choose_form("mxfp4", {"w": weight.shape}).encode(weight)
+    parts = choose_form("mxfp4", {"w": weight.shape}).encode(weight, None)
     expected = torch.tensor([0, 1, 1, 2, 2, 4, 4, 6, 0, -1, -4, -6, 0, 0, 6, 6.0])
     assert torch.equal(decode(parts)[0], expected.repeat(2))
 
@@ -102,7 +105,7 @@ def test_what_the_library_writes_is_read(form_format: str, weights: dict[str, An
 
 def test_columns_in_the_order_of_their_activations_are_read() -> None:
     weight = matrix()
-    parts = choose_form("int4", {"w": weight.shape}).encode(weight)
+    parts = choose_form("int4", {"w": weight.shape}).encode(weight, None)
     plain = decode(parts)
     order = torch.arange(384).flip(0)
     groups = (torch.arange(384) // 128)[order]
@@ -179,6 +182,65 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
     assert main(["export", str(source), "--to", str(tmp_path / "model.gguf"), "--dtype", "int4"]) == 2
+
+
+TEXT = "The quick brown fox jumps over the lazy dog, and some text follows. " * 40
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_importance_is_the_mean_square_of_inputs(family: str, tmp_path: Path) -> None:
+    experts = {"experts": {"num_experts": 4, "num_experts_per_token": 2}} if family == "mixtral" else {}
+    source = build(family, tmp_path, **experts)
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = open_hf(source)
+    ours = measure_importance(model, tmp_path / "text.txt")
+    shapes = {name: shape for name, shape in parameter_shapes(model.spec).items() if name.startswith("blocks.")}
+    assert ours.keys() == {name for name, shape in shapes.items() if len(shape) > 1 and "router" not in name}
+    # transformers' modules have the same inputs.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, arguments: inputs.update({name: arguments[0].detach()})
+
+    theirs.model.layers[1].self_attn.o_proj.register_forward_pre_hook(keep("blocks.1.attention.output.weight"))
+    theirs.model.layers[1].self_attn.k_proj.register_forward_pre_hook(keep("blocks.1.attention.k.weight"))
+    if family == "llama":
+        theirs.model.layers[0].mlp.down_proj.register_forward_pre_hook(keep("blocks.0.feed_forward.down.weight"))
+    ids = torch.tensor(Tokenizer.load(source).encode(TEXT))
+    theirs(ids[: len(ids) // 32 * 32].view(-1, 32)[:MAX_PIECES])
+    for name, values in inputs.items():
+        expected = values.flatten(0, -2).square().mean(0)
+        assert (ours[name] - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("name", CALIBRATED_FORMS)
+def test_important_columns_are_rounded_better(name: str) -> None:
+    weight = matrix()
+    form = choose_form(name, {"w": weight.shape})
+    importance = torch.ones(384)
+    importance[::7] = 1000.0
+    plain, weighted = (decode(form.encode(weight, each)).float() for each in (None, importance))
+    errors = [((each - weight).square() * importance).sum() for each in (plain, weighted)]
+    assert errors[1] < 0.9 * errors[0] or (name == "mxfp4" and errors[1] < errors[0])
+
+
+def test_a_calibration_is_refused_where_it_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = build("llama", tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    words = ["export", str(source), "--to", str(tmp_path / "out"), "--calibrate", str(text), "--dtype"]
+    assert main([*words, "fp8"]) == 2
+    assert "fp8 has nothing to calibrate" in capsys.readouterr().err
+    assert main([*words, "int4"]) == 2
+    assert "a calibration needs at least 1,024" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    text.write_text(TEXT)
+    assert main([*words, "int4"]) == 0
+    convert(source, tmp_path / "again", "int4")
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "again")]
+    key = "model.layers.0.mlp.down_proj.weight_scale"
+    assert not torch.equal(files[0][key], files[1][key])
 
 
 @pytest.mark.parametrize("damage", ["weight_scale", "weight_shape", "shape"])

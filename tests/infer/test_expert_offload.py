@@ -179,7 +179,7 @@ def test_every_row_is_computed_by_its_expert(
     opened = open_model(folders["mixtral"])
     assert isinstance(opened.spec, ModelSpec)
     residency = ExpertOffloader(opened, f"{slots * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
-    model = load_model(opened, torch.float32, prepare=residency.take_over)
+    model = load_model(opened, torch.float32, prepare=residency.replace_experts)
     plain = load_model(opened, torch.float32)
     generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_a_large_layer_does_not_evict_all_others(folders: dict[str, Path], monke
     """Layer 1 needs more slots than there are, but does not evict everything that other layers need."""
     opened = open_model(folders["mixtral"])
     residency = ExpertOffloader(opened, f"{5 * 3 * 24 * 10 * 4}", torch.float32, torch.device("cpu"))
-    load_model(opened, torch.float32, prepare=residency.take_over)
+    load_model(opened, torch.float32, prepare=residency.replace_experts)
     monkeypatch.setattr(residency, "_predict", lambda layer: [])
     for layer, needed in ((0, [0, 1]), (1, [0]), (2, [0, 1]), (0, [0, 1]), (1, [0, 1, 2, 3, 4])):
         residency._chosen_NK = np.array(needed)[:, None]

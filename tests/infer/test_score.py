@@ -17,10 +17,10 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import block_bytes
 from jingu.infer.request import Request, Score
 from jingu.infer.sampling import SamplingParams
+from jingu.model.adapter_specs import SoftPrompt
 from jingu.model.decoder import build_model
 from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import SoftPrompt
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
 

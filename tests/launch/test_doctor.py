@@ -160,7 +160,7 @@ def test_the_slow_group_of_an_axis_names_its_node():
     assert find_slow_hosts({(0, 2): 9.0, (1, 4): 1.0, (3, 5): 9.0}, hosts) == []
     assert find_slow_hosts({(0, 1, 2, 3, 4, 5): 0.1}, hosts) == []
     # A whole axis can be slow beside what cards of this kind usually reach.
-    assert find_slow_hosts({(0, 1): 9.0, (2, 3): 9.0}, hosts[:4], expected=100.0) == ["a", "b"]
+    assert find_slow_hosts({(0, 1): 9.0, (2, 3): 9.0}, hosts[:4], usual_rate=100.0) == ["a", "b"]
     assert describe_groups({(0, 1): 9.0}, 100.0) == "9.00 GB/s on the bus of 2 ranks; 100.00 GB/s are expected"
 
 

@@ -10,7 +10,7 @@ import pytest
 from jingu.cli import main
 from jingu.launch import ssh
 from jingu.launch.hosts import Node, NodeSelection
-from jingu.launch.node import HELLO
+from jingu.launch.node import HANDSHAKE
 from jingu.launch.start import installed_versions
 from jingu.runtime import ranks
 from tests.launch.programs import install
@@ -27,9 +27,9 @@ if host == "node2" and os.environ["NODE2"] == "locked":
     print("Permission denied (publickey).")
     sys.exit(255)
 versions = json.loads(os.environ["VERSIONS"]) | ({"torch": "1.2.3"} if host == "node2" else {})
-print("HELLO" + json.dumps({"host": host, "address": host, "port": 1, "versions": versions}), flush=True)
+print("HANDSHAKE" + json.dumps({"host": host, "address": host, "port": 1, "versions": versions}), flush=True)
 sys.stdin.read()
-""".replace("HELLO", HELLO)
+""".replace("HANDSHAKE", HANDSHAKE)
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.model.components import Experts, RelativeBias
 from jingu.model.decoder import Decoder, build_model, iterate_blocks
 from jingu.model.experts import RoutingStats
 from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import Experts, ModelSpec, RelativeBias, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.weight_init import init_weights
 
 SMALL = {

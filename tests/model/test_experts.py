@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.assignment import balanced_assignment
+from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.count import count_parameters, flops_per_token
 from jingu.model.decoder import parameter_shapes
 from jingu.model.experts import MoELayer, auxiliary_losses
@@ -20,7 +21,7 @@ from jingu.model.families import FAMILIES
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import activate
 from jingu.model.parts import feed_forward_rows
-from jingu.model.spec import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter, replace_fields
+from jingu.model.spec import replace_fields
 
 WIDTH = 11
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.model.components import Experts
 from jingu.model.decoder import build_model
 from jingu.model.expand import LazyModel, expand_depth, expand_width, replace_vocab, upcycle_to_experts
 from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 
 TOKENS = torch.randint(0, 53, (2, 11), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, dict[str, Any]] = {

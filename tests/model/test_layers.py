@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from jingu.model.components import Activation
 from jingu.model.layers import activate, apply_batch_invariant
-from jingu.model.spec import Activation
 from jingu.runtime.device import run_in_thread
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

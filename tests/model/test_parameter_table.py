@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 
+from jingu.model.components import Experts, PlainFeedForward, RmsNorm
 from jingu.model.decoder import build_model
 from jingu.model.families import FAMILIES
 from jingu.model.parameter_table import parameter_table
 from jingu.model.parts import saved_bytes
 from jingu.model.sharding_table import divided_dims, sharded_dims
-from jingu.model.spec import Experts, ModelSpec, PlainFeedForward, RmsNorm
+from jingu.model.spec import ModelSpec
 from jingu.plan.workload import _count_saved
 
 

@@ -10,11 +10,12 @@ import torch
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.model.components import AlibiPositions
 from jingu.model.count import count_parameters
 from jingu.model.decoder import build_model, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import AlibiPositions, ModelSpec
+from jingu.model.spec import ModelSpec
 
 # As the models' cards, papers or the sizes of their files (an index's total_size by the bytes of a number) tell: for
 # Mixtral and Qwen3-MoE the cards of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and

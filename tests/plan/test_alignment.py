@@ -70,7 +70,7 @@ def test_reward_models_lie_in_main_memory_and_teachers_on_the_cards() -> None:
     reward = {"type": "model", "model": "runs/missing"}
     _, plan = plan_of({"rewards": [reward, {**reward, "name": "other"}]})
     size = 4.0 * num_parameters(plan.work.spec.model_copy(update={"score_head": True}))
-    assert plan.memory.offloaded == {"reward model 1 weights": size, "reward model 2 weights": size}
+    assert plan.memory.host == {"reward model 1 weights": size, "reward model 2 weights": size}
     assert "runs/missing does not exist yet, and is as large as the trained model" in plan.assumptions
     task = {name: value for name, value in TASK.items() if name != "type"}
     _, plan = plan_of({"type": "distill", "teacher": "runs/missing", **task})

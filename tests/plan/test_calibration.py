@@ -41,7 +41,7 @@ def test_measured_terms_say_which_constant_is_wrong() -> None:
     """One step alone: its total fits a slower memory as well as slower products; its terms tell them apart."""
     slow = Efficiency(memory=0.35)
     work, machine = measurements(slow)[0].work, find_machine("a100-80")
-    terms = Measurement(work, machine, 1.0).planned(slow)
+    terms = Measurement(work, machine, 1.0).plan_terms(slow)
     step = Measurement(work, machine, sum(terms.values()), terms)
     fitted, from_total = fit_efficiency([step]), fit_efficiency([replace(step, terms={})])
     assert fitted.memory == pytest.approx(0.35, rel=0.3) != from_total.memory
@@ -50,7 +50,8 @@ def test_measured_terms_say_which_constant_is_wrong() -> None:
 
 def test_the_interval_holds_what_the_runs_logged() -> None:
     steps = [
-        replace(step, logged=tuple(step.seconds * n / 10 for n in range(8, 13))) for step in measurements(Efficiency())
+        replace(step, step_seconds=tuple(step.seconds * n / 10 for n in range(8, 13)))
+        for step in measurements(Efficiency())
     ]
     assert residual_interval(steps) == pytest.approx((0.8, 1.2), rel=1e-3)
 

@@ -22,7 +22,7 @@ from jingu.config.schema import RunConfig
 from jingu.config.sections import optimizers
 from jingu.plan import forecast, memory
 from jingu.plan.machine import Machine
-from jingu.plan.memory import STATE, owned
+from jingu.plan.memory import STATE, rank_share
 from jingu.training.commands import train
 from jingu.training.optimizer import ShardedOptimizer
 from jingu.training.run import open_run
@@ -270,9 +270,9 @@ def mutated(module: ModuleType, old: str, new: str) -> Iterator[None]:
         for name, value in vars(module).items():
             if isinstance(value, int | float) and vars(changed)[name] != value:
                 patch.setattr(module, name, vars(changed)[name])
-        owned.cache_clear()
+        rank_share.cache_clear()
         yield
-    owned.cache_clear()
+    rank_share.cache_clear()
 
 
 def function_pairs(before: Any, after: Any, module: str) -> Iterator[tuple[Any, Any]]:
@@ -292,7 +292,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[ModuleType, str, str]]] = {
         (forecast, "hours * ranks * self.price", "hours * self.price * 2"),
         (forecast, "tokens / self.step,", "2 * tokens / self.step,"),
         (forecast, "(machine.disk_gbs * 1e9)", "(machine.disk_gbs * 1e6)"),
-        (memory, "part.trained * soft.weight_bytes", "part.trained * soft.compute_bytes / 2"),
+        (memory, "part.num_trained * soft.weight_bytes", "part.num_trained * soft.compute_bytes / 2"),
         (optimizers, '{"master": master_bytes, "fp32"', '{"master": 2 * master_bytes, "fp32"'),
         (optimizers, 'return {"exp_avg": Slot("sharded", shape)}\n', "return adam_slots(shape)\n"),
     ],

@@ -8,9 +8,9 @@ from statistics import fmean, median
 import pytest
 
 from bench import planning
-from bench.planning import FOLDER, SETS, held_out, measurement, time_errors
+from bench.planning import FOLDER, SETS, PublishedSystem, held_out, measurement, time_errors
 from jingu.plan.memory import fullest_stage
-from jingu.plan.workload import Software, num_parameters
+from jingu.plan.workload import num_parameters
 
 
 @pytest.mark.parametrize(("name", "rows"), [("zero bubble", 6), ("OneFlow, V100", 6), ("torchtitan", 7)])
@@ -25,7 +25,7 @@ def test_memory_is_what_was_measured(name: str, rows: int) -> None:
 # Hidden size, layers and parameters in billions of the models of Table 1.
 ZERO_MODELS = {"7.5B": (4096, 36, 7.5), "128B": (12288, 70, 128), "1T": (25600, 127, 1000)}
 # Weights and gradients in fp16, master weights and moments in fp32. Sharded weights lie beside their masters.
-ZERO = Software(gradient_bytes=2.0, reduce_bytes=2.0)
+ZERO = PublishedSystem(gradient_bytes=2.0, reduce_bytes=2.0)
 ZERO_STAGES = {"os": (1, ZERO), "osg": (2, ZERO), "osgp": (3, replace(ZERO, weight_bytes=6.0, copies_weights=False))}
 
 

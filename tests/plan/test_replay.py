@@ -83,9 +83,9 @@ def check(ranks: Any, world: int, model: dict[str, Any], parallel: dict[str, Any
         replayed = replay_run(config, spec, BF16, world, rank)
         assert replayed.calls == real[rank].calls
         # Where ranks have different experts, the router decides how many rows travel; a replay takes it to be even.
-        travels = {key for key in real[rank].sent if "expert" in parallel and key[1] == "all_to_all_single"}
-        for key, size in real[rank].sent.items():
-            assert replayed.sent[key] == (pytest.approx(size, rel=0.05) if key in travels else size)
+        travels = {key for key in real[rank].sizes if "expert" in parallel and key[1] == "all_to_all_single"}
+        for key, size in real[rank].sizes.items():
+            assert replayed.sizes[key] == (pytest.approx(size, rel=0.05) if key in travels else size)
         assert replayed.peak == pytest.approx(real[rank].peak, rel=0.02 if travels else 0.01)
         assert real[rank].peak > real[rank].begin > 0
 
@@ -109,4 +109,4 @@ def test_pipelines_count_what_ranks_send_each_other() -> None:
     config, spec = run_of(SMALL, {"pipeline": 2}, "none")
     record = replay_run(config, spec, BF16, 4, 0)
     assert record.calls["mesh_pipeline", "send"] == 4
-    assert record.sent["mesh_pipeline", "send"] == 4 * 2 * 32 * 48 * 2
+    assert record.sizes["mesh_pipeline", "send"] == 4 * 2 * 32 * 48 * 2

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jingu.config.sections.parallel import ParallelSettings
+from jingu.model.components import Experts
 from jingu.model.families import FAMILIES
-from jingu.model.spec import Experts, ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan.machine import find_machine, machine_library
 from jingu.plan.memory import fullest_stage
@@ -58,7 +59,7 @@ def check_cells(seed: int, number: int) -> None:
         pruned = search_layouts(work, ranks, machine, rows, best=3)
         brute = search_layouts(work, ranks, machine, rows, best=3, prune=False)
         assert outcome(pruned) == outcome(brute)
-        skipped += brute.tried - pruned.tried
+        skipped += brute.num_estimates - pruned.num_estimates
     assert skipped > 0
 
 
@@ -87,7 +88,7 @@ def test_rejected_layouts_have_reasons_with_numbers() -> None:
     machine = find_machine("rtx-4090")
     result = search_layouts(base(FAMILIES["llama"].presets["llama-3.1-405b"], 4096), 6, machine, 6)
     assert result.best == []
-    assert result.rejected["out of memory"] > 10
+    assert result.rejections["out of memory"] > 10
     assert result.nearest[0] > 2**30
     assert "128 attention heads cannot be divided over 3 ranks" in " ".join(result.examples.values())
 

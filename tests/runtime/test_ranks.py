@@ -159,10 +159,10 @@ def stopping(rank: int, world: int, asked_at: int, who: int) -> int:
     for step in range(10):
         if step == asked_at and rank == who:
             request.signal = signal.SIGTERM
-        if stop.ask().stop:
-            stop.settle()
+        if stop.agree().stop:
+            stop.wait()
             return step
-    stop.settle()
+    stop.wait()
     return -1
 
 
@@ -178,8 +178,8 @@ def asking_alone(rank: int, world: int) -> None:
     stop = CollectiveStop(StopRequest(), world)
     all_ranks_agree(True)
     if rank == 0:
-        stop.ask()
-    stop.settle(timedelta(seconds=0.05))
+        stop.agree()
+    stop.wait(timedelta(seconds=0.05))
 
 
 def test_a_question_that_another_rank_never_asks_is_given_up(ranks):

@@ -51,7 +51,9 @@ def test_timed_steps_compute_the_same(tiny_run, train_on, done, monkeypatch):
 
 def test_waiting_counts_where_no_rank_computes() -> None:
     """Two ranks on one core: each computes 0.3 s of a step of a second, and waits while the other one computes."""
-    ranks = [StepSeconds({"matmuls": seconds}, {"tensor": 0.6, "data": 0.2}, used=0.1) for seconds in (0.2, 0.1)]
+    ranks = [
+        StepSeconds({"matmuls": seconds}, {"tensor": 0.6, "data": 0.2}, busy_waiting=0.1) for seconds in (0.2, 0.1)
+    ]
     terms = complete_terms(ranks, 0.4, 1.0, ranks_per_core=2.0, is_pipeline=False)
     assert terms == pytest.approx({"matmuls": 0.3, "launch": 0.3, "tensor": 0.3, "data": 0.1})
     # In a pipeline, what the collectives do not explain is idle time.

@@ -119,12 +119,12 @@ def test_a_stopped_run_resumes_with_its_loss_scale(tiny_run, train_on, done, mon
     halves = tiny_run(changes, name="halves")
     calls = iter(range(100))
 
-    def ask(self: CollectiveStop, *_wishes: bool) -> StopDecision:
+    def agree(self: CollectiveStop, *_wishes: bool) -> StopDecision:
         self.code = 130 if next(calls) == 6 else 0
         return StopDecision(self.code, False, False)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CollectiveStop, "ask", ask)
+        patch.setattr(CollectiveStop, "agree", agree)
         assert commands.train(halves) == 130
     train_on(1, halves)
     for column in ("loss", "loss_scale", "skipped", "grad_norm"):

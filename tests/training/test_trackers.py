@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_a_service_that_fails_is_left_out_and_training_goes_on(tiny_run, tmp_pat
     module = SimpleNamespace(init=None, __spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = module  # type: ignore[assignment]
     Trackers(tmp_path, tiny_run({"train.trackers": ["wandb"]}), None).log("train", {"loss": 1.0}, 1)
+
+
+def test_swanlab_goes_on_in_the_same_run(tiny_run, tmp_path, monkeypatch):
+    """The real client, which writes files when it is offline."""
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    config = tiny_run({"train.trackers": ["swanlab"]}, name="mine")
+    for resume_step in (None, 3):
+        trackers = Trackers(tmp_path, config, resume_step)
+        trackers.log("train", {"loss": 2.5}, 3 if resume_step is None else 4)
+        trackers.close()
+        assert trackers._trackers.keys() == {"swanlab"}
+    run_id = json.loads((tmp_path / "trackers.json").read_text())["swanlab"]
+    assert list((tmp_path / "swanlab").glob(f"run-*-{run_id}"))
 
 
 def test_mlflow_has_the_numbers_of_metrics(tiny_run, train_on, done, tmp_path, monkeypatch):

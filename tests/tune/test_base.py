@@ -16,11 +16,12 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.models import open_adapter_run, open_model
 from jingu.formats.stored_model import StoredModel, fake_quantize, load_model
+from jingu.model.adapter_specs import Lora
 from jingu.model.decoder import build_model
 from jingu.model.grouped_matmul import QuantizedGroupedMatmul, grouped_matmul
 from jingu.model.matmul_kernels import linear
 from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, QuantizedWeight, dequantize, quantize
-from jingu.model.spec import Lora, QuantizationFormat, replace_fields
+from jingu.model.spec import QuantizationFormat, replace_fields
 from jingu.model.trainable import is_adapter
 from jingu.parallel.stages import plan_layout
 from jingu.training.commands import open_run_with_plan

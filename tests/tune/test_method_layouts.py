@@ -11,8 +11,9 @@ import torch
 
 from jingu.data.batch import Batch
 from jingu.errors import JinguError
+from jingu.model.adapter_specs import Adapter, DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import build_model
-from jingu.model.spec import Adapter, DeepPrompt, Ia3, Lora, ModelSpec, SoftPrompt, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.training.batch_transforms import model_inputs, prepend_virtual_tokens
 from tests.dist.test_layouts import check, tiny
 from tests.rank_pool import RankPool

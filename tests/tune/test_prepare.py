@@ -20,7 +20,7 @@ from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.build import PROGRESS_NAME
 from jingu.data.dataset_manifest import DatasetManifest
 from jingu.data.indexed_dataset import IndexedReader
-from jingu.data.supervised import open_supervised
+from jingu.data.open_sources import open_supervised
 from jingu.errors import JinguError
 from jingu.runtime.files import create_folder_atomically
 from jingu.text.document_reader import ReadCounts
@@ -327,9 +327,9 @@ def test_every_source_is_evaluated(tuning: Callable[..., RunConfig], tmp_path: P
     run = open_run(config)
     for name, rows in zip("ab", run.validation, strict=True):
         manifest = DatasetManifest.load(tmp_path / name)
-        assert manifest is not None and rows.supervised is not None and rows.name == name
+        assert manifest is not None and rows.supervised_rows is not None and rows.name == name
         tokens = manifest.validation.tokens - manifest.validation.documents
-        assert int((rows.supervised.batch(0, len(rows)).documents >= 0).sum()) == tokens
+        assert int((rows.supervised_rows.batch(0, len(rows)).documents >= 0).sum()) == tokens
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from jingu.watch.activity import describe_clocks
+from jingu.watch.diagnosis import RankReport, judge
 from jingu.watch.links import Link, LinkMeter, describe_slow_link
-from jingu.watch.verdict import RankReport, judge
 
 USUAL = Link("node1", "10.0.0.1", "10.0.0.2", 10**9, 2.0, 10.0)
 

@@ -118,11 +118,11 @@ def test_nodes_exchange_their_paces_and_name_a_straggler_once(watchdog, tmp_path
     said = []
     for step in range(0, 50, 5):
         activity.enter("micro-batch", step)
-        said += meter.look()
+        said += meter.poll()
     assert len(said) == 1 and said[0].startswith("Straggler: rank 2 (node1) computes ")
     # A window with a checkpoint in it says nothing.
     activity.enter("save", 60)
-    assert meter.look() == []
+    assert meter.poll() == []
     meter.close()
     assert sorted(path.name for path in folder.iterdir()) == ["pace-00000.json", "pace-00008.json"]
 

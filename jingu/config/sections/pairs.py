@@ -85,13 +85,13 @@ class Scored(NamedTuple):
 
 
 def _sigmoid(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor:
-    right, swapped = _smoothed(settings, chosen, rejected)
-    return right + swapped
+    right, inverse = _smooth_losses(settings, chosen, rejected)
+    return right + inverse
 
 
 def _robust(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor:
-    right, swapped = _smoothed(settings, chosen, rejected)
-    return (right - swapped) / (1 - 2 * settings.label_smoothing)
+    right, inverse = _smooth_losses(settings, chosen, rejected)
+    return (right - inverse) / (1 - 2 * settings.label_smoothing)
 
 
 def _hinge(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor:
@@ -124,7 +124,7 @@ else:
     DpoLoss = Literal[tuple(DPO_LOSSES)]
 
 
-def _smoothed(settings: DpoSettings, chosen: Scored, rejected: Scored) -> tuple[Tensor, Tensor]:
+def _smooth_losses(settings: DpoSettings, chosen: Scored, rejected: Scored) -> tuple[Tensor, Tensor]:
     """Return the losses of a pair in the given and in the swapped order, weighted by label smoothing."""
     import torch.nn.functional as F
 
@@ -168,8 +168,8 @@ class DpoSettings(PairBase):
     reference: PathText | None = None
 
     def pair_losses(self, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> Tensor:
-        scored = [Scored(answers, divergence_scores(self, answers.log_ratio)) for answers in (chosen, rejected)]
-        losses = DPO_LOSSES[self.loss](self, *scored)
+        answer_scores = [Scored(answers, divergence_scores(self, answers.log_ratio)) for answers in (chosen, rejected)]
+        losses = DPO_LOSSES[self.loss](self, *answer_scores)
         return losses - self.sft_weight * chosen.policy_mean if self.sft_weight else losses
 
     def models(self, initial: str | None) -> tuple[AuxiliaryModel, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, model_validator
 
@@ -358,6 +358,36 @@ class PpoSettings(RewardedSettings):
         return [AuxiliaryModel("critic", self.critic.model or initial, "trained", has_score_head=True)]
 
 
+class AdvantageEntry(NamedTuple):
+    """How rewards become advantages.
+
+    Attributes:
+        function: `module:name` of a function of the settings and `StepRewards` (`jingu.align.advantages`).
+        needs_greedy: whether it compares with a greedy answer to each prompt.
+        is_per_token: whether it returns the advantage of each token rather than of each answer.
+    """
+
+    function: str
+    needs_greedy: bool = False
+    is_per_token: bool = False
+
+
+ADVANTAGES = {
+    "group": AdvantageEntry("jingu.align.advantages:group"),
+    "rloo": AdvantageEntry("jingu.align.advantages:leave_one_out"),
+    "gdpo": AdvantageEntry("jingu.align.advantages:separate"),
+    "reinforce++": AdvantageEntry("jingu.align.advantages:reinforce", is_per_token=True),
+    "remax": AdvantageEntry("jingu.align.advantages:greedy", needs_greedy=True),
+    "best": AdvantageEntry("jingu.align.advantages:best"),
+}
+"""The advantages by the names of `task.advantage`."""
+
+if TYPE_CHECKING:
+    AdvantageName = str
+else:
+    AdvantageName = Literal[tuple(ADVANTAGES)]
+
+
 class GrpoSettings(RewardedSettings):
     """Group relative policy optimization (GRPO, Shao et al., 2024) and its variants: the rewards of several answers to
     one prompt are compared with each other. The loss has the defaults of DAPO (Yu et al., 2025), without a KL penalty.
@@ -379,6 +409,11 @@ class GrpoSettings(RewardedSettings):
 
     type: Literal["grpo"] = "grpo"
     answers_per_prompt: Annotated[int, Field(ge=2)] = 8
-    advantage: Literal["group", "rloo", "gdpo", "reinforce++", "remax", "best"] = "group"
+    advantage: AdvantageName = "group"
     scale: Literal["group", "none"] = "group"
     max_resampling: NonNegative = 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the advantage needs a greedy answer to each prompt."""
+        return ADVANTAGES[self.advantage].needs_greedy

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field, model_validator
 
-from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings
+from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, union_of
 
 Seconds = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -36,6 +36,11 @@ class RewardBase(Settings):
     on_error: Literal["stop", "skip"] = "stop"
     required: bool = True
 
+    @property
+    def expected_column(self) -> str | None:
+        """Column of the row that an answer is compared with, if there is one."""
+        return None
+
 
 class PythonReward(RewardBase):
     """A Python function. It receives lists as keyword arguments: `prompts`, `completions`, `completion_ids`,
@@ -62,6 +67,10 @@ class VerifierBase(RewardBase):
 
     column: Text = "answer"
     timeout: Seconds = 5.0
+
+    @property
+    def expected_column(self) -> str | None:
+        return self.column
 
 
 class SlowVerifierBase(VerifierBase):
@@ -105,6 +114,10 @@ class RegexReward(SlowVerifierBase):
 
     type: Literal["regex"] = "regex"
     pattern: Text | None = None
+
+    @property
+    def expected_column(self) -> str | None:
+        return self.column if self.pattern is None else None
 
 
 class JsonSchemaReward(SlowVerifierBase):
@@ -219,17 +232,7 @@ class ModelReward(RewardBase):
     model: PathText = "runs/reward"
 
 
-Reward = Annotated[
-    PythonReward
-    | ExactReward
-    | NumberReward
-    | MathReward
-    | RegexReward
-    | JsonSchemaReward
-    | PythonTestsReward
-    | LengthReward
-    | HttpReward
-    | JudgeReward
-    | ModelReward,
-    Discriminator("type"),
-]
+if TYPE_CHECKING:
+    Reward = RewardBase
+else:
+    Reward = Annotated[union_of(RewardBase), Discriminator("type")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field
 
@@ -47,6 +47,19 @@ class ProfileSettings(Settings):
     steps: NonNegative = 0
 
 
+TRACKERS = {
+    "wandb": "jingu.training.trackers:WandbTracker",
+    "mlflow": "jingu.training.trackers:MlflowTracker",
+    "swanlab": "jingu.training.trackers:SwanlabTracker",
+}
+"""The classes of the services of `train.trackers`, each as `module:name`."""
+
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[tuple(TRACKERS)]
+
+
 class TrainSettings(Settings):
     """The training loop.
 
@@ -63,8 +76,8 @@ class TrainSettings(Settings):
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
-        trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow. Each needs its package; the
-            package's own settings decide where the values go.
+        trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow, swanlab. Each needs its
+            package, whose own settings decide where the values go.
         hang_timeout: Seconds without progress (or 10 steps, if they take longer) after which a run of several ranks
             counts as hung: it is stopped, and the rank at fault is named; null: never.
     """
@@ -79,7 +92,7 @@ class TrainSettings(Settings):
     on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
     tensorboard: bool = False
-    trackers: list[Literal["wandb", "mlflow"]] = []
+    trackers: list[TrackerName] = []
     hang_timeout: Annotated[float, Field(gt=0)] | None = 60.0
     profile: ProfileSettings = ProfileSettings()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jingu.model.components import RmsNorm
 from jingu.model.families.family import (
     ConfigKeys,
     Family,
@@ -21,7 +22,7 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.llama import SHARED_KEYS
 from jingu.model.families.name_map import name_rules
-from jingu.model.spec import ModelSpec, RmsNorm, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 
 
 def _feed_forward_size(width: int) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jingu.errors import JinguError
+from jingu.model.components import Activation, Experts
 from jingu.model.families.name_map import TABLES, NameRule
-from jingu.model.spec import Activation, Experts, ModelSpec, flatten_fields, repeat_pattern, replace_fields
+from jingu.model.spec import ModelSpec, flatten_fields, repeat_pattern, replace_fields
 from jingu.tables import read_table
 
 HFConfig = Mapping[str, Any]

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jingu.model.components import LayerSpec, NoPositions, RotaryPositions
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
 from jingu.model.families.rope import RopeDefaults, write_rope
-from jingu.model.spec import LayerSpec, ModelSpec, NoPositions, RotaryPositions
+from jingu.model.spec import ModelSpec
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 _NO_ROPE = "_without_rope"

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from jingu.errors import JinguError
+from jingu.model.components import AlibiPositions, Experts, RmsNorm, RotaryPositions
 from jingu.model.families.family import (
     ConfigKeys,
     Family,
@@ -30,14 +31,7 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.name_map import name_rules
 from jingu.model.families.rope import ROPE
-from jingu.model.spec import (
-    AlibiPositions,
-    Experts,
-    ModelSpec,
-    RmsNorm,
-    RotaryPositions,
-    replace_fields,
-)
+from jingu.model.spec import ModelSpec, replace_fields
 
 
 def _feed_forward_size(width: int) -> int:

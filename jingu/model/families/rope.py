@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any, get_args
 
-from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
-from jingu.model.spec import (
+from jingu.model.components import (
     AlphaScaling,
     Component,
     DynamicScaling,
     LongropeScaling,
-    ModelSpec,
     RopeScaling,
     RotaryPositions,
 )
+from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
+from jingu.model.spec import ModelSpec
 
 # Components of scaling by the value of `rope_type`.
 _KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])

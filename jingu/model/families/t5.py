@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jingu.model.components import GatedFeedForward
 from jingu.model.families.family import (
     HF_ACTIVATIONS,
     ConfigKeys,
@@ -22,7 +23,7 @@ from jingu.model.families.family import (
     parse_activation,
 )
 from jingu.model.families.name_map import name_rules
-from jingu.model.spec import GatedFeedForward, ModelSpec, replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 
 # Keys of T5 and of the models derived from it.
 SHARED_KEYS = (

@@ -1,4 +1,4 @@
-"""Training on a pretended card equals training on the CPU, and the host never waits for the card in a step."""
+"""Training on a fake device equals training on the CPU, and the host never waits for the device in a step."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from jingu.training.optimizer import build_optimizer
 from jingu.training.pretraining import Pretraining
 from jingu.training.step import train_step
 from tests.dist.test_layouts import MODELS, ROWS, STEPS, TOKENS, batch_of, few_steps
+from tests.fake_device import fake_device
 from tests.rank_pool import RankError, RankPool
-from tests.rehearsal import card
 from tests.tune.test_method_layouts import METHODS, spec_of
 
 # What may wait: ranks of `expert` tell each other how many rows they send.
-ALLOWED = ("parallel/tensor.py", "sent, received =")
+ALLOWED = ("parallel/tensor.py", "send_sizes, receive_sizes =")
 
 
 def train(
     _rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], documents: bool = False, fault: str = ""
 ) -> tuple[list[float], list[tuple[str, str]]]:
-    """Return the losses of a few steps on the card, and what let the host wait after the first step."""
-    card.install()
+    """Return the losses of a few steps on the device, and what let the host wait after the first step."""
+    fake_device.install()
     settings = ParallelSettings(**layout)
-    mesh = build_mesh(resolve_axis_sizes(settings, world, spec), torch.device(card.NAME))
+    mesh = build_mesh(resolve_axis_sizes(settings, world, spec), torch.device(fake_device.NAME))
     model = materialize(spec, mesh, Layout(settings), Precision.uniform(torch.float64), 3)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
     has_encoder = bool(spec.num_encoder_layers)
@@ -49,7 +49,7 @@ def train(
     losses = []
     waits: list[tuple[str, str]] = []
     for step in range(STEPS):
-        with card.watch() as lines:
+        with fake_device.watch() as lines:
             outcome = train_step(model, optimizer, task, plan, step=step, max_grad_norm=1.0)
         # The first step creates what later ones use.
         waits += lines if step else []
@@ -79,24 +79,24 @@ def unexpected(waits: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [wait for wait in waits if not all(part in wait[1] for part in ALLOWED)]
 
 
-def compare(cards: RankPool, ranks: RankPool, spec: ModelSpec, world: int, *layouts: dict[str, Any]) -> None:
-    """Compare layouts on cards with one process on the CPU."""
+def compare(device_ranks: RankPool, ranks: RankPool, spec: ModelSpec, world: int, *layouts: dict[str, Any]) -> None:
+    """Compare layouts on fake devices with one process on the CPU."""
     [expected] = ranks.run(few_steps, 1, spec, [{}], False)[0]
     for layout in layouts:
-        for losses, waits in cards.run(train, world, spec, layout):
+        for losses, waits in device_ranks.run(train, world, spec, layout):
             assert losses == pytest.approx([float(row[0]) for row in expected.losses], rel=1e-9), layout
             assert unexpected(waits) == [], layout
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family(name: str, cards: RankPool, ranks: RankPool) -> None:
-    compare(cards, ranks, MODELS[name], 1, {})
+def test_every_family(name: str, device_ranks: RankPool, ranks: RankPool) -> None:
+    compare(device_ranks, ranks, MODELS[name], 1, {})
 
 
 # The LSTM of a device is its vendor's library.
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"p_tuning_lstm"}))
-def test_every_tuning_method(method: str, cards: RankPool, ranks: RankPool) -> None:
-    compare(cards, ranks, spec_of("llama", method), 1, {})
+def test_every_tuning_method(method: str, device_ranks: RankPool, ranks: RankPool) -> None:
+    compare(device_ranks, ranks, spec_of("llama", method), 1, {})
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -109,23 +109,23 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layouts(layout: dict[str, Any], cards: RankPool, ranks: RankPool) -> None:
-    compare(cards, ranks, MODELS["llama"], 2, layout)
+def test_layouts(layout: dict[str, Any], device_ranks: RankPool, ranks: RankPool) -> None:
+    compare(device_ranks, ranks, MODELS["llama"], 2, layout)
 
 
-def test_expert_parallelism(cards: RankPool, ranks: RankPool) -> None:
-    compare(cards, ranks, MODELS["mixtral"], 2, {"expert": 2})
+def test_expert_parallelism(device_ranks: RankPool, ranks: RankPool) -> None:
+    compare(device_ranks, ranks, MODELS["mixtral"], 2, {"expert": 2})
 
 
 def multiply_in_fp8(_rank: int, _world: int) -> list[tuple[str, str]]:
-    """Compare products on the card with those on the CPU; return what let the host wait."""
-    card.install()
+    """Compare products on the device with those on the CPU; return what let the host wait."""
+    fake_device.install()
     results = []
-    for device in ("cpu", card.NAME):
+    for device in ("cpu", fake_device.NAME):
         x, weight = (
             torch.ones(*size, dtype=torch.bfloat16).to(device).requires_grad_() for size in ((5, 32), (16, 32))
         )
-        with card.watch() as waits:
+        with fake_device.watch() as waits:
             for scaling in get_args(Scaling):
                 scaled_linear(x, weight, None, scaling).square().sum().backward()
         results.append([tensor.grad.cpu() for tensor in (x, weight) if tensor.grad is not None])
@@ -133,8 +133,8 @@ def multiply_in_fp8(_rank: int, _world: int) -> list[tuple[str, str]]:
     return waits
 
 
-def test_matmuls_in_fp8(cards: RankPool) -> None:
-    assert cards.run(multiply_in_fp8, 1) == [[]]
+def test_matmuls_in_fp8(device_ranks: RankPool) -> None:
+    assert device_ranks.run(multiply_in_fp8, 1) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,13 @@ def test_matmuls_in_fp8(cards: RankPool) -> None:
         ("copy", "copy to the host", "total.detach().cpu()"),
     ],
 )
-def test_a_planted_wait_is_named(fault: str, operation: str, line: str, cards: RankPool) -> None:
-    _, waits = cards.run(train, 1, MODELS["llama"], {}, fault=fault)[0]
+def test_a_planted_wait_is_named(fault: str, operation: str, line: str, device_ranks: RankPool) -> None:
+    _, waits = device_ranks.run(train, 1, MODELS["llama"], {}, fault=fault)[0]
     assert any(kind == operation and line in place for kind, place in waits)
 
 
-def test_a_tensor_of_the_host_is_named(cards: RankPool) -> None:
-    with pytest.raises(RankError, match=r"mul got a tensor of the card and one of the host, at .*total \* torch.ones"):
-        cards.run(train, 1, MODELS["llama"], {}, fault="host tensor")
+def test_a_tensor_of_the_host_is_named(device_ranks: RankPool) -> None:
+    with pytest.raises(
+        RankError, match=r"mul got a tensor of the device and one of the host, at .*total \* torch.ones"
+    ):
+        device_ranks.run(train, 1, MODELS["llama"], {}, fault="host tensor")

@@ -1,8 +1,8 @@
-"""A card that is only pretended: a device named `card`, whose tensors are tensors of the host behind a wrapper.
+"""A fake device: a device named `fakedevice`, whose tensors are tensors of the host behind a wrapper.
 
 PyTorch takes it for an accelerator: autograd, optimizers, attention, FSDP2 and collectives run on it, and their numbers
-are those of the CPU. As on a real card, an operation on a tensor of the card and one of the host raises an error, and
-whatever lets the host wait for the card is recorded with the line that did it: `.item()`, `.tolist()`, `.cpu()`,
+are those of the CPU. As on a real device, an operation on a tensor of the device and one of the host raises an error,
+and whatever lets the host wait for the device is recorded with the line that did it: `.item()`, `.tolist()`, `.cpu()`,
 `nonzero`, boolean indices, and copies in either direction that are not `non_blocking`.
 
 The device exists as long as the process, so that it belongs into a process of its own.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-NAME = "card"
+NAME = "fakedevice"
 ROOT = str(Path(__file__).parents[2]) + "/"
 # Operations whose result's shape or value the host has to know.
 WAITING = (
@@ -32,11 +32,11 @@ WAITING = (
 
 
 class HostTensorError(RuntimeError):
-    """An operation got a tensor of the card and one of the host."""
+    """An operation got a tensor of the device and one of the host."""
 
 
 class Waits:
-    """What let the host wait for the card: pairs of an operation and the line of jingu that called it."""
+    """What let the host wait for the device: pairs of an operation and the line of jingu that called it."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -54,7 +54,7 @@ WAITS = Waits()
 
 @contextmanager
 def watch() -> Iterator[list[tuple[str, str]]]:
-    """Yield a list of what lets this thread wait for the card within the block."""
+    """Yield a list of what lets this thread wait for the device within the block."""
     WAITS.lines = []
     WAITS.thread = threading.get_ident()
     try:
@@ -65,7 +65,7 @@ def watch() -> Iterator[list[tuple[str, str]]]:
 
 @contextmanager
 def capture() -> Iterator[None]:
-    """Let any copy between host and card within the block raise an error, as it would not be part of a graph."""
+    """Let any copy between host and device within the block raise an error, as it would not be part of a graph."""
     WAITS.is_capturing = True
     try:
         yield
@@ -76,20 +76,20 @@ def capture() -> Iterator[None]:
 def calling_line() -> str:
     """Return the innermost line of this project on the stack, such as `jingu/infer/engine.py:12: x.item()`."""
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith(ROOT) and "rehearsal/card.py" not in frame.filename:
+        if frame.filename.startswith(ROOT) and "fake_device/fake_device.py" not in frame.filename:
             return f"{frame.filename.removeprefix(ROOT)}:{frame.lineno}: {frame.line}"
     return "outside of the project"
 
 
-class CardTensor(Tensor):
-    """A tensor of the card. `raw` has its values."""
+class FakeDeviceTensor(Tensor):
+    """A tensor of the device. `raw` has its values."""
 
     raw: Tensor
 
     @staticmethod
-    def __new__(cls, raw: Tensor) -> CardTensor:
+    def __new__(cls, raw: Tensor) -> FakeDeviceTensor:
         layout: dict[str, Any] = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-        tensor: CardTensor = Tensor._make_wrapper_subclass(cls, raw.shape, device=f"{NAME}:0", **layout)
+        tensor: FakeDeviceTensor = Tensor._make_wrapper_subclass(cls, raw.shape, device=f"{NAME}:0", **layout)
         tensor.raw = raw
         return tensor
 
@@ -97,7 +97,7 @@ class CardTensor(Tensor):
         return self.cpu().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"CardTensor({self.raw})"
+        return f"FakeDeviceTensor({self.raw})"
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ class CardTensor(Tensor):
 
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operation on the host's tensors behind those of the card."""
+    """Compute an operation on the host's tensors behind those of the device."""
     name = operation._schema.name.partition("::")[2]
     if WAITS.is_capturing and (name in WAITING or (name == "_to_copy" and kwargs.get("device") == torch.device("cpu"))):
         raise HostTensorError(f"{name} cannot be captured, at {calling_line()}")
@@ -118,14 +118,14 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_fused_sdp_choice":
         return 0  # products and a softmax: the fused kernels are those of real devices
     tensors = [leaf for leaf in _leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
-    cards = [tensor for tensor in tensors if isinstance(tensor, CardTensor)]
+    device_tensors = [tensor for tensor in tensors if isinstance(tensor, FakeDeviceTensor)]
     device = kwargs.get("device")
-    to_card = bool(cards) if device is None else torch.device(device).type == NAME
+    to_device = bool(device_tensors) if device is None else torch.device(device).type == NAME
     if name == "_to_copy":
-        if not to_card and not kwargs.get("non_blocking"):
+        if not to_device and not kwargs.get("non_blocking"):
             WAITS.add("copy to the host")
-    elif any(not isinstance(tensor, CardTensor) and tensor.dim() for tensor in tensors):
-        raise HostTensorError(f"{name} got a tensor of the card and one of the host, at {calling_line()}")
+    elif any(not isinstance(tensor, FakeDeviceTensor) and tensor.dim() for tensor in tensors):
+        raise HostTensorError(f"{name} got a tensor of the device and one of the host, at {calling_line()}")
     if name in WAITING and not kwargs.get("output_size"):
         WAITS.add(name)
     if name in ("index", "index_put_", "_index_put_impl_") and any(
@@ -135,15 +135,15 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if device is not None:
         kwargs = {**kwargs, "device": "cpu"}
     result = operation(*_map(_unwrap, args), **{key: _map(_unwrap, value) for key, value in kwargs.items()})
-    resized = [tensor for tensor in cards if tensor.shape != tensor.raw.shape]
-    assert not resized, f"{name} has resized a tensor, which the pretended card cannot"
+    resized = [tensor for tensor in device_tensors if tensor.shape != tensor.raw.shape]
+    assert not resized, f"{name} has resized a tensor, which the fake device cannot"
     # What an operation returns of its arguments, it returns as it got it.
-    wrappers = {id(tensor.raw): tensor for tensor in cards}
+    wrappers = {id(tensor.raw): tensor for tensor in device_tensors}
 
     def wrap(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not to_card:
+        if not isinstance(value, Tensor) or not to_device:
             return value
-        return wrappers[id(value)] if id(value) in wrappers else CardTensor(value)
+        return wrappers[id(value)] if id(value) in wrappers else FakeDeviceTensor(value)
 
     return _map(wrap, result)
 
@@ -164,12 +164,12 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
-    return value.raw if isinstance(value, CardTensor) else value
+    return value.raw if isinstance(value, FakeDeviceTensor) else value
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    if isinstance(target, CardTensor) != isinstance(source, CardTensor):
-        operation = "copy to the card" if isinstance(target, CardTensor) else "copy to the host"
+    if isinstance(target, FakeDeviceTensor) != isinstance(source, FakeDeviceTensor):
+        operation = "copy to the device" if isinstance(target, FakeDeviceTensor) else "copy to the host"
         if WAITS.is_capturing:
             raise HostTensorError(f"{operation} cannot be captured, at {calling_line()}")
         if not non_blocking:
@@ -204,7 +204,7 @@ class Stream:
         return True
 
 
-class CardModule(_DummyBackendModule):
+class FakeDeviceModule(_DummyBackendModule):
     """What torch.cuda is for CUDA."""
 
     Event = Stream
@@ -245,7 +245,7 @@ class CardModule(_DummyBackendModule):
         return False
 
     def get_device_name(self, _device: Any = None) -> str:
-        return "Pretended Card"
+        return "Fake Device"
 
     def get_device_properties(self, _device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(total_memory=2**30)
@@ -261,24 +261,24 @@ def install() -> None:
     """Make this process know the device. A second call does nothing."""
     if _LIBRARY:
         return
-    _setup_privateuseone_for_python_backend(NAME, CardModule())
+    _setup_privateuseone_for_python_backend(NAME, FakeDeviceModule())
     library = torch.library.Library("aten", "IMPL")
     _LIBRARY.append(library)
 
     def empty(size: Any, dtype: Any = None, **_: Any) -> Tensor:
-        return CardTensor(torch.empty(size, dtype=dtype, device="cpu"))
+        return FakeDeviceTensor(torch.empty(size, dtype=dtype, device="cpu"))
 
     def empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tensor:
-        return CardTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+        return FakeDeviceTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         return _copy(target, source, non_blocking)
 
     def create(factory: Any) -> Any:
-        def on_card(*args: Any, dtype: Any = None, **_: Any) -> Tensor:
-            return CardTensor(factory(*args, dtype=dtype, device="cpu"))
+        def on_device(*args: Any, dtype: Any = None, **_: Any) -> Tensor:
+            return FakeDeviceTensor(factory(*args, dtype=dtype, device="cpu"))
 
-        return on_card
+        return on_device
 
     # These would create an empty tensor and resize it.
     aten = torch.ops.aten

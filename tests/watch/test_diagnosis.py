@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from jingu.runtime.ranks import RankInfo
 from jingu.watch.activity import Activity, _open_slot
+from jingu.watch.diagnosis import RankReport, judge
 from jingu.watch.local_rank import LocalRank, read_stack
 from jingu.watch.slot import process_state, start_time
-from jingu.watch.verdict import RankReport, judge
 from jingu.watch.watchdog import Watchdog
 from tests.limits import free_port
 
@@ -102,10 +102,10 @@ def test_ranks_that_fail_together_are_not_judged(tmp_path, monkeypatch):
     watchdog = Watchdog(tmp_path, tmp_path / "reports", 2, 0.0)
     monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the ranks are this process
     monkeypatch.setattr(watchdog._ranks[0], "process_state", lambda: "")
-    assert watchdog.look() is None
+    assert watchdog.poll() is None
     # A rank that is still in its group stands still because of the other one.
     Activity(watchdog._ranks[1].slot).enter("gradients", 3)
-    assert "rank 0 (node) is the cause." in (watchdog.look() or "")
+    assert "rank 0 (node) is the cause." in (watchdog.poll() or "")
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_training_stands_still_after_ten_median_steps_or_the_timeout(tmp_path, m
         activity = Activity(watchdog._ranks[0].slot)
         for step, seconds in enumerate([*step_seconds, 0.0]):
             activity.enter("gradients", step)
-            assert watchdog.look() is None
+            assert watchdog.poll() is None
             clock += seconds
         clock += deadline
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
         clock += 1
-        assert "Training has made no progress for" in (watchdog.look() or "")
+        assert "Training has made no progress for" in (watchdog.poll() or "")
         # It goes on while the watchdog asks: no verdict.
         monkeypatch.setattr(watchdog, "_wait", lambda *_: activity.enter("gradients", len(step_seconds) + 1))
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
 
 
 def test_a_rank_that_is_stopped_while_it_saves_is_judged(tmp_path, monkeypatch):
@@ -146,11 +146,11 @@ def test_a_rank_that_is_stopped_while_it_saves_is_judged(tmp_path, monkeypatch):
         monkeypatch.setattr(LocalRank, "send", lambda *_: None)  # the ranks are this process
         Activity(watchdog._ranks[0].slot).enter("gradients", 3)
         Activity(watchdog._ranks[1].slot).enter("save", 2)
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
         monkeypatch.setattr(watchdog._ranks[1], "process_state", lambda: "T")
-        assert "rank 1 (node) is the cause." in (watchdog.look() or "")
+        assert "rank 1 (node) is the cause." in (watchdog.poll() or "")
         monkeypatch.undo()
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
 
 
 def test_a_rollout_is_only_judged_when_a_rank_is_dead(tmp_path, monkeypatch):
@@ -167,12 +167,12 @@ def test_a_rollout_is_only_judged_when_a_rank_is_dead(tmp_path, monkeypatch):
         for phase, step in [("gradients", step) for step in range(5)] + [("rollout", 5)]:
             for activity in activities:
                 activity.enter(phase, step)
-            assert watchdog.look() is None
+            assert watchdog.poll() is None
             clock += 1.0
         clock += 1e6
-        assert watchdog.look() is None
+        assert watchdog.poll() is None
         monkeypatch.setattr(watchdog._ranks[1], "process_state", lambda: "")
-        assert "rank 1 (node) is the cause." in (watchdog.look() or "")
+        assert "rank 1 (node) is the cause." in (watchdog.poll() or "")
 
 
 def test_a_master_that_refuses_is_reached(tmp_path):

@@ -1,4 +1,4 @@
-"""Processes that pretend to have a card, as no other test may see it."""
+"""Processes with a fake device, as no other test may see it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def cards() -> Iterator[RankPool]:
+def device_ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Every family in every kind of layout takes steps on the pretended card, and the host never waits for it.
+"""Every family in every kind of layout takes steps on the fake device, and the host never waits for it.
 
 All ranks but one are pretended, too: collectives return at once. Values mean nothing then; that they are right, real
 ranks show in `test_training.py`.
@@ -12,13 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
+from jingu.model.components import Experts
 from jingu.model.families import FAMILIES
-from jingu.model.spec import Experts, ModelSpec
+from jingu.model.spec import ModelSpec
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.runtime.ranks import clear_mesh_caches
 from tests.dist.test_layouts import EXPERTS, tiny
+from tests.fake_device.test_training import train, unexpected
 from tests.rank_pool import RankPool
-from tests.rehearsal.test_training import train, unexpected
 
 Waits = dict[str, list[tuple[str, str]]]
 # World size and layout. Of a pipeline the first and the last rank take steps, of others the first.
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved": (2, {"pipeline": 2, "pipeline_schedule": "interleaved"}),
     "expert and others": (8, {"expert": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2}),
 }
-# What differs from those in little that concerns a card.
+# What differs from those in little that concerns a device.
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "zero 0": (2, {"zero_stage": 0}),
@@ -85,7 +86,7 @@ def walk(_rank: int, _world: int, name: str) -> Waits:
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
-def test_every_family(name: str, cards: RankPool) -> None:
-    [waits] = cards.run(walk, 1, name)
+def test_every_family(name: str, device_ranks: RankPool) -> None:
+    [waits] = device_ranks.run(walk, 1, name)
     assert len(waits) >= (NUM_DECODERS if "expert" not in name else 2)
     assert {place: unexpected(lines) for place, lines in waits.items() if unexpected(lines)} == {}

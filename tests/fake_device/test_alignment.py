@@ -1,4 +1,4 @@
-"""Steps of alignment on a pretended card: the host waits once for each token of all answers, and never in an update."""
+"""Steps of alignment on a fake device: the host waits once for each token of all answers, and never in an update."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from jingu.training.commands import train_on_rank
 from jingu.training.task import find_task_factory
 from tests.align.preferences import preference_run
 from tests.conftest import Done, MakeRun, peak_unmeasured
+from tests.fake_device import fake_device
 from tests.rank_pool import RankPool
-from tests.rehearsal import card
 
 Waits = list[tuple[str, str]]
 
 
 def train(rank: int, world: int, config: RunConfig, device: str) -> tuple[list[Waits], list[Waits]]:
     """Train a run to its end. Return what let the host wait in each decoding step, and in the rest of each update."""
-    card.install()
+    fake_device.install()
     decoding, updates = [], []
     engine_step, train_step = Engine.step, loop.train_step
 
     def watched_engine_step(engine: Engine) -> list[Event]:
-        start = len(card.WAITS.lines)
+        start = len(fake_device.WAITS.lines)
         events = engine_step(engine)
-        decoding.append(card.WAITS.lines[start:])
-        del card.WAITS.lines[start:]
+        decoding.append(fake_device.WAITS.lines[start:])
+        del fake_device.WAITS.lines[start:]
         return events
 
     def watched_train_step(*args: Any, **kwargs: Any) -> Any:
-        with card.watch() as lines:
+        with fake_device.watch() as lines:
             result = train_step(*args, **kwargs)
         updates.append(lines)
         return result
@@ -77,17 +77,17 @@ def policy_run(tiny_run: MakeRun, tmp_path: Path) -> MakeRun:
         pytest.param({"task.exact": True}, id="exact", marks=pytest.mark.slow),
     ],
 )
-def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: RankPool) -> None:
+def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, device_ranks: RankPool) -> None:
     # At so low a temperature, rounding does not change which tokens are drawn.
     changes = {"task.temperature": 1e-6, "task.advantage": "reinforce++", **changes}
     if "task.updates_per_step" in changes:
         start = policy_run({"train.steps": 1}, name="start")
-        cards.run(train, 1, start, "cpu")
+        device_ranks.run(train, 1, start, "cpu")
         changes |= {"task.kl": {"type": "kl", "beta": 0.1}, "initialize.from": str(done(start).folder)}
     results: list[Done] = []
-    for device in ("cpu", card.NAME):
+    for device in ("cpu", fake_device.NAME):
         config = policy_run(changes, name=device)
-        [(decoding, updates)] = cards.run(train, 1, config, device)
+        [(decoding, updates)] = device_ranks.run(train, 1, config, device)
         results.append(done(config))
     expected, result = results
     for name in ("loss", "reward", "entropy", "grad_norm"):
@@ -106,12 +106,14 @@ def test_grpo(changes: dict[str, Any], policy_run: MakeRun, done: Any, cards: Ra
         assert all(part in line for part, line in zip(expected_lines, lines, strict=True)), lines
 
 
-def compare(make: MakeRun, changes: dict[str, Any], done: Any, cards: RankPool) -> tuple[list[Waits], list[Waits]]:
-    """Compare losses and gradients of a run on the card with those on the CPU; return what let the host wait."""
+def compare(
+    make: MakeRun, changes: dict[str, Any], done: Any, device_ranks: RankPool
+) -> tuple[list[Waits], list[Waits]]:
+    """Compare losses and gradients of a run on the device with those on the CPU; return what let the host wait."""
     results: list[Done] = []
-    for device in ("cpu", card.NAME):
+    for device in ("cpu", fake_device.NAME):
         config = make(changes, name=device)
-        [waits] = cards.run(train, 1, config, device)
+        [waits] = device_ranks.run(train, 1, config, device)
         results.append(done(config))
     expected, result = results
     for name in ("loss", "grad_norm"):
@@ -130,29 +132,29 @@ PREFERENCES = {
 
 
 @pytest.mark.parametrize("kind", PREFERENCES)
-def test_preferences(kind: str, tiny_run: MakeRun, tmp_path: Path, done: Any, cards: RankPool) -> None:
+def test_preferences(kind: str, tiny_run: MakeRun, tmp_path: Path, done: Any, device_ranks: RankPool) -> None:
     changes: dict[str, Any] = {"task": PREFERENCES[kind], "train.steps": 3, "evaluation.every": 3}
     if kind == "kto":
         changes["data.objective"] = {"type": "preference", "template": "plain", "rows": "labels"}
         changes["batch.sequence_length"] = 32
     if kind in ("dpo", "kto"):
         base = tiny_run({"train.steps": 1}, name="base")
-        cards.run(train, 1, base, "cpu")
+        device_ranks.run(train, 1, base, "cpu")
         changes["initialize.from"] = str(done(base).folder)
 
     def make(changes: dict[str, Any], name: str) -> RunConfig:
         return preference_run(tiny_run, tmp_path, changes, name=name)
 
-    _, updates = compare(make, changes, done, cards)
+    _, updates = compare(make, changes, done, device_ranks)
     # The first step creates what later ones use.
     assert len(updates) == 3 and updates[1:] == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["separate", "shared", "distill", "divergence"])
-def test_other_policies(kind: str, policy_run: MakeRun, done: Any, cards: RankPool) -> None:
+def test_other_policies(kind: str, policy_run: MakeRun, done: Any, device_ranks: RankPool) -> None:
     """PPO with both critics, and distillation of tokens and of distributions."""
     start = policy_run({"train.steps": 1}, name="start")
-    cards.run(train, 1, start, "cpu")
+    device_ranks.run(train, 1, start, "cpu")
     model = str(done(start).folder)
     settings = start.model_dump()["task"]
     names = ("prompts", "prompts_per_step", "answers_per_prompt", "max_new_tokens")
@@ -164,7 +166,7 @@ def test_other_policies(kind: str, policy_run: MakeRun, done: Any, cards: RankPo
         # At so low a temperature, a divergence means nothing.
         task["temperature"] = 1.0 if kind == "divergence" else 1e-6
     changes = {"task": task, "initialize.from": model, "batch.global_batch_size": 16}
-    decoding, updates = compare(policy_run, changes, done, cards)
+    decoding, updates = compare(policy_run, changes, done, device_ranks)
     assert [waits for waits in decoding[1:] if len(waits) > 1] == []
     lines = [line for _, line in updates[-1]]
     assert all("torch.cat(values).cpu()" in line or "torch.stack([mismatch" in line for line in lines), lines

@@ -1,4 +1,4 @@
-"""Whole runs on a pretended card: evaluation, samples, checkpoints beside training, resuming, offload."""
+"""Whole runs on a fake device: evaluation, samples, checkpoints beside training, resuming, offload."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jingu.training import commands
 from jingu.training.commands import train_on_rank
 from jingu.training.task import find_task_factory
 from tests.conftest import Done, MakeRun, peak_unmeasured
+from tests.fake_device import fake_device
 from tests.rank_pool import RankPool
-from tests.rehearsal import card
 
 
 def train(rank: int, world: int, config: RunConfig, device: str) -> None:
     """Train a run to its end."""
-    card.install()
+    fake_device.install()
     with peak_unmeasured():
         ranks = RankInfo(rank, world, torch.device(device), "here")
         assert train_on_rank(config, ranks, StopRequest(), task_factory=find_task_factory(config.task)) == 0
@@ -42,28 +42,28 @@ def train(rank: int, world: int, config: RunConfig, device: str) -> None:
         pytest.param(2, {"parallel.zero_stage": 3}, id="zero", marks=pytest.mark.slow),
     ],
 )
-def test_runs(world: int, layout: dict[str, Any], tiny_run: MakeRun, done: Any, cards: RankPool) -> None:
+def test_runs(world: int, layout: dict[str, Any], tiny_run: MakeRun, done: Any, device_ranks: RankPool) -> None:
     """Losses, evaluations and samples are those of the CPU, and the run goes on from its checkpoint."""
     settings = {**layout, "train.steps": 2, "checkpoint.every": 1, "evaluation.every": 1, "evaluation.num_sequences": 2}
     results: list[Done] = []
-    for device in ("cpu", card.NAME):
+    for device in ("cpu", fake_device.NAME):
         config = tiny_run(settings, name=device)
-        cards.run(train, world, config, device)
+        device_ranks.run(train, world, config, device)
         results.append(done(config))
     expected, result = results
     assert result.column("loss") == pytest.approx(expected.column("loss"), rel=1e-9)
     for mine, theirs in zip(result.lines("evaluation"), expected.lines("evaluation"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
     shutil.rmtree(step_folder(result.folder / "checkpoints", 2))
-    cards.run(train, world, config, card.NAME)
+    device_ranks.run(train, world, config, fake_device.NAME)
     expected_tensors = expected.tensors()
     for name, tensor in done(config).tensors().items():
         torch.testing.assert_close(tensor, expected_tensors[name], rtol=1e-7, atol=1e-10)
 
 
 def save_beside_training(_rank: int, _world: int, folder: Path) -> None:
-    card.install()
-    tensors = {"w": torch.arange(6.0).view(2, 3).to(card.NAME), "b": torch.ones(4)}
+    fake_device.install()
+    tensors = {"w": torch.arange(6.0).view(2, 3).to(fake_device.NAME), "b": torch.ones(4)}
     saver = AsyncSaver(tensors)
     saver.save(folder, tensors, {}, Retention(1))
     saver.wait_for_copy()
@@ -73,15 +73,15 @@ def save_beside_training(_rank: int, _world: int, folder: Path) -> None:
     assert outcome is not None and outcome.problem is None
 
 
-def test_a_checkpoint_has_the_values_of_its_step(cards: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_values_of_its_step(device_ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
-    cards.run(save_beside_training, 1, folder)
+    device_ranks.run(save_beside_training, 1, folder)
     assert torch.equal(CheckpointReader(folder).read("w"), torch.arange(6.0).view(2, 3))
 
 
 def start_on_devices(_rank: int, _world: int, config: RunConfig) -> dict[str, str]:
     """Return the variables of ranks that --devices starts."""
-    card.install()
+    fake_device.install()
     environments = []
 
     def launch(processes: int, *_: Any, gpus: list[int], **__: Any) -> int:
@@ -94,6 +94,6 @@ def start_on_devices(_rank: int, _world: int, config: RunConfig) -> dict[str, st
     return environments[0]
 
 
-def test_devices_of_any_accelerator_are_selected(tiny_run: MakeRun, cards: RankPool) -> None:
-    [variables] = cards.run(start_on_devices, 1, tiny_run({"device.type": "auto"}))
+def test_devices_of_any_accelerator_are_selected(tiny_run: MakeRun, device_ranks: RankPool) -> None:
+    [variables] = device_ranks.run(start_on_devices, 1, tiny_run({"device.type": "auto"}))
     assert set(variables.values()) == {"1,3"}

@@ -1,4 +1,4 @@
-"""The engine on a pretended card answers as on the CPU, and the host waits for the card once a decoding step."""
+"""The engine on a fake device answers as on the CPU, and the host waits for the device once a decoding step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import QuantizationFormat
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.fake_device import fake_device
 from tests.infer.test_attention_backend import read_named_blocks
 from tests.infer.test_cuda_graphs import Again
 from tests.rank_pool import RankPool
-from tests.rehearsal import card
 
 GREEDY = SamplingParams()
 PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.2, logit_bias={40: 2.0})
@@ -80,7 +80,7 @@ def answer(engine: Engine, requests: list[Request]) -> tuple[list[list[Any]], in
     answers: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
     most: list[tuple[str, str]] = []
     while engine.busy:
-        with card.watch() as waits:
+        with fake_device.watch() as waits:
             events = engine.step()
         if len(waits) > len(most):
             most = waits
@@ -94,11 +94,11 @@ def answer(engine: Engine, requests: list[Request]) -> tuple[list[list[Any]], in
 
 
 def run(_rank: int, _world: int, folder: Path, requests: list[Request], drafts: int) -> Any:
-    """Return the answers on the CPU and on the card, and the waits there."""
-    card.install()
+    """Return the answers on the CPU and on the device, and the waits there."""
+    fake_device.install()
     settings = EngineSettings(num_speculative_tokens=drafts)
     expected, _ = answer(Engine(load(folder, "fp32", "cpu"), settings), requests)
-    return expected, *answer(Engine(load(folder, "fp32", "card"), settings), requests)  # type: ignore[arg-type]
+    return expected, *answer(Engine(load(folder, "fp32", "fakedevice"), settings), requests)  # type: ignore[arg-type]
 
 
 def flatten(values: Any) -> list[Any]:
@@ -118,29 +118,29 @@ def assert_equal(result: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_decoding(drafts: int, folder: Path, cards: RankPool) -> None:
+def test_decoding(drafts: int, folder: Path, device_ranks: RankPool) -> None:
     """All kinds of requests in one batch; also with draft tokens from the text so far."""
-    expected, result, waits = cards.run(run, 1, folder, list(DECODING.values()), drafts)[0]
+    expected, result, waits = device_ranks.run(run, 1, folder, list(DECODING.values()), drafts)[0]
     assert_equal(result, expected)
     assert waits == 1
 
 
 def run_with_graphs(_rank: int, _world: int, folder: Path, fault: str, backend: BackendName = "gather") -> Any:
-    """Return the answers on the card with captured steps and without, the waits, and how many steps were captured."""
-    card.install()
+    """Return the answers on the device with captured steps and without, the waits, and how many steps were captured."""
+    fake_device.install()
     again = Again()
 
     def record(step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        with card.capture():
+        with fake_device.capture():
             return again(step)
 
     requests = [Request((7, 8, 9, 10), GREEDY, 20, ignore_eos=True), DECODING["penalties"]]
-    expected, _ = answer(Engine(load(folder, "fp32", "card")), requests)  # type: ignore[arg-type]
+    expected, _ = answer(Engine(load(folder, "fp32", "fakedevice")), requests)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
         patch.setattr(attention_backend, "_flex_obstacle", lambda *_: None)
         settings = EngineSettings(attention_backend=backend)
-        engine = Engine(load(folder, "fp32", "card"), settings, graphs=CudaGraphRunner(record))  # type: ignore[arg-type]
+        engine = Engine(load(folder, "fp32", "fakedevice"), settings, graphs=CudaGraphRunner(record))  # type: ignore[arg-type]
         attention = engine._runner.cache.backend
         assert isinstance(attention, FlexBackend) == (backend == "flex")
         if isinstance(attention, FlexBackend):
@@ -161,7 +161,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         if fault == "nonzero" and len(inputs.tokens.nonzero()) < 0:
             raise ValueError
         if fault == "copy":
-            inputs = replace(inputs, tokens=inputs.tokens + torch.zeros(1, dtype=torch.int64).to(card.NAME))
+            inputs = replace(inputs, tokens=inputs.tokens + torch.zeros(1, dtype=torch.int64).to(fake_device.NAME))
         return plain(self, inputs, **options)
 
     if fault:
@@ -169,48 +169,48 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gather", "flex"])
-def test_captured_steps_read_their_inputs_on_the_card(backend: str, folder: Path, cards: RankPool) -> None:
-    expected, result, waits, recorded = cards.run(run_with_graphs, 1, folder, "", backend)[0]
+def test_captured_steps_read_their_inputs_on_the_device(backend: str, folder: Path, device_ranks: RankPool) -> None:
+    expected, result, waits, recorded = device_ranks.run(run_with_graphs, 1, folder, "", backend)[0]
     assert_equal(result, expected)
     assert waits == 1
     assert recorded >= 1
 
 
 FAULTS = {
-    "host tensor": r"mul got a tensor of the card and one of the host, at .*torch\.ones",
+    "host tensor": r"mul got a tensor of the device and one of the host, at .*torch\.ones",
     "item": r"_local_scalar_dense.*tokens\.sum\(\)\.item",
     "nonzero": r"nonzero.*tokens\.nonzero",
-    "copy": r"copy to the card.*torch\.zeros",
+    "copy": r"copy to the device.*torch\.zeros",
 }
 
 
 def find_faults(rank: int, world: int, folder: Path) -> None:
     for fault, words in FAULTS.items():
-        with pytest.raises(card.HostTensorError, match=words):
+        with pytest.raises(fake_device.HostTensorError, match=words):
             run_with_graphs(rank, world, folder, fault)
 
 
-def test_a_fault_in_a_captured_step_is_named(folder: Path, cards: RankPool) -> None:
-    cards.run(find_faults, 1, folder)
+def test_a_fault_in_a_captured_step_is_named(folder: Path, device_ranks: RankPool) -> None:
+    device_ranks.run(find_faults, 1, folder)
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_searches(name: str, folder: Path, cards: RankPool) -> None:
-    expected, result, waits = cards.run(run, 1, folder, SEARCHES[name], 0)[0]
+def test_searches(name: str, folder: Path, device_ranks: RankPool) -> None:
+    expected, result, waits = device_ranks.run(run, 1, folder, SEARCHES[name], 0)[0]
     assert_equal(result, expected)
     assert waits == 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_requests(name: str, folder: Path, cards: RankPool) -> None:
-    expected, result = cards.run(run_unwatched, 1, folder, [OTHERS[name], DECODING["greedy"]])[0]
+def test_other_requests(name: str, folder: Path, device_ranks: RankPool) -> None:
+    expected, result = device_ranks.run(run_unwatched, 1, folder, [OTHERS[name], DECODING["greedy"]])[0]
     assert_equal(result, expected)
 
 
 def run_unwatched(_rank: int, _world: int, folder: Path, requests: list[Request]) -> Any:
-    card.install()
+    fake_device.install()
     results = []
-    for device in ("cpu", "card"):
+    for device in ("cpu", "fakedevice"):
         engine = Engine(load(folder, "fp32", device))  # type: ignore[arg-type]
         answers: dict[int, list[Any]] = {engine.submit(request): [] for request in requests}
         while engine.busy:
@@ -224,13 +224,13 @@ def run_unwatched(_rank: int, _world: int, folder: Path, requests: list[Request]
     return results
 
 
-def test_seeds(folder: Path, cards: RankPool) -> None:
+def test_seeds(folder: Path, device_ranks: RankPool) -> None:
     """A sample depends on its seed alone: not on other requests, and not on draft tokens."""
     sampled = [
         Request((7, 8, 9), SamplingParams(temperature=1.3, top_k=50, top_p=0.9, seed=seed), 8) for seed in (1, 2, 1)
     ]
     results = [
-        cards.run(run, 1, folder, requests, drafts)[0][1]
+        device_ranks.run(run, 1, folder, requests, drafts)[0][1]
         for requests, drafts in (([*sampled, DECODING["greedy"]], 0), (sampled[:1], 0), (sampled, 3))
     ]
     ids = [[[event[1][0] for event in answer] for answer in result] for result in results]
@@ -238,7 +238,7 @@ def test_seeds(folder: Path, cards: RankPool) -> None:
 
 
 def use_int4_kernel(patch: pytest.MonkeyPatch) -> None:
-    """Let the pretended card have the kernel for 4 bits: the first number of a byte is in its high half."""
+    """Let the fake device have the kernel for 4 bits: the first number of a byte is in its high half."""
 
     def pack(pairs: Tensor) -> Tensor:
         return torch.stack([pairs >> 4, pairs & 15], -1).flatten(1).to(torch.int32)
@@ -255,12 +255,12 @@ def use_int4_kernel(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: bool) -> Any:
-    """Return the scores on the CPU and on the card, the waits there, and what loading warned of."""
-    card.install()
+    """Return the scores on the CPU and on the device, the waits there, and what loading warned of."""
+    fake_device.install()
     requests = [Request((7, 8, first), GREEDY, 3, continuations=((4, 5), (6, 7, 8))) for first in (9, 10)]
     expected, _ = answer(Engine(load(folder, kind, "cpu")), requests)
     with pytest.MonkeyPatch.context() as patch:
-        # A card computes in bf16, as CPUs do with quantized matrices.
+        # A device computes in bf16, as CPUs do with quantized matrices.
         patch.setattr("jingu.infer.inference_model.has_fast_bf16", lambda _device: True)
         patch.setattr("jingu.runtime.device.has_fast_bf16", lambda _device: True)
         if has_kernel:
@@ -268,7 +268,7 @@ def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: 
         warnings: list[str] = []
         patch.setattr("jingu.infer.inference_model.check_fp8", lambda _device, _where: None)
         patch.setattr("jingu.infer.inference_model.log_warning", warnings.append)
-        model = load(folder, kind, "card")  # type: ignore[arg-type]
+        model = load(folder, kind, "fakedevice")  # type: ignore[arg-type]
         blocks: Any = model.module.blocks
         weights = [module.weight for module in blocks.modules() if isinstance(module, Linear)]
         card_kinds = (quantized_weight.GpuQuantizedWeight, quantized_weight.ScaledWeight)
@@ -279,7 +279,7 @@ def run_quantized(_rank: int, _world: int, folder: Path, kind: Any, has_kernel: 
 
 
 NO_KERNEL = (
-    "PyTorch has no kernel for int4 on Pretended Card: matrices are dequantized for each matmul, which saves memory, "
+    "PyTorch has no kernel for int4 on Fake Device: matrices are dequantized for each matmul, which saves memory, "
     "but no time."
 )
 
@@ -289,9 +289,9 @@ NO_KERNEL = (
     [("int8", False, []), ("int4", False, [NO_KERNEL]), ("int4", True, []), ("fp8", True, [])],
 )
 def test_quantized_matrices(
-    kind: str, has_kernel: bool, expected_warnings: list[str], folder: Path, cards: RankPool
+    kind: str, has_kernel: bool, expected_warnings: list[str], folder: Path, device_ranks: RankPool
 ) -> None:
-    expected, result, waits, warnings = cards.run(run_quantized, 1, folder.parent / "wide", kind, has_kernel)[0]
+    expected, result, waits, warnings = device_ranks.run(run_quantized, 1, folder.parent / "wide", kind, has_kernel)[0]
     assert warnings == expected_warnings
     # In bf16, whose rounding differs in every product.
     differences = torch.tensor(flatten(result)) - torch.tensor(flatten(expected))
@@ -300,22 +300,22 @@ def test_quantized_matrices(
 
 
 def multiply(_rank: int, _world: int) -> None:
-    """Compare products on the card with those of the dequantized matrix."""
-    card.install()
+    """Compare products on the device with those of the dequantized matrix."""
+    fake_device.install()
     generator = torch.Generator().manual_seed(1)
     x_NI, weight_OI = torch.randn(5, 64, generator=generator), torch.randn(32, 64, generator=generator)
     kinds: tuple[QuantizationFormat, ...] = ("int8", "int4")
     for kind in kinds:
         values, scales = quantized_weight.quantize(weight_OI, kind)
         expected = x_NI @ quantized_weight.dequantize(values, scales, kind).t()
-        parts = (values.to(card.NAME), scales.to(card.NAME), torch.float32)
-        result = quantized_weight.pack_for_gpu(kind, *parts).times(x_NI.to(card.NAME))
+        parts = (values.to(fake_device.NAME), scales.to(fake_device.NAME), torch.float32)
+        result = quantized_weight.pack_for_gpu(kind, *parts).times(x_NI.to(fake_device.NAME))
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
 
     mine = PrepackedQuantizedWeight.quantize(weight_OI, "fp8", torch.float32)
-    on_card = ScaledWeight("fp8", mine.values.to(card.NAME), mine.scales.to(card.NAME))
-    torch.testing.assert_close(on_card.times(x_NI.to(card.NAME)).cpu(), mine.times(x_NI), rtol=1e-5, atol=1e-5)
+    on_device = ScaledWeight("fp8", mine.values.to(fake_device.NAME), mine.scales.to(fake_device.NAME))
+    torch.testing.assert_close(on_device.times(x_NI.to(fake_device.NAME)).cpu(), mine.times(x_NI), rtol=1e-5, atol=1e-5)
 
 
-def test_quantized_matmuls(cards: RankPool) -> None:
-    cards.run(multiply, 1)
+def test_quantized_matmuls(device_ranks: RankPool) -> None:
+    device_ranks.run(multiply, 1)

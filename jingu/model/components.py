@@ -1,0 +1,360 @@
+"""The components of a layer in the spec of a model: norms, positions, attention, feed-forwards, experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jingu.errors import JinguError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+
+# Where the norms of a block stand: before its branches, behind them (on their outputs, before the residual; OLMo 2), or
+# before and behind (sandwich; Gemma 2).
+NormPlacement = Literal["before", "behind", "around"]
+
+# How attention and feed-forward follow each other: one after the other, or both on the same hidden states, whose norm
+# they share or not.
+BlockOrder = Literal["sequential", "parallel", "parallel_one_norm"]
+
+
+class Component(BaseModel):
+    """A part of the spec. It rejects unknown keys; its `type` tells variants apart."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def optional(default: Any) -> Any:
+    """Return a field that JSON omits at its default: the JSON of models without the component stays as it was."""
+    return Field(default=default, exclude_if=lambda value: bool(value == default))
+
+
+class RmsNorm(Component):
+    """Root mean square norm (Zhang and Sennrich, 2019): a weight, no bias.
+
+    Attributes:
+        offset: whether one is added to the weight, which therefore starts at zero.
+        has_weight: whether it has a weight.
+    """
+
+    type: Literal["rms"] = "rms"
+    eps: PositiveFloat = 1e-5
+    offset: bool = optional(False)
+    has_weight: bool = optional(True)
+
+
+class LayerNorm(Component):
+    """Layer norm (Ba et al., 2016): a weight and, by default, a bias."""
+
+    type: Literal["layer"] = "layer"
+    eps: PositiveFloat = 1e-5
+    bias: bool = optional(True)
+
+
+class LearnedPositions(Component):
+    """A trained vector per position, added to the embedding."""
+
+    type: Literal["learned"] = "learned"
+
+
+class LinearScaling(Component):
+    """Positions are divided by a factor (linear position interpolation)."""
+
+    type: Literal["linear"] = "linear"
+    factor: PositiveFloat
+
+
+class DynamicScaling(Component):
+    """The base `theta` grows with the sequence length once that exceeds the original context (dynamic NTK)."""
+
+    type: Literal["dynamic"] = "dynamic"
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+
+
+class YarnScaling(Component):
+    """Low frequencies are divided by a factor, high ones stay, with a linear ramp between (YaRN, Peng et al., 2023).
+
+    Attributes:
+        attention_factor: multiplies cosines and sines; its square therefore multiplies the attention scores.
+        beta_fast: frequencies with more turns than this over the original context stay.
+        beta_slow: frequencies with fewer turns than this over the original context are divided by the whole factor.
+        truncate: whether the ramp starts and ends at whole dimensions.
+    """
+
+    type: Literal["yarn"] = "yarn"
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFloat
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    truncate: bool = True
+
+
+class Llama3Scaling(Component):
+    """Like YaRN, but the ramp is linear in the number of turns over the original context (Llama 3.1).
+
+    Attributes:
+        low_freq_factor: frequencies with fewer turns than this are divided by the whole factor.
+        high_freq_factor: frequencies with more turns than this stay.
+    """
+
+    type: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+
+
+class LongropeScaling(Component):
+    """Each frequency is divided by a factor of its own (LongRoPE, Ding et al., 2024).
+
+    Attributes:
+        short_factor: factors for sequences that fit the original context, one for each rotated pair.
+        long_factor: factors for longer sequences.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[PositiveFloat, ...]
+    long_factor: tuple[PositiveFloat, ...]
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFloat
+
+
+class AlphaScaling(Component):
+    """The base is multiplied by alpha^(d/(d-2)), for d rotated dims, at every length (NTK-aware scaling)."""
+
+    type: Literal["alpha"] = "alpha"
+    alpha: PositiveFloat
+
+
+RopeScaling = Annotated[
+    LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongropeScaling | AlphaScaling,
+    Field(discriminator="type"),
+]
+
+
+class RotaryPositions(Component):
+    """Rotary position embedding (RoPE, Su et al., 2021) of queries and keys.
+
+    Attributes:
+        theta: base of the frequencies.
+        partial_rotary_factor: share of a head's dimensions that are rotated: the first ones.
+        interleaved: whether a rotated pair is two neighboring dimensions, instead of one dimension of each half of the
+            head.
+        scaling: how the frequencies are scaled to a longer context; None: not at all.
+        proportional: whether frequencies are spaced over the whole head instead of its rotated share, and a pair is
+            one dimension of each half of the whole head; pairs beyond the share do not turn.
+    """
+
+    type: Literal["rope"] = "rope"
+    theta: PositiveFloat = 10000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+    proportional: bool = optional(False)
+
+
+class NoPositions(Component):
+    """No positions: attention knows the order of tokens only from its mask (NoPE, Kazemnejad et al., 2023)."""
+
+    type: Literal["none"] = "none"
+
+
+class AlibiPositions(Component):
+    """Attention scores decrease linearly with the distance, with one slope per head (ALiBi, Press et al., 2022)."""
+
+    type: Literal["alibi"] = "alibi"
+
+
+class RelativeBias(Component):
+    """A trained bias of attention scores per head and bucket of distances, shared by all layers of a stack (T5, Raffel
+    et al., 2020).
+
+    Half of the buckets hold one distance each. The other half hold ranges that grow up to the largest distance.
+
+    Attributes:
+        num_buckets: number of buckets. In an encoder, half of them are for tokens that follow the query.
+        max_distance: the last bucket holds all distances from this one on.
+    """
+
+    type: Literal["relative_bias"] = "relative_bias"
+    num_buckets: Annotated[int, Field(ge=4)] = 32
+    max_distance: PositiveInt = 128
+
+
+class QueryScaling(Component):
+    """Queries are multiplied by 1 + beta · ln(1 + ⌊(position + offset) / length⌋), which grows with the position."""
+
+    beta: PositiveFloat
+    length: PositiveInt
+    offset: Annotated[int, Field(ge=0)] = 0
+
+
+class AttentionSpec(Component):
+    """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
+
+    Attributes:
+        num_kv_heads: number of key-value heads; fewer than `num_heads` for grouped-query attention.
+        qk_norm: whether the queries and keys of each head are normalized.
+        scale_scores: whether scores are divided by √head_dim.
+        sliding_window: number of tokens that a token attends to, including itself; None: itself and all before it.
+        chunk_size: positions are divided into chunks of this size, and a token attends to its own chunk only; None:
+            there are no chunks.
+        scale: multiplies the scores; None: what `scale_scores` says.
+        softcap: scores s become softcap · tanh(s / softcap); None: they stay.
+        qk_norm_width: whether `qk_norm` normalizes each head, with the same weights, or all heads together.
+        qk_norm_after_rotary: whether positions are rotated before queries and keys are normalized.
+        qk_norm_weight: whether these norms have weights.
+        query_scaling: how queries are multiplied by position; None: not at all.
+    """
+
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    scale_scores: bool = True
+    sliding_window: PositiveInt | None = None
+    chunk_size: PositiveInt | None = optional(None)
+    scale: PositiveFloat | None = optional(None)
+    softcap: PositiveFloat | None = optional(None)
+    qk_norm_width: Literal["head", "all_heads"] = optional("head")
+    qk_norm_after_rotary: bool = optional(False)
+    qk_norm_weight: bool = optional(True)
+    query_scaling: QueryScaling | None = optional(None)
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a token attends to, including itself; None: there is no limit."""
+        return min(filter(None, (self.sliding_window, self.chunk_size)), default=None)
+
+
+class PlainFeedForward(Component):
+    """down(activation(up(x)))."""
+
+    type: Literal["plain"] = "plain"
+    intermediate_size: PositiveInt
+    activation: Activation = "gelu_tanh"
+    bias: bool = False
+
+
+class GatedFeedForward(Component):
+    """down(activation(gate(x)) · up(x)) (Shazeer, 2020)."""
+
+    type: Literal["gated"] = "gated"
+    intermediate_size: PositiveInt
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+class TopKRouter(Component):
+    """Selects the experts with the highest logits, and weights their outputs by softmax (Shazeer et al., 2017).
+
+    Attributes:
+        softmax: `before`: softmax over all experts, then selection. `after`: softmax over the selected experts only.
+        norm_topk_prob: whether the weights of the selected experts are divided by their sum (only for `before`).
+    """
+
+    type: Literal["top_k"] = "top_k"
+    softmax: Literal["before", "after"] = "before"
+    norm_topk_prob: bool = True
+
+
+class BalancedRouter(Component):
+    """The router of BASE layers (Lewis et al., 2021), with one expert per token.
+
+    In training, every expert gets equally many tokens of a sequence, in the assignment that (almost) maximizes the sum
+    of scores. Outside training, each token gets its best expert. The weight of an expert is the sigmoid of its score.
+    """
+
+    type: Literal["balanced"] = "balanced"
+
+
+class RandomProjectionRouter(Component):
+    """A frozen random projection that sends similar hidden states to the same expert. All weights are equal."""
+
+    type: Literal["random_projection"] = "random_projection"
+
+
+Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(discriminator="type")]
+
+
+class Experts(Component):
+    """A mixture of experts: gated feed-forwards without biases, of which a router selects a few per token.
+
+    Attributes:
+        intermediate_size: intermediate size of one expert.
+        gated: always true; a dense feed-forward is gated or plain.
+        bias: always false; a dense feed-forward may have biases.
+        shared_intermediate_size: intermediate size of a shared expert that every token uses; None: there is none.
+        shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a trained score.
+        capacity_factor: the most token-to-expert assignments that an expert accepts from a training sequence, relative
+            to an even share. Assignments beyond it are dropped. None: no limit.
+        aux_loss_coef: weight of the load-balancing loss.
+        aux_loss_scope: whether each `layer` is balanced, or only the mean over all layers (`model`, as transformers
+            computes it).
+        z_loss_coef: weight of the router's z-loss.
+    """
+
+    type: Literal["experts"] = "experts"
+    num_experts: PositiveInt
+    num_experts_per_token: PositiveInt
+    intermediate_size: PositiveInt
+    activation: Activation = "silu"
+    gated: Literal[True] = True
+    bias: Literal[False] = False
+    router: Router = TopKRouter()
+    shared_intermediate_size: PositiveInt | None = None
+    shared_expert_gate: bool = False
+    capacity_factor: PositiveFloat | None = None
+    aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    aux_loss_scope: Literal["layer", "model"] = "layer"
+    z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Experts:
+        if self.num_experts_per_token > self.num_experts:
+            raise JinguError(
+                f"a token cannot use {self.num_experts_per_token} of {self.num_experts} experts.",
+                where="model.experts",
+                fix=f"Choose at most {self.num_experts} active experts.",
+            )
+        if isinstance(self.router, BalancedRouter) and self.num_experts_per_token != 1:
+            raise JinguError(
+                f"the balanced router gives each token one expert, not {self.num_experts_per_token}.",
+                where="model.experts",
+                fix="Set num_experts_per_token to 1, or choose another router.",
+            )
+        return self
+
+
+Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
+
+Position = Annotated[
+    LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias | NoPositions, Field(discriminator="type")
+]
+
+FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
+
+
+class LayerSpec(Component):
+    """A layer: its attention with the positions of that attention, its feed-forward, and its norms.
+
+    `ModelSpec.layer` returns it. The fields are those of `ModelSpec`.
+    """
+
+    norm: Norm
+    position: Position
+    attention: AttentionSpec
+    feed_forward: FeedForward
+    norm_placement: NormPlacement = "before"
+    block_order: BlockOrder = "sequential"
+    residual_scale: PositiveFloat = 1.0
