@@ -228,12 +228,13 @@ def in_steps() -> Callable[..., Any]:
     import torch
 
     from jingu.infer.attention_backend import GatherBackend
-    from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+    from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk, cache_reaches
     from jingu.model.inputs import Inputs
 
     def in_steps(model: Any, ids_T: Any, sizes: list[int], source_BS: Any = None) -> Any:
-        cache = PagedKVCache(model.spec, 12, 8, torch.device("cpu"), GatherBackend(model.spec))
-        held = BlockTable(list(range(2, 12)))
+        pools = len(cache_reaches(model.spec))
+        cache = PagedKVCache(model.spec, [12] * pools, 8, torch.device("cpu"), GatherBackend(model.spec))
+        held = BlockTable([list(range(2, 12))] * pools)
         scores, first = [], 0
         for size in sizes:
             begins = source_BS is not None and not first

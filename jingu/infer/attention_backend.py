@@ -48,9 +48,11 @@ class AttentionGroup:
         num_seqs: N.
         num_tokens: Q.
         rows: the rows of the step that belong to the group.
-        blocks: block table [N · S / block size], padded with the zero block to whole spans.
+        blocks: block table [N · S / block size], padded with the zero block to whole spans, which stands for freed
+            blocks as well.
         contiguous: the same blocks as a slice if the group is one sequence whose blocks are contiguous in memory.
         positions: positions of the tokens [N, Q].
+        first: position of the first key. Windowed layers do not read the spans behind the window.
         bidirectional: positions that attend to each other, in a prefix LM.
         masks: by kind of layer, the backend's attention mask, which the first layer of the kind creates and the others
             reuse. For `gather` it is a bias that is added to the scores [N, G or 1, M, S].
@@ -63,6 +65,7 @@ class AttentionGroup:
     contiguous: slice | None
     positions: Tensor
     bidirectional: range
+    first: int = 0
     masks: dict[int, Any] = field(default_factory=dict)
 
 
@@ -92,7 +95,7 @@ class GatherBackend(AttentionBackend):
     """Gathers the blocks of sequences and calls scaled dot-product attention with an additive mask."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._layers = spec.kinds
+        self.layers = spec.kinds
 
     def attend(
         self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
@@ -101,18 +104,18 @@ class GatherBackend(AttentionBackend):
         if kind not in group.masks:
             heads = range(first_head, first_head + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
-            group.masks[kind] = self.bias(group, self._layers[kind], heads, num_keys, store.shape[3], q_BXHK.dtype)
+            group.masks[kind] = self.bias(group, self.layers[kind], heads, num_keys, store.shape[3], q_BXHK.dtype)
         # Contiguous blocks need no copy.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
         kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
         k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale, self._layers[kind].attention.softcap)
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale, self.layers[kind].attention.softcap)
 
     def bias(
         self, group: AttentionGroup, layer: LayerSpec, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype
     ) -> Tensor:
         """Return the additive mask of the scores [N, G or 1, M, S]: position biases, and -inf for masked keys."""
-        keys_S = torch.arange(num_keys, device=group.positions.device)
+        keys_S = torch.arange(group.first, group.first + num_keys, device=group.positions.device)
         positions_NQ1 = group.positions[:, :, None]
         visible = positions_NQ1 >= keys_S
         prefix = group.bidirectional
@@ -144,9 +147,9 @@ class FlashBackend(GatherBackend):
         self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
     ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional or _needs_gather(self._layers[kind]):
+        if group.bidirectional or _needs_gather(self.layers[kind]):
             return super().attend(q_BXHK, store, group, kind, scale, first_head)
-        size = self._layers[kind].attention.sliding_window
+        size = self.layers[kind].attention.sliding_window
         window = (-1 if size is None else size - 1, 0)
         block_table = group.blocks.view(group.num_seqs, -1).int()
         tokens = group.num_seqs * group.num_tokens
@@ -161,7 +164,7 @@ class FlashBackend(GatherBackend):
             scale=scale,
             window_size=window,  # aligned to the last key, so that a chunk of a prompt is causal
             enable_gqa=True,
-            seqused_k=(group.positions[:, -1] + 1).int(),
+            seqused_k=(group.positions[:, -1] + 1 - group.first).int(),
             block_table=block_table,
             num_splits=1,
         )
@@ -192,10 +195,10 @@ class FlexBackend(GatherBackend):
         self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
     ) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
-        if group.bidirectional or _needs_gather(self._layers[kind]):
+        if group.bidirectional or _needs_gather(self.layers[kind]):
             return super().attend(q_BXHK, store, group, kind, scale, first_head)
         if kind not in group.masks:
-            window = self._layers[kind].attention.sliding_window
+            window = self.layers[kind].attention.sliding_window
             group.masks[kind] = self._mask(group, window, len(store), store.shape[1])
         q_NHQK = q_BXHK.unflatten(1, (group.num_seqs, -1))[0].transpose(1, 2)
         # All blocks as one row of keys and values [1, G, P · block size, K].
@@ -215,7 +218,7 @@ class FlexBackend(GatherBackend):
         positions_NQ = group.positions
         table_NS = group.blocks.view(group.num_seqs, -1)
         # Position at which each physical block begins in the sequence; -1 for blocks of other sequences.
-        begins_S = torch.arange(0, table_NS.shape[1] * block_size, block_size, device=table_NS.device)
+        begins_S = group.first + torch.arange(0, table_NS.shape[1] * block_size, block_size, device=table_NS.device)
         begins_NP = table_NS.new_full((group.num_seqs, num_blocks), -1)
         begins_NP.scatter_(1, table_NS, begins_S.expand_as(table_NS))
 
@@ -226,7 +229,7 @@ class FlexBackend(GatherBackend):
             return visible if window is None else visible & (distance < window)
 
         return self._block_mask(
-            (positions_NQ[:, -1:, None] // block_size + 1).int(),
+            ((positions_NQ[:, -1:, None] - group.first) // block_size + 1).int(),
             table_NS[:, None, None].int(),
             BLOCK_SIZE=(KV_SPAN, block_size),
             mask_mod=is_visible,

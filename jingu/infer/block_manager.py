@@ -17,11 +17,15 @@ class BlockManager:
 
     A block without references stays in the prefix cache if it has a content hash, until its memory is needed. The least
     recently used block is evicted first.
+
+    Attributes:
+        reach: the most tokens that a token attends to in the layers of these blocks, including itself; None: all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, reach: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.reach = reach
         self._unused = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
         self._ref_counts = [0] * num_blocks
         self._hash_of_block: dict[int, bytes] = {}
@@ -42,6 +46,61 @@ class BlockManager:
         """Return how many blocks this many tokens need."""
         return -(-tokens // self.block_size)
 
+    def most_blocks(self, tokens: int, step_tokens: int = 1) -> int:
+        """Return the most blocks that a sequence of this many tokens holds at a time.
+
+        Args:
+            step_tokens: the most of its tokens that one step computes.
+        """
+        if self.reach is None:
+            return self.blocks_for(tokens)
+        # The window of the step's first token may begin anywhere in a block.
+        return min(self.blocks_for(tokens), (self.reach + step_tokens - 3) // self.block_size + 2)
+
+    def first_needed(self, position: int) -> int:
+        """Return the index of the first block that a token at this position attends to."""
+        return 0 if self.reach is None else max(position + 1 - self.reach, 0) // self.block_size
+
+    def release_behind(self, blocks: list[int], position: int) -> None:
+        """Release the blocks that neither the token at this position nor a later one attends to. The zero block takes
+        their place in the list."""
+        for index in range(self.first_needed(position) - 1, -1, -1):
+            if blocks[index] == ZERO_BLOCK:
+                break
+            self.release(blocks[index])
+            blocks[index] = ZERO_BLOCK
+
+    def release_all(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block of a sequence."""
+        for block in blocks:
+            if block != ZERO_BLOCK:
+                self.release(block)
+
+    def cached_prefix(self, hashes: Sequence[bytes], most: int) -> list[int]:
+        """Return the numbers of leading blocks, up to `most`, after which a sequence can continue: those that it then
+        attends to are cached."""
+        numbers = [0]
+        run = 0
+        for count, content in enumerate(hashes[:most], 1):
+            run = run + 1 if content in self._block_of_hash else 0
+            if run >= count - self.first_needed(count * self.block_size):
+                numbers.append(count)
+            elif self.reach is None:
+                break
+        return numbers
+
+    def acquire_prefix(self, hashes: Sequence[bytes], count: int) -> list[int]:
+        """Add references to the cached blocks that a sequence attends to after its first `count` blocks, and return
+        these blocks."""
+        first = self.first_needed(count * self.block_size)
+        blocks = [ZERO_BLOCK] * first
+        for content in hashes[first:count]:
+            block = self._block_of_hash[content]
+            self._evictable.pop(block, None)
+            self._ref_counts[block] += 1
+            blocks.append(block)
+        return blocks
+
     def allocate(self) -> int:
         """Return a block with one reference, evicting the least recently used one if needed."""
         if self._unused:
@@ -52,17 +111,10 @@ class BlockManager:
         self._ref_counts[block] = 1
         return block
 
-    def acquire_cached(self, content: bytes) -> int | None:
-        """Add a reference to the cached block with this content hash and return it; None if there is none."""
-        block = self._block_of_hash.get(content)
-        if block is not None:
-            self._evictable.pop(block, None)
-            self._ref_counts[block] += 1
-        return block
-
-    def acquire(self, block: int) -> None:
-        """Add a reference to an allocated block."""
-        self._ref_counts[block] += 1
+    def acquire_all(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block of a sequence."""
+        for block in blocks:
+            self._ref_counts[block] += block != ZERO_BLOCK
 
     def is_shared(self, block: int) -> bool:
         """Return whether there is more than one reference to a block."""

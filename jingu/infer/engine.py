@@ -26,11 +26,10 @@ from torch import Tensor
 
 from jingu.errors import JinguError, refuse
 from jingu.infer.beam_search import advance_beams, best_continuations, hypothesis_events
-from jingu.infer.block_manager import BlockManager
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.kv_cache import SequenceChunk
+from jingu.infer.kv_cache import SequenceChunk, pool_bytes
 from jingu.infer.model_runner import ModelRunner
 from jingu.infer.request import (
     Event,
@@ -89,22 +88,24 @@ class Engine:
         self.model = model
         self._any_rank_has_work = any_rank_has_work
         self.settings = settings or EngineSettings()
-        num_blocks = self.settings.num_blocks(model)
         block_size = self.settings.tokens_per_block(model)
         chunk_size = self.settings.prefill_chunk_size
-        self._blocks = BlockManager(num_blocks, block_size)
+        self._pools = self.settings.pools(model)
+        num_blocks = [pool.num_blocks for pool in self._pools]
         self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
-        self._scheduler = Scheduler(self._blocks, self._runner.cache, self.settings.max_num_seqs, chunk_size)
+        self._scheduler = Scheduler(self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size)
         self._num_draft_tokens = self.settings.draft_tokens(draft_model)
         self._speculator: Speculator = NgramSpeculator()
         if draft_model is not None:
-            self._speculator = DraftModelSpeculator(draft_model, model, num_blocks, block_size, chunk_size)
+            self._speculator = DraftModelSpeculator(draft_model, model, max(num_blocks), block_size, chunk_size)
         self._grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, model.eos_token_ids[0])
         self._groups: dict[int, SequenceGroup] = {}
         self._events: list[Event] = []
         self._next_request_id = 0
         self._has_warned = False
-        self._stats = EngineStats(total_blocks=self._blocks.num_usable)
+        self._block_sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
+        total_bytes = sum(pool.num_usable * size for pool, size in zip(self._pools, self._block_sizes, strict=True))
+        self._stats = EngineStats(total_blocks=sum(pool.num_usable for pool in self._pools), total_bytes=total_bytes)
 
     # Complete results
 
@@ -195,10 +196,12 @@ class Engine:
     ) -> list[Request]:
         """Return the requests that score the continuations of a context."""
         # A request has as many continuations as can run at a time; they share one computation of the context.
-        block_size = self._blocks.block_size
         longest = max(map(len, continuations), default=0)
-        num_free = self.stats().total_blocks - (len(context) + self.model.spec.prompts[0]) // block_size
-        num_forks = max(1, min(self.settings.max_num_seqs, num_free // (1 + -(-longest // block_size))))
+        num_tokens = len(context) + self.model.spec.prompts[0]
+        num_forks = min(
+            (pool.num_usable - pool.most_blocks(num_tokens)) // (1 + pool.most_blocks(longest)) for pool in self._pools
+        )
+        num_forks = max(1, min(self.settings.max_num_seqs, num_forks))
         parts = [continuations[first : first + num_forks] for first in range(0, len(continuations), num_forks)]
         return [
             Request(
@@ -330,15 +333,23 @@ class Engine:
     def _check_cache_size(self, group: SequenceGroup) -> None:
         """Raise JinguError unless the KV cache has room for a group with all sequences that it forks into."""
         # Forks share the full blocks of the prompt.
-        block_size = self._blocks.block_size
-        num_shared = len(group.prompt_ids) // block_size
-        own_tokens = len(group.prompt_ids) - num_shared * block_size + group.request.max_tokens
+        block_size = self._pools[0].block_size
+        num_prompt = len(group.prompt_ids)
+        num_shared = num_prompt // block_size
+        own_tokens = num_prompt - num_shared * block_size + group.request.max_tokens
         own_tokens -= not group.request.generates  # the last token of a continuation is a target only
-        if num_shared + group.num_forks * self._blocks.blocks_for(own_tokens) > self._blocks.num_usable:
+        chunk = max(self.settings.prefill_chunk_size, group.bidirectional.stop)
+        for pool in self._pools:
+            num_blocks = pool.most_blocks(num_shared * block_size + own_tokens)
+            if group.num_forks > 1:
+                num_blocks = min(num_shared, pool.most_blocks(num_prompt))
+                num_blocks += group.num_forks * pool.most_blocks(own_tokens)
+            if max(num_blocks, pool.most_blocks(num_prompt, chunk)) <= pool.num_usable:
+                continue
             num_tokens = num_shared * block_size + group.num_forks * own_tokens
             raise JinguError(
                 f"prompt and output need up to {num_tokens} tokens, and the KV cache has room for "
-                f"{self._blocks.num_usable * block_size}.",
+                f"{pool.num_usable * block_size}.",
                 where="prompt",
                 fix="Ask for fewer tokens, or give the engine a larger KV cache (--kv-cache).",
             )
@@ -350,8 +361,11 @@ class Engine:
         # An empty prompt is replaced by the end token; an encoder-decoder's answer begins with a start token.
         prompt_tokens = max(prompt_tokens, 1)
         decoder_tokens = spec.prompts[0] + (prompt_tokens if spec.num_encoder_layers is None else 1)
-        cache_room = self._blocks.num_usable * self._blocks.block_size - decoder_tokens
-        return min(max_new_tokens(spec, prompt_tokens), cache_room)
+        room = max_new_tokens(spec, prompt_tokens)
+        for pool in self._pools:
+            if pool.most_blocks(decoder_tokens + room, self.settings.prefill_chunk_size) > pool.num_usable:
+                room = min(room, pool.num_usable * pool.block_size - decoder_tokens)
+        return room
 
     def cancel(self, request_id: int) -> None:
         """End a request. The next step yields an event for each of its unfinished choices. Unknown ids are ignored."""
@@ -604,11 +618,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the engine's current state, and totals since its start."""
         offloader = self.model.expert_offloader
+        used = [pool.num_usable - pool.num_free for pool in self._pools]
         return replace(
             self._stats,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            used_blocks=self._blocks.num_usable - self._blocks.num_free,
+            used_blocks=sum(used),
+            used_bytes=sum(count * size for count, size in zip(used, self._block_sizes, strict=True)),
             cached_tokens=self._scheduler.cached_tokens(),
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),

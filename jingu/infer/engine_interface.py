@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
 from typing import Protocol
 
 from jingu.errors import refuse
 from jingu.infer.attention_backend import DEFAULT_BLOCK_SIZES, KV_SPAN, BackendName
+from jingu.infer.block_manager import BlockManager
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.kv_cache import MAX_MEMORY_SHARE, block_bytes
+from jingu.infer.kv_cache import MAX_MEMORY_SHARE, cache_reaches, pool_bytes
 from jingu.infer.request import Event, Request
 from jingu.runtime.device import total_memory
 
@@ -57,16 +60,37 @@ class EngineSettings:
         kind = "cpu" if model.parameter.device.type == "cpu" else "other"
         return self.block_size or DEFAULT_BLOCK_SIZES[kind]
 
-    def num_blocks(self, model: InferenceModel) -> int:
-        """Return the number of KV cache blocks, including the zero block and the scratch block."""
+    def pools(self, model: InferenceModel) -> list[BlockManager]:
+        """Return the allocators of the KV cache blocks, one for each pool.
+
+        A pool of a window has blocks for the windows of `max_num_seqs` sequences. If these take more than half of the
+        memory, it has fewer, but enough for as many sequences of the full context as the memory holds.
+        """
+        # 1. Find how many blocks each pool can use, and those of one sequence while it is computed and afterwards.
         block_size = self.tokens_per_block(model)
-        size = block_bytes(model.spec, block_size, model.parameter.itemsize)
+        sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
+        pools = [BlockManager(0, block_size, reach) for reach in cache_reaches(model.spec)]
+        context = model.spec.max_position_embeddings
+        computed = [pool.most_blocks(context, self.prefill_chunk_size) for pool in pools]
+        decoding = [pool.most_blocks(context) for pool in pools]
+        most = [
+            max_blocks + (self.max_num_seqs - 1) * blocks for max_blocks, blocks in zip(computed, decoding, strict=True)
+        ]
         budget = self.kv_cache_bytes
         if budget is None:
-            blocks_per_seq = -(-model.spec.max_position_embeddings // block_size)
             limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
-            budget = min(self.max_num_seqs * blocks_per_seq * size, limit)
-        return max(budget // size, 1) + 2
+            budget = min(sum(size * blocks for size, blocks in zip(sizes, most, strict=True)), limit)
+        # 2. Divide the memory. The first pool, whose layers attend to the most tokens, takes what the others leave.
+        equal = max(budget // sum(sizes), 1)
+        num_streams = budget / sum(size * blocks for size, blocks in zip(sizes, decoding, strict=True))
+        counts = [equal]
+        for number in range(1, len(pools)):
+            half = budget // (2 * sum(sizes[1:]))
+            count = max(half, computed[number], math.ceil(num_streams * decoding[number]))
+            counts.append(min(count, equal, most[number]))
+        counts[0] = max((budget - sum(map(operator.mul, counts[1:], sizes[1:]))) // sizes[0], 1)
+        # Each pool has a zero block and a scratch block besides.
+        return [BlockManager(count + 2, block_size, pool.reach) for count, pool in zip(counts, pools, strict=True)]
 
 
 @dataclass
@@ -76,9 +100,11 @@ class EngineStats:
     Attributes:
         running: number of running sequences.
         waiting: number of waiting sequences.
-        used_blocks: KV cache blocks of running sequences.
-        total_blocks: KV cache blocks that sequences can use.
-        cached_tokens: tokens in the used blocks; the other slots of these blocks are fragmentation.
+        used_blocks: KV cache blocks of running sequences, in all pools.
+        total_blocks: KV cache blocks that sequences can use, in all pools.
+        used_bytes: bytes of the used blocks.
+        total_bytes: bytes of all blocks.
+        cached_tokens: tokens in the used blocks of the first pool; the other slots of these blocks are fragmentation.
         generated_tokens: total number of generated tokens.
         prompt_tokens: total number of prompt tokens of all requests.
         prefix_cache_hits: the part of `prompt_tokens` that was found in the prefix cache.
@@ -94,6 +120,8 @@ class EngineStats:
     waiting: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
+    used_bytes: int = 0
+    total_bytes: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0

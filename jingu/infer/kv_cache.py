@@ -1,5 +1,8 @@
 """The paged KV cache: keys and values of many sequences in blocks, one tensor for each layer.
 
+Layers that attend equally far back share a pool of blocks: a sequence has a block table in each pool. In the pool of a
+window, it holds only the blocks that its next tokens attend to.
+
 Shapes: T tokens of a step, H query heads, G KV heads, K head dim, P blocks, S states of an encoder.
 """
 
@@ -25,6 +28,9 @@ from jingu.runtime.device import copy_to_device
 
 # Heads are padded to a multiple of this: kernels treat rows of other sizes differently by their addresses.
 HEAD_DIM_MULTIPLE = 16
+# Number of tokens of each member of an attention group, spans of keys, and the members: (index of a chunk, first
+# position).
+GroupShape = tuple[int, int, list[tuple[int, int]]]
 # Group key of the chunks that may share a group; other chunks use their own number.
 _SHARED = -1
 
@@ -34,11 +40,12 @@ class BlockTable:
     """The cache entries of a sequence.
 
     Attributes:
-        blocks: indices of its blocks, in the order of positions.
+        blocks: by pool, indices of its blocks, in the order of positions; the zero block stands for blocks behind the
+            window.
         cross_kv: by layer, the cross-attention keys and values of the encoder's states [1, S, G, K].
     """
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]]
     cross_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -61,10 +68,46 @@ class SequenceChunk:
 MAX_MEMORY_SHARE = 0.25
 
 
+def cache_reaches(spec: ModelSpec) -> list[int | None]:
+    """Return the pools of a model by how far back their layers attend (`AttentionSpec.reach`); None, for all tokens,
+    comes first."""
+    return sorted({_reach(spec, layer) for layer in spec.kinds}, key=lambda reach: reach or 0)
+
+
+def _reach(spec: ModelSpec, layer: LayerSpec) -> int | None:
+    reach = layer.attention.reach
+    return None if reach is None or reach >= spec.max_position_embeddings else reach
+
+
+def pool_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> list[int]:
+    """Return for each pool the bytes of a block in all of its layers together; `itemsize` is the size of an element."""
+    reaches = cache_reaches(spec)
+    sizes = [0] * len(reaches)
+    for layer in spec.layers:
+        part = layer.attention
+        size = 2 * part.num_kv_heads * _padded_size(part.head_dim) * block_size * itemsize
+        sizes[reaches.index(_reach(spec, layer))] += size
+    return sizes
+
+
 def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
     """Return the bytes of a block in all layers together; `itemsize` is the size of an element."""
-    sizes = (2 * part.num_kv_heads * _padded_size(part.head_dim) for part in (layer.attention for layer in spec.layers))
-    return sum(sizes) * block_size * itemsize
+    return sum(pool_bytes(spec, block_size, itemsize))
+
+
+@dataclass
+class PoolStep:
+    """What the layers of a pool need in a step.
+
+    Attributes:
+        slots: [T] slots that the step's keys and values are written to; padding rows use the scratch block.
+        first_slot: the first slot if they are contiguous, else None.
+        groups: rows whose attention is computed together.
+    """
+
+    slots: Tensor
+    first_slot: int | None
+    groups: list[AttentionGroup]
 
 
 class PagedKVCache:
@@ -74,34 +117,41 @@ class PagedKVCache:
     tensor parallelism may have only some of the heads, and the computation may use another dtype than the weights.
 
     Attributes:
+        reaches: the pools; see `cache_reaches`.
+        num_blocks: number of blocks of each pool.
         num_tokens: tokens of the current step, without padding.
-        slots_T: slots that the step's keys and values are written to; padding rows use the scratch block.
-        first_slot: the first slot if they are contiguous, else None.
-        groups: rows whose attention is computed together.
-        tables: block tables of the sequences of each group.
+        num_rows: rows of the current step, with padding.
+        steps: the current step by pool.
+        tables: block tables of the sequences of each attention group.
         use_slices: whether contiguous blocks and slots are addressed as slices rather than by index.
         row_multiple: a step's rows are padded to a multiple of this, a power of two; see `pad`.
         encoding: the block table that receives the encoder's keys and values in this step; None: no encoder runs.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, backend: AttentionBackend
+        self,
+        spec: ModelSpec,
+        num_blocks: Sequence[int],
+        block_size: int,
+        device: torch.device,
+        backend: AttentionBackend,
     ) -> None:
         self.spec = spec
+        self.reaches = cache_reaches(spec)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         self.backend = backend
         self.encoding: BlockTable | None = None
-        self.groups: list[AttentionGroup] = []
+        self.steps: list[PoolStep] = []
         self.tables: list[list[BlockTable]] = []
         self.num_tokens = 0
-        self.slots_T = torch.empty(0, dtype=torch.int64)
-        self.first_slot: int | None = None
+        self.num_rows = 0
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
         self._layers = [
-            _LayerKVCache(self, number, spec.kinds.index(layer)) for number, layer in enumerate(spec.layers)
+            _LayerKVCache(self, number, spec.kinds.index(layer), self.reaches.index(_reach(spec, layer)))
+            for number, layer in enumerate(spec.layers)
         ]
         self._rotary: dict[Hashable, RotaryTables] = {}
 
@@ -131,65 +181,85 @@ class PagedKVCache:
         Returns:
             Tokens and positions [1, T], padded as `pad` says; and the first row of each chunk.
         """
+        # 1. Order the tokens by the groups whose attention is computed together.
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         starts = [0] * len(chunks)
-        self.groups = []
-        self.tables = []
-        self.encoding = encoding
-        for num_tokens, spans, members in _group_by_shape(chunks):
-            # 1. Append the tokens, positions, slots and blocks of the group's members.
-            first_row = len(ids)
-            blocks: list[int] = []
-            num_blocks = spans * KV_SPAN // self.block_size
+        shapes = _group_by_shape(chunks)
+        self.tables = [[chunks[number].table for number, _ in members] for _, _, members in shapes]
+        for num_tokens, _, members in shapes:
             for number, begin in members:
                 chunk = chunks[number]
                 if begin == chunk.first:
                     starts[number] = len(ids)
                 ids += chunk.ids[begin - chunk.first : begin - chunk.first + num_tokens]
                 positions += range(begin, begin + num_tokens)
-                chunk_blocks = chunk.table.blocks
+        # Padding rows compute token 0 at position 0.
+        self.num_tokens = len(ids)
+        self.num_rows = self.pad(len(ids))
+        self.encoding = encoding
+        padding = [0] * (self.num_rows - len(ids))
+        # 2. Find their slots and the blocks that they read, pool by pool.
+        positions_NQ = [
+            copy_to_device([begin for _, begin in members], self.device)[:, None]
+            + torch.arange(num_tokens, device=self.device)
+            for num_tokens, _, members in shapes
+        ]
+        self.steps = [self._plan_pool(pool, chunks, shapes, positions_NQ) for pool in range(len(self.reaches))]
+        # 3. Copy the rows to the device.
+        rows = copy_to_device([ids + padding, positions + padding], self.device)
+        return rows[:1], rows[1:], starts
+
+    def _plan_pool(
+        self, pool: int, chunks: Sequence[SequenceChunk], shapes: list[GroupShape], positions_NQ: list[Tensor]
+    ) -> PoolStep:
+        """Return the slots and attention groups of a step's tokens in one pool."""
+        slots: list[int] = []
+        groups = []
+        for (num_tokens, spans, members), group_positions in zip(shapes, positions_NQ, strict=True):
+            first_row = len(slots)
+            # All members begin in the same span, so that a token reads the same keys in any step.
+            first = first_key(self.reaches[pool], members[0][1])
+            first_block, num_blocks = first // self.block_size, spans * KV_SPAN // self.block_size
+            blocks: list[int] = []
+            for number, begin in members:
+                chunk_blocks = chunks[number].table.blocks[pool]
                 slots += [
                     chunk_blocks[position // self.block_size] * self.block_size + position % self.block_size
                     for position in range(begin, begin + num_tokens)
                 ]
                 # Pad to whole spans of keys with the zero block.
-                blocks += chunk_blocks[:num_blocks]
+                blocks += chunk_blocks[first_block:num_blocks]
                 blocks += [ZERO_BLOCK] * (num_blocks - len(chunk_blocks))
-            # 2. Make the group.
-            begins = copy_to_device([begin for _, begin in members], self.device)
-            self.tables.append([chunks[number].table for number, _ in members])
-            self.groups.append(
+            groups.append(
                 AttentionGroup(
                     len(members),
                     num_tokens,
-                    slice(first_row, len(ids)),
+                    slice(first_row, len(slots)),
                     copy_to_device(blocks, self.device),
-                    self._contiguous(chunks, blocks),
-                    begins[:, None] + torch.arange(num_tokens, device=self.device),
+                    self._contiguous(chunks, blocks, pool, first_block),
+                    group_positions,
                     range(0) if num_tokens == 1 else chunks[members[0][0]].bidirectional,
+                    first,
                 )
             )
-        # 3. Pad the rows, and copy the indices to the device.
-        self.num_tokens = len(ids)
         neighbours = range(slots[0], slots[0] + len(slots))
-        self.first_slot = slots[0] if self.use_slices and slots == list(neighbours) else None
-        # Padding rows compute token 0 at position 0 and write to the scratch block.
-        padding = self.pad(len(ids)) - len(ids)
-        self.slots_T = copy_to_device(slots + [SCRATCH_BLOCK * self.block_size] * padding, self.device)
-        rows = copy_to_device([ids + [0] * padding, positions + [0] * padding], self.device)
-        return rows[:1], rows[1:], starts
+        first_slot = slots[0] if self.use_slices and slots == list(neighbours) else None
+        # Padding rows write to the scratch block.
+        padding = [SCRATCH_BLOCK * self.block_size] * (self.num_rows - len(slots))
+        return PoolStep(copy_to_device(slots + padding, self.device), first_slot, groups)
 
-    def _contiguous(self, chunks: Sequence[SequenceChunk], blocks: list[int]) -> slice | None:
+    def _contiguous(
+        self, chunks: Sequence[SequenceChunk], blocks: list[int], pool: int, first_block: int
+    ) -> slice | None:
         """Return the blocks of a single decoding sequence as a slice if they are contiguous in memory, else None."""
         # The slice extends beyond the sequence's last block, to a whole span. With several sequences, those blocks may
         # contain non-finite values of this step, which would spoil the result in spite of the mask.
         if not self.use_slices or len(chunks) != 1 or len(chunks[0].ids) != 1:
             return None
         first = blocks[0]
-        num_own = len(chunks[0].table.blocks)
-        if blocks[:num_own] != list(range(first, first + num_own)) or first + len(blocks) > self.num_blocks:
+        num_own = len(chunks[0].table.blocks[pool]) - first_block
+        if blocks[:num_own] != list(range(first, first + num_own)) or first + len(blocks) > self.num_blocks[pool]:
             return None
         return slice(first, first + len(blocks))
 
@@ -197,20 +267,25 @@ class PagedKVCache:
     def graph_shape(self) -> Hashable:
         """The key of a decoding step's CUDA graph: steps with the same key differ only in `graph_inputs`. None for
         steps that cannot be captured."""
-        if self.use_slices or self.encoding is not None or any(group.num_tokens > 1 for group in self.groups):
+        groups = [group for step in self.steps for group in step.groups]
+        if self.use_slices or self.encoding is not None or any(group.num_tokens > 1 for group in groups):
             return None
-        blocks = tuple(group.blocks.shape[0] for group in self.groups)
-        return (self.num_tokens, *blocks, *(group.num_seqs for group in self.groups))
+        return (self.num_tokens, *((group.blocks.shape[0], group.num_seqs, group.first) for group in groups))
 
     @property
     def graph_inputs(self) -> list[Tensor]:
         """The tensors of the planned step that its forward pass reads."""
-        return [self.slots_T, *(part for group in self.groups for part in (group.blocks, group.positions))]
+        groups = (group for step in self.steps for group in step.groups)
+        slots = [step.slots for step in self.steps]
+        return [*slots, *(part for group in groups for part in (group.blocks, group.positions))]
 
     def set_graph_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors that `graph_inputs` returned."""
-        self.slots_T = tensors[0]
-        for group, blocks, positions in zip(self.groups, tensors[1::2], tensors[2::2], strict=True):
+        for step, slots in zip(self.steps, tensors, strict=False):
+            step.slots = slots
+        groups = [group for step in self.steps for group in step.groups]
+        blocks_and_positions = tensors[len(self.steps) :]
+        for group, blocks, positions in zip(groups, blocks_and_positions[::2], blocks_and_positions[1::2], strict=True):
             group.blocks = blocks
             group.positions = positions
             group.masks = {}
@@ -233,20 +308,28 @@ class PagedKVCache:
         cos, sin = self._rotary[key]
         return cos[positions_BT], sin[positions_BT]
 
-    def copy(self, block: int, to: int) -> None:
-        """Copy a block's keys and values to another block, in all layers."""
+    def copy(self, pool: int, block: int, to: int) -> None:
+        """Copy a block's keys and values to another block, in all layers of a pool."""
         for layer in self._layers:
-            if layer.store is not None:
+            if layer.store is not None and layer.pool == pool:
                 layer.store[to] = layer.store[block]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks in all layers."""
+    def clear(self, pool: int, blocks: Sequence[int]) -> None:
+        """Zero blocks in all layers of a pool."""
         for layer in self._layers:
-            if layer.store is not None:
+            if layer.store is not None and layer.pool == pool:
                 layer.store.index_fill_(0, copy_to_device(list(blocks), self.device, torch.int64), 0)
 
 
-def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+def first_key(reach: int | None, position: int) -> int:
+    """Return the first position whose key is read for the queries of a position's span: the begin of a span."""
+    if reach is None:
+        return 0
+    begin = position // KV_SPAN * KV_SPAN
+    return max(begin + 1 - reach, 0) // KV_SPAN * KV_SPAN
+
+
+def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[GroupShape]:
     """Split the chunks of a step at multiples of KV_SPAN positions, and group parts of the same shape.
 
     Returns:
@@ -271,11 +354,12 @@ def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[tuple[int, int, lis
 class _LayerKVCache:
     """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
 
-    def __init__(self, cache: PagedKVCache, number: int, kind: int) -> None:
+    def __init__(self, cache: PagedKVCache, number: int, kind: int, pool: int) -> None:
         # A weak reference avoids a cycle, so that the memory is freed together with the engine.
         self._reference = weakref.ref(cache)
         self._number = number
         self._kind = kind
+        self.pool = pool
         self.store: Tensor | None = None  # [P, block size, 2, G, K]
         self._slots: tuple[Tensor, ...] = ()  # views of its keys and its values, each [1, P · block size, G, K]
 
@@ -287,6 +371,7 @@ class _LayerKVCache:
 
     def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
         cache = self._cache
+        step = cache.steps[self.pool]
         head_dim = k_BTGK.shape[3]
         scale = head_dim**-0.5 if scale is None else scale
         if head_dim % HEAD_DIM_MULTIPLE:
@@ -295,32 +380,34 @@ class _LayerKVCache:
         if self.store is None:
             # Not in inference mode: blocks are also copied and cleared between forward passes.
             with torch.inference_mode(False):
-                self.store = allocate_zeros((cache.num_blocks, cache.block_size, 2, *k_BTGK.shape[2:]), k_BTGK)
+                self.store = allocate_zeros(
+                    (cache.num_blocks[self.pool], cache.block_size, 2, *k_BTGK.shape[2:]), k_BTGK
+                )
                 self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
         # 2. Write the step's keys and values, before attention: a token attends to itself and to its chunk.
         keys, values = self._slots
         num_tokens = cache.num_tokens
         padding = k_BTGK.shape[1] - num_tokens
-        if cache.first_slot is not None:
-            keys.narrow(1, cache.first_slot, num_tokens).copy_(k_BTGK[:, :num_tokens] if padding else k_BTGK)
-            values.narrow(1, cache.first_slot, num_tokens).copy_(v_BTGK[:, :num_tokens] if padding else v_BTGK)
+        if step.first_slot is not None:
+            keys.narrow(1, step.first_slot, num_tokens).copy_(k_BTGK[:, :num_tokens] if padding else k_BTGK)
+            values.narrow(1, step.first_slot, num_tokens).copy_(v_BTGK[:, :num_tokens] if padding else v_BTGK)
         else:
-            keys.index_copy_(1, cache.slots_T, k_BTGK)
-            values.index_copy_(1, cache.slots_T, v_BTGK)
+            keys.index_copy_(1, step.slots, k_BTGK)
+            values.index_copy_(1, step.slots, v_BTGK)
         # 3. Compute attention group by group; padding rows become zeros.
-        if len(cache.groups) == 1 and not padding:
-            y_BTHK = cache.backend.attend(q_BTHK, self.store, cache.groups[0], self._kind, scale, first_head)
+        if len(step.groups) == 1 and not padding:
+            y_BTHK = cache.backend.attend(q_BTHK, self.store, step.groups[0], self._kind, scale, first_head)
         else:
             parts = [
                 cache.backend.attend(q_BTHK[:, group.rows], self.store, group, self._kind, scale, first_head)
-                for group in cache.groups
+                for group in step.groups
             ]
             y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)
         return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
 
     def tokens(self, rows: int) -> int:
         # With sequence parallelism a rank has only a part of the rows, and none of them count as padding.
-        return self._cache.num_tokens if rows == len(self._cache.slots_T) else rows
+        return self._cache.num_tokens if rows == self._cache.num_rows else rows
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
         assert self._cache.encoding is not None
@@ -331,7 +418,7 @@ class _LayerKVCache:
         scale = head_dim**-0.5 if scale is None else scale
         q_BTHK = pad_heads(q_BTHK)
         y_BTHK = torch.zeros_like(q_BTHK)
-        for group, tables in zip(self._cache.groups, self._cache.tables, strict=True):
+        for group, tables in zip(self._cache.steps[0].groups, self._cache.tables, strict=True):
             # Sources differ in length, so each sequence is computed by itself.
             for number, table in enumerate(tables):
                 first = group.rows.start + number * group.num_tokens

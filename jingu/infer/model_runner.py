@@ -19,7 +19,7 @@ from jingu.infer.attention_backend import BackendName, select_backend
 from jingu.infer.block_manager import SCRATCH_BLOCK
 from jingu.infer.cuda_graphs import CudaGraphRunner
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk
+from jingu.infer.kv_cache import BlockTable, PagedKVCache, SequenceChunk, cache_reaches
 from jingu.model.attention import has_biases
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder, cap_logits
@@ -33,6 +33,7 @@ class ModelRunner:
     """Runs a model with a KV cache of its own.
 
     Args:
+        num_blocks: number of KV cache blocks of each pool.
         graphs: captures and replays decoding steps; None launches operations one by one.
         backend: name of the attention backend.
 
@@ -43,7 +44,7 @@ class ModelRunner:
     def __init__(
         self,
         model: InferenceModel,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         graphs: CudaGraphRunner | None = None,
         backend: BackendName = "gather",
@@ -134,8 +135,9 @@ def compile_blocks(model: InferenceModel) -> InferenceModel:
         attention.attend_cache = torch.compiler.disable(attention.attend_cache)
         block.compile(dynamic=True)
     # Warm up with a chunk of a prompt, then with a single token.
-    runner = ModelRunner(model, num_blocks=SCRATCH_BLOCK + 2, block_size=16)
-    table = BlockTable([SCRATCH_BLOCK + 1])
+    num_pools = len(cache_reaches(model.spec))
+    runner = ModelRunner(model, [SCRATCH_BLOCK + 2] * num_pools, block_size=16)
+    table = BlockTable([[SCRATCH_BLOCK + 1]] * num_pools)
     for chunk in (SequenceChunk(table, 0, [0] * 9), SequenceChunk(table, 9, [0])):
         tokens_BT, positions_BT, _ = runner.cache.plan([chunk], None)
         runner.compute(tokens_BT, positions_BT, [0])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, GatherBackend, attend_padded
-from jingu.infer.kv_cache import PagedKVCache, pad_heads
+from jingu.infer.kv_cache import PagedKVCache, first_key, pad_heads
 from jingu.model.components import LayerSpec
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import LayerKVCache
@@ -29,14 +29,15 @@ class RowAttention(PagedKVCache):
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self.rows = GatherBackend(spec)
-        super().__init__(spec, 0, KV_SPAN, device, self.rows)
+        super().__init__(spec, (), KV_SPAN, device, self.rows)
 
     def layer(self, number: int) -> LayerKVCache:  # type: ignore[override]
-        return _LayerRowAttention(self.rows, self.spec.layer(number))
+        return _LayerRowAttention(self.rows, self.spec.layer(number), self.reaches[self._layers[number].pool])
 
 
 class _LayerRowAttention(LayerKVCache):
-    def __init__(self, backend: GatherBackend, layer: LayerSpec) -> None:
+    def __init__(self, backend: GatherBackend, layer: LayerSpec, reach: int | None) -> None:
+        self._reach = reach
         self._backend = backend
         self._layer = layer
 
@@ -50,10 +51,12 @@ class _LayerRowAttention(LayerKVCache):
             end = min(begin + KV_SPAN, tokens)
             # Pad the keys to a whole span with zeros, as the engine does with the zero block.
             padding = (0, 0, 0, 0, 0, begin + KV_SPAN - end)
-            k_NGSK = F.pad(k_BTGK[:, :end], padding).transpose(1, 2)
-            v_NGSK = F.pad(v_BTGK[:, :end], padding).transpose(1, 2)
+            # Layers with a window read only the spans that it touches.
+            first = first_key(self._reach, begin)
+            k_NGSK = F.pad(k_BTGK[:, first:end], padding).transpose(1, 2)
+            v_NGSK = F.pad(v_BTGK[:, first:end], padding).transpose(1, 2)
             positions_NQ = torch.arange(begin, end, device=q_BTHK.device).expand(rows, -1)
-            group = AttentionGroup(rows, end - begin, slice(0), torch.empty(0), None, positions_NQ, range(0))
+            group = AttentionGroup(rows, end - begin, slice(0), torch.empty(0), None, positions_NQ, range(0), first)
             head_range = range(first_head, first_head + heads)
             bias = self._backend.bias(group, self._layer, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
             q_BXHK = q_BTHK[:, begin:end].reshape(1, rows * (end - begin), heads, -1)

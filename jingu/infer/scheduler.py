@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import abc, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jingu.infer.block_manager import BlockManager, hash_block
+from jingu.infer.block_manager import ZERO_BLOCK, BlockManager, hash_block
 from jingu.infer.kv_cache import BlockTable, PagedKVCache
 from jingu.infer.sequence import Sequence, SequenceGroup
 
@@ -32,14 +33,17 @@ class Scheduler:
     """The queues of waiting and running sequences.
 
     Args:
-        blocks: allocates the KV cache blocks.
+        pools: allocate the KV cache blocks of each pool.
         cache: has the contents of the blocks.
         max_num_seqs: maximum number of running sequences.
         prefill_chunk_size: maximum number of prompt tokens in a step.
     """
 
-    def __init__(self, blocks: BlockManager, cache: PagedKVCache, max_num_seqs: int, prefill_chunk_size: int) -> None:
-        self._blocks = blocks
+    def __init__(
+        self, pools: abc.Sequence[BlockManager], cache: PagedKVCache, max_num_seqs: int, prefill_chunk_size: int
+    ) -> None:
+        self._pools = pools
+        self._block_size = pools[0].block_size
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size
@@ -51,11 +55,10 @@ class Scheduler:
         """Move waiting sequences to the running ones. Return the sequence whose source the encoder reads in this step:
         at most one, so that the encoder's result does not depend on other sequences."""
         # 1. Find the content of the blocks that running sequences are about to fill.
-        block_size = self._blocks.block_size
         pending = {
             content
             for running in self.running
-            for content in running.block_hashes[running.num_computed // block_size :]
+            for content in running.block_hashes[running.num_computed // self._block_size :]
         }
         # 2. Limit texts to embed to one step's tokens, so that they take turns with prompts.
         pooled_tokens = sum(running.num_uncomputed for running in self.running if running.group.request.pooling)
@@ -73,21 +76,20 @@ class Scheduler:
             hashes: list[bytes] = []
             if sequence.group.shares_blocks and not sequence.needs_all_tokens:
                 hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
-            prefix_blocks = self._acquire_prefix(hashes)
-            num_tokens = len(sequence.token_ids) + sequence.group.request.generates
-            num_new = self._blocks.blocks_for(num_tokens) - len(prefix_blocks)
-            full = num_new > self._blocks.num_free
+            num_cached = self._cached_prefix(hashes)
+            tables = [pool.acquire_prefix(hashes, num_cached) for pool in self._pools]
+            full = any(self._num_new(pool, table, sequence) > pool.num_free for pool, table in self._each(tables))
             # Wait for a block that another sequence is about to fill, rather than compute it twice.
-            coming = len(prefix_blocks) < len(hashes) and hashes[len(prefix_blocks)] in pending
+            coming = num_cached < len(hashes) and hashes[num_cached] in pending
             if full or coming:
-                for block in prefix_blocks:
-                    self._blocks.release(block)
+                for pool, table in self._each(tables):
+                    pool.release_all(table)
                 skipped_sequences.append(sequence)
                 if full:
                     break
                 continue
-            self._start(sequence, prefix_blocks)
-            pending |= set(hashes[len(prefix_blocks) :])
+            self._start(sequence, tables)
+            pending |= set(hashes[num_cached:])
             encoding = sequence if sequence.group.encoder_ids is not None else None
         self.waiting = skipped_sequences + self.waiting
         return encoding
@@ -100,20 +102,30 @@ class Scheduler:
         num_slots += sum(running.num_forks for running in forking.values())
         return num_slots + group.num_forks <= self._max_num_seqs
 
-    def _acquire_prefix(self, hashes: abc.Sequence[bytes]) -> list[int]:
-        """Add references to the cached blocks with these hashes and return them, up to the first missing one."""
-        prefix_blocks = []
-        for content in hashes:
-            block = self._blocks.acquire_cached(content)
-            if block is None:
-                break
-            prefix_blocks.append(block)
-        return prefix_blocks
+    def _each(self, tables: list[list[int]]) -> Iterator[tuple[BlockManager, list[int]]]:
+        """Yield each pool with a sequence's blocks in it."""
+        return zip(self._pools, tables, strict=True)
 
-    def _start(self, sequence: Sequence, cached: list[int]) -> None:
-        sequence.table = BlockTable(cached)
-        sequence.num_computed = len(cached) * self._blocks.block_size
-        sequence.num_cached_blocks = len(cached)
+    def _cached_prefix(self, hashes: abc.Sequence[bytes]) -> int:
+        """Return the number of leading blocks with these hashes after which a sequence can continue in every pool."""
+        numbers = self._pools[0].cached_prefix(hashes, len(hashes))
+        for pool in self._pools[1:]:
+            usable = set(pool.cached_prefix(hashes, numbers[-1]))
+            numbers = [number for number in numbers if number in usable]
+        return numbers[-1]
+
+    def _num_new(self, pool: BlockManager, prefix_blocks: list[int], sequence: Sequence) -> int:
+        """Return how many blocks a waiting sequence allocates in a pool until its first new token."""
+        num_tokens = len(sequence.token_ids) + sequence.group.request.generates
+        step_tokens = max(self._prefill_chunk_size, sequence.group.bidirectional.stop)
+        held = sum(block != ZERO_BLOCK for block in prefix_blocks)
+        rest = pool.blocks_for(num_tokens) - len(prefix_blocks)
+        return min(rest, pool.most_blocks(num_tokens, step_tokens) - held)
+
+    def _start(self, sequence: Sequence, tables: list[list[int]]) -> None:
+        sequence.table = BlockTable(tables)
+        sequence.num_cached_blocks = len(tables[0])
+        sequence.num_computed = sequence.num_cached_blocks * self._block_size
         self.running.append(sequence)
         group = sequence.group
         if not group.start_time:
@@ -152,28 +164,36 @@ class Scheduler:
     def _allocate(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> list[int] | None:
         """Allocate blocks for a sequence's next tokens, preempting others if there are too few. Return the draft tokens
         that there is room for; None if the sequence itself was preempted."""
-        blocks = sequence.table.blocks
-        last = sequence.num_computed // self._blocks.block_size
+        # 1. Find how many blocks each pool lacks. All tables are equally long.
+        tables = sequence.table.blocks
+        last = sequence.num_computed // self._block_size
         # A block that another fork refers to is copied before it is written (copy-on-write).
-        copies = last < len(blocks) and self._blocks.is_shared(blocks[last])
+        has_last = last < len(tables[0])
+        copies = [has_last and pool.is_shared(table[last]) for pool, table in self._each(tables)]
         end = sequence.num_computed + num_tokens
-        num_new = self._blocks.blocks_for(end + len(draft_tokens)) - len(blocks) + copies
-        if draft_tokens and num_new > self._blocks.num_free:
+        num_new = self._pools[0].blocks_for(end + len(draft_tokens)) - len(tables[0])
+        if draft_tokens and not self._has_free(num_new, copies):
             # Draft tokens are not worth a preemption.
             draft_tokens = []
-            num_new = self._blocks.blocks_for(end) - len(blocks)
-        while num_new > self._blocks.num_free and sequence in self.running:
+            num_new = self._pools[0].blocks_for(end) - len(tables[0])
+        # 2. Make room.
+        while not self._has_free(num_new, copies) and sequence in self.running:
             self._preempt(self.running[-1])
         if sequence not in self.running:
             return None
-        new_blocks = [self._blocks.allocate() for _ in range(num_new)]
-        if copies:
-            copy = new_blocks.pop(0)
-            self._cache.copy(blocks[last], copy)
-            self._blocks.release(blocks[last])
-            blocks[last] = copy
-        blocks += new_blocks
+        # 3. Allocate.
+        for number, (pool, table) in enumerate(self._each(tables)):
+            if copies[number]:
+                copy = pool.allocate()
+                self._cache.copy(number, table[last], copy)
+                pool.release(table[last])
+                table[last] = copy
+            table += [pool.allocate() for _ in range(num_new)]
         return draft_tokens
+
+    def _has_free(self, num_new: int, copies: abc.Sequence[bool]) -> bool:
+        """Return whether every pool has so many free blocks, and one more if a block is copied."""
+        return all(num_new + copy <= pool.num_free for pool, copy in zip(self._pools, copies, strict=True))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks and move it to the front of the queue; a group that forks starts over as a whole."""
@@ -193,8 +213,8 @@ class Scheduler:
         if sequence.num_uncomputed > 1:
             # The prompt is unfinished, so no logits have been checked: its keys and values may not be finite.
             self.discard_content(sequence, sequence.num_cached_blocks)
-        for block in sequence.table.blocks:
-            self._blocks.release(block)
+        for pool, table in self._each(sequence.table.blocks):
+            pool.release_all(table)
 
     def remove_group(self, group: SequenceGroup) -> None:
         """Remove a group from both queues."""
@@ -207,33 +227,36 @@ class Scheduler:
         position = self.running.index(parents[0])
         # Acquire before releasing, so that no block becomes free in between.
         for sequence in forks:
-            for block in sequence.table.blocks:
-                self._blocks.acquire(block)
+            for pool, table in self._each(sequence.table.blocks):
+                pool.acquire_all(table)
         for sequence in parents:
             self.remove(sequence)
         self.running[position:position] = forks
 
     def mark_computed(self, sequence: Sequence, first: int) -> None:
-        """Put the blocks that a sequence has filled into the prefix cache, from the one of position `first` on."""
-        if not sequence.group.shares_blocks:
-            return
-        block_size = self._blocks.block_size
-        hashes = self._hash_blocks(sequence, sequence.num_computed)
-        for number in range(first // block_size, sequence.num_computed // block_size):
-            self._blocks.cache(sequence.table.blocks[number], hashes[number])
+        """Put the blocks that a sequence has filled into the prefix cache, from the one of position `first` on, and
+        release those behind its windows."""
+        if sequence.group.shares_blocks:
+            hashes = self._hash_blocks(sequence, sequence.num_computed)
+            for number in range(first // self._block_size, sequence.num_computed // self._block_size):
+                for pool, table in self._each(sequence.table.blocks):
+                    pool.cache(table[number], hashes[number])
+        for pool, table in self._each(sequence.table.blocks):
+            pool.release_behind(table, sequence.num_computed)
 
     def discard_content(self, sequence: Sequence, first: int = 0) -> None:
         """Zero a sequence's unshared blocks from the index `first` on, and remove them from the prefix cache.
         Non-finite values would spoil the attention of later owners, even in masked positions."""
-        private_blocks = [block for block in sequence.table.blocks[first:] if not self._blocks.is_shared(block)]
-        self._cache.clear(private_blocks)
-        for block in private_blocks:
-            self._blocks.uncache(block)
+        for number, (pool, table) in enumerate(self._each(sequence.table.blocks)):
+            private_blocks = [block for block in table[first:] if block != ZERO_BLOCK and not pool.is_shared(block)]
+            self._cache.clear(number, private_blocks)
+            for block in private_blocks:
+                pool.uncache(block)
 
     def _hash_blocks(self, sequence: Sequence, tokens: int) -> list[bytes]:
         """Return the hashes of a sequence's blocks, at least of those that this many tokens fill. They are cached."""
         hashes = sequence.block_hashes
-        block_size = self._blocks.block_size
+        block_size = self._block_size
         for first in range(len(hashes) * block_size, tokens // block_size * block_size, block_size):
             # Keys and values depend on the adapter too.
             adapter = sequence.group.adapter
@@ -245,11 +268,13 @@ class Scheduler:
         return hashes
 
     def cached_tokens(self) -> int:
-        """Return the number of tokens in the blocks of running sequences, counting shared blocks once."""
-        block_size = self._blocks.block_size
+        """Return the number of tokens in the blocks of running sequences, counting shared blocks once; with windows, in
+        the layers that hold the most tokens."""
+        block_size = self._block_size
         tokens_of_block = {
             block: min(sequence.num_computed - position * block_size, block_size)
             for sequence in self.running
-            for position, block in enumerate(sequence.table.blocks[: self._blocks.blocks_for(sequence.num_computed)])
+            for position, block in enumerate(sequence.table.blocks[0])
+            if block != ZERO_BLOCK and position * block_size < sequence.num_computed
         }
         return sum(tokens_of_block.values())

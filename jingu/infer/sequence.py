@@ -140,7 +140,7 @@ class Sequence:
         self.group = group
         self.index = index
         self.token_ids = list(group.prompt_ids)
-        self.table = BlockTable()
+        self.table = BlockTable([])
         self.num_computed = 0
         self.num_cached_blocks = 0
         self.block_hashes: list[bytes] = []
@@ -280,7 +280,7 @@ class Sequence:
         beam.token_ids = [*self.token_ids, token_id]
         beam.cumulative_logprob = logprob
         beam.block_hashes = list(self.block_hashes)
-        beam.table = BlockTable(list(self.table.blocks), self.table.cross_kv)
+        beam.table = BlockTable([list(blocks) for blocks in self.table.blocks], self.table.cross_kv)
         return beam
 
     def fork_to_score(self, index: int) -> Sequence:

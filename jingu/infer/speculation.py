@@ -20,7 +20,7 @@ from torch import Tensor
 from jingu.errors import JinguError
 from jingu.infer.block_manager import BlockManager
 from jingu.infer.inference_model import InferenceModel
-from jingu.infer.kv_cache import BlockTable, SequenceChunk
+from jingu.infer.kv_cache import BlockTable, SequenceChunk, cache_reaches
 from jingu.infer.model_runner import ModelRunner
 from jingu.infer.sampling import sample_rows
 from jingu.infer.sequence import Sequence
@@ -54,7 +54,7 @@ def _look_up(ids: list[int], count: int) -> list[int]:
 class _DraftState:
     """State of a sequence in the draft model's cache: `num_computed` of its tokens, then the tokens of `proposed`."""
 
-    table: BlockTable = field(default_factory=BlockTable)
+    table: BlockTable
     num_computed: int = 0
     proposed: list[int] = field(default_factory=list)
 
@@ -95,8 +95,9 @@ class DraftModelSpeculator:
         self._spec = draft.spec
         self._target_vocab_size = target.spec.vocab_size
         self._prefill_chunk_size = prefill_chunk_size
-        self._blocks = BlockManager(num_blocks, block_size)
-        self._runner = ModelRunner(draft, num_blocks, block_size)
+        reaches = cache_reaches(draft.spec)
+        self._pools = [BlockManager(num_blocks, block_size, reach) for reach in reaches]
+        self._runner = ModelRunner(draft, [num_blocks] * len(reaches), block_size)
         self._states: dict[Sequence, _DraftState] = {}
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -135,7 +136,7 @@ class DraftModelSpeculator:
     def _catch_up(self, sequence: Sequence, max_tokens: int, budget: int) -> _Draft | None:
         """Return the tokens that the draft model has not read yet, as a draft; None if it has no room for them."""
         # 1. Find the new tokens.
-        state = self._states.setdefault(sequence, _DraftState())
+        state = self._states.setdefault(sequence, _DraftState(BlockTable([[] for _ in self._pools])))
         num_virtual = sequence.group.num_virtual_tokens
         last = len(sequence.token_ids) - num_virtual - 1
         if state.num_computed > last:
@@ -155,12 +156,16 @@ class DraftModelSpeculator:
         # 3. Allocate blocks for the chunk and the draft tokens, if context, vocabulary and cache have room.
         ids = new_ids[num_accepted : num_accepted + budget + 1]
         end = state.num_computed + len(ids)
-        num_new = self._blocks.blocks_for(end + max_tokens) - len(state.table.blocks)
+        num_new = self._pools[0].blocks_for(end + max_tokens) - len(state.table.blocks[0])
         too_long = end + max_tokens > self._spec.max_position_embeddings
-        if too_long or max(ids) >= self._spec.vocab_size or num_new > self._blocks.num_free:
+        has_room = all(num_new <= pool.num_free for pool in self._pools)
+        if too_long or max(ids) >= self._spec.vocab_size or not has_room:
             self._release(sequence)
             return None
-        state.table.blocks += [self._blocks.allocate() for _ in range(num_new)]
+        for pool, table in zip(self._pools, state.table.blocks, strict=True):
+            # After a preemption the last token is read again.
+            pool.release_behind(table, max(state.num_computed - 1, 0))
+            table += [pool.allocate() for _ in range(num_new)]
         chunk = SequenceChunk(state.table, state.num_computed, ids)
         state.num_computed = end
         complete = num_accepted + len(ids) == len(new_ids)
@@ -174,8 +179,8 @@ class DraftModelSpeculator:
         return F.pad(logits_NV, (0, self._target_vocab_size - logits_NV.shape[1]), value=-torch.inf)
 
     def _release(self, sequence: Sequence) -> None:
-        for block in self._states.pop(sequence).table.blocks:
-            self._blocks.release(block)
+        for pool, table in zip(self._pools, self._states.pop(sequence).table.blocks, strict=True):
+            pool.release_all(table)
 
 
 def _check_draft_model(draft: InferenceModel, target: InferenceModel) -> None:

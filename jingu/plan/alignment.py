@@ -16,7 +16,7 @@ from jingu.model.spec import ModelSpec
 from jingu.plan.forecast import Forecast
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, fullest_stage
-from jingu.plan.serving import cache_bytes_per_token, decode_seconds, prompt_seconds
+from jingu.plan.serving import cache_bytes, decode_seconds, prompt_seconds
 from jingu.plan.step_time import Neighbors, ring_seconds, stage_time, step_time
 from jingu.plan.workload import Workload, model_sizes, num_parameters
 
@@ -118,7 +118,7 @@ def _phases(result: Forecast, update: Workload, rollouts: Rollouts) -> dict[str,
         phases[f"{name} update"] = RankMemory(device | parts_in_use, host)
     # 3. Generation: with several ranks, each one has a whole copy of the model.
     streams = min(rollouts.streams, _answers_of_rank(work, rollouts))
-    cache = streams * work.sequence * cache_bytes_per_token(work.spec, 1, work.software.compute_bytes)
+    cache = streams * cache_bytes(work.spec, work.sequence, 1, work.software.compute_bytes)
     generation = {"cache": min(cache, MAX_MEMORY_SHARE * machine.memory_gib * 2**30)}
     if work.ranks > 1:
         # Prepacking replaces the matrices of this copy, so it adds nothing.

@@ -265,7 +265,9 @@ def print_serving(plan: ServingPlan, machine: Machine) -> None:
     """Print memory and speed of a served model."""
     print(f"{plan.gpus} × {machine.name}, sequences of {plan.context:,} tokens\n")
     print(f"weights          {plan.weights / 2**30:,.2f} GiB per GPU of {machine.usable_bytes / 2**30:,.1f}")
-    print(f"cache            {format_bytes(plan.cache_per_token)} per token and GPU: {plan.max_streams:,} streams fit")
+    print(
+        f"cache            {format_bytes(plan.cache_per_stream)} per sequence and GPU: {plan.max_streams:,} streams fit"
+    )
     print(f"first token      {plan.first_token * 1000:,.0f} ms after a prompt of {plan.context // 2:,} tokens\n")
     rows = [
         (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, generation_flops
 from jingu.model.parameter_table import parameter_sizes
+from jingu.model.parts import cached_tokens
 from jingu.model.spec import ModelSpec
 from jingu.plan.machine import Machine
 
@@ -19,7 +20,7 @@ class ServingPlan:
     """A model on GPUs that share it by tensor parallelism.
 
     Attributes:
-        weights: bytes of weights on a GPU; cache_per_token: bytes of a token's KV cache on a GPU.
+        weights: bytes of weights on a GPU; cache_per_stream: bytes of the KV cache of `context` tokens on a GPU.
         max_streams: sequences of `context` tokens whose cache fits.
         first_token: seconds until the first token of a prompt of `context` / 2 tokens.
         speeds: tokens per second of all streams, by their number.
@@ -28,7 +29,7 @@ class ServingPlan:
     gpus: int
     context: int
     weights: float
-    cache_per_token: float
+    cache_per_stream: float
     max_streams: int
     first_token: float
     speeds: dict[int, float]
@@ -46,7 +47,7 @@ def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, wei
         JinguError: the weights do not fit.
     """
     weights = count_parameters(spec, parameter_sizes(spec)).total * weight_bytes / gpus
-    cache = cache_bytes_per_token(spec, gpus)
+    cache = cache_bytes(spec, context, gpus)
     room = machine.usable_bytes - weights
     if room <= 0:
         raise JinguError(
@@ -58,14 +59,14 @@ def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, wei
     prompt = context // 2
     speeds = {n: n / decode_seconds(spec, machine, n, prompt, weights, gpus) for n in BATCHES}
     first = prompt_seconds(spec, machine, prompt, gpus)
-    return ServingPlan(gpus, context, weights, cache, int(room / (cache * context)), first, speeds)
+    return ServingPlan(gpus, context, weights, cache, int(room / cache), first, speeds)
 
 
-def cache_bytes_per_token(spec: ModelSpec, gpus: int, number_bytes: float = 2.0) -> float:
-    """Return the bytes of a token's KV cache on a GPU."""
+def cache_bytes(spec: ModelSpec, tokens: int, gpus: int = 1, number_bytes: float = 2.0) -> float:
+    """Return the bytes of the KV cache of a sequence on a GPU. Layers with a window keep only its tokens."""
     # With more ranks than key-value heads, these are replicated.
-    parts = (layer.attention for layer in spec.layers)
-    return sum(2.0 * number_bytes * max(1.0, part.num_kv_heads / gpus) * part.head_dim for part in parts)
+    parts = ((layer.attention, cached_tokens(layer, tokens)) for layer in spec.layers)
+    return sum(2.0 * number_bytes * max(1.0, part.num_kv_heads / gpus) * part.head_dim * count for part, count in parts)
 
 
 def decode_seconds(
@@ -80,7 +81,7 @@ def decode_seconds(
     shapes = parameter_sizes(spec)
     count = count_parameters(spec, shapes)
     read = weights * _share_read(spec, count.active / count.total, streams)
-    read += streams * context * cache_bytes_per_token(spec, gpus)
+    read += streams * cache_bytes(spec, context, gpus)
     compute = streams * generation_flops(spec, shapes, context) / _peak(machine, gpus)
     bandwidth = machine.memory_gbs * 1e9 * machine.efficiency.memory
     return max(read / bandwidth, compute, _launch(spec, machine)) + _latency(spec, machine, gpus)

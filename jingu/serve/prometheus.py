@@ -74,7 +74,7 @@ class ServerMetrics(Collector):
             **vars(stats),
             "ended": self._finish_reasons.total(),
             "succeeded": sum(successes.values()),
-            "cache_usage": stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0,
+            "cache_usage": stats.used_bytes / stats.total_bytes if stats.total_bytes else 0.0,
         }
         if stats.experts is not None:
             values |= {f"experts.{name}": value for name, value in vars(stats.experts).items()}

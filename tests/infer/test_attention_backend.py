@@ -88,10 +88,10 @@ def test_flex_equals_gather(window: int | None, kernel: Any) -> None:
     spec = replace_fields(MODELS["llama"], **{"attention.sliding_window": window})
     generator = torch.Generator().manual_seed(1)
     blocks = (torch.randperm(60, generator=generator) + 1 + max(ZERO_BLOCK, SCRATCH_BLOCK)).tolist()
-    tables = [BlockTable(blocks[:3]), BlockTable([*blocks[:2], *blocks[4:12]]), BlockTable(blocks[20:36])]
+    tables = [BlockTable([part]) for part in (blocks[:3], [*blocks[:2], *blocks[36:52]], blocks[20:36])]
     chunks = [
         SequenceChunk(tables[0], 33, [1]),
-        SequenceChunk(tables[1], 150, [1]),
+        SequenceChunk(tables[1], 280, [1]),
         SequenceChunk(tables[2], 90, [1] * 150),
     ]
     heads, kv_heads, head_dim = spec.attention.num_heads, spec.attention.num_kv_heads, 16
@@ -104,12 +104,18 @@ def test_flex_equals_gather(window: int | None, kernel: Any) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
-def attend(backend: AttentionBackend, chunks: list[SequenceChunk], q_BTHK: Tensor, store: Tensor) -> Tensor:
-    cache = PagedKVCache(MODELS["llama"], len(store), store.shape[1], CPU, backend)
+def attend(backend: GatherBackend, chunks: list[SequenceChunk], q_BTHK: Tensor, store: Tensor) -> Tensor:
+    (layer,) = backend.layers
+    window = layer.attention.sliding_window
+    spec = replace_fields(MODELS["llama"], max_position_embeddings=300, **{"attention.sliding_window": window})
+    cache = PagedKVCache(spec, [len(store)], store.shape[1], CPU, backend)
     cache.plan(chunks, None)
-    assert len(cache.groups) == 4
+    groups = cache.steps[0].groups
+    assert len(groups) == 4 and {group.first for group in groups} == (
+        {0} if layer.attention.reach is None else {0, 128}
+    )
     with torch.inference_mode():
-        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.groups]
+        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in groups]
     return torch.cat(parts, 1)
 
 
@@ -126,11 +132,11 @@ def test_prefixes_whose_tokens_see_each_other_are_gathered(kind: str, monkeypatc
     q_BTHK = torch.randn(1, 20, heads, 16, generator=generator, dtype=torch.float64)
     results = []
     for other in (backend, GatherBackend(spec)):
-        cache = PagedKVCache(spec, len(store), store.shape[1], CPU, other)
-        cache.plan([SequenceChunk(BlockTable([4, 5]), 0, [1] * 20, bidirectional=range(12))], None)
-        assert all(group.bidirectional for group in cache.groups)
+        cache = PagedKVCache(spec, [len(store)], store.shape[1], CPU, other)
+        cache.plan([SequenceChunk(BlockTable([[4, 5]]), 0, [1] * 20, bidirectional=range(12))], None)
+        assert all(group.bidirectional for group in cache.steps[0].groups)
         with torch.inference_mode():
-            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.groups]
+            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.steps[0].groups]
         results.append(torch.cat(parts, 1))
     assert torch.equal(*results)
 

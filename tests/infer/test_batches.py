@@ -26,13 +26,14 @@ from jingu.model.inputs import Inputs
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
 from jingu.model.quantized_weight import quantizing_reader
 from jingu.model.resolve import spec_from_settings
-from jingu.model.spec import QuantizationFormat
+from jingu.model.spec import QuantizationFormat, replace_fields
 from jingu.model.weight_init import init_weights
 from jingu.text.tokenizer import Tokenizer
 
 KINDS: dict[str, dict[str, object]] = {
     "llama-bf16": {"hidden_size": 48, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 88},
     "mistral": {"family": "mistral", "hidden_size": 40, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 50},
+    "mixed": {"hidden_size": 40, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 50, "num_layers": 3},
     "bloom": {"family": "bloom", "hidden_size": 48, "num_heads": 3},
     "gpt2": {"family": "gpt2", "hidden_size": 30, "num_heads": 3},
     "mixtral": {"family": "mixtral", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
@@ -56,6 +57,9 @@ def model_of(kind: str, tokenizer: Tokenizer, prepacked: bool = False) -> Infere
     spec = spec_from_settings(settings, tokenizer.vocab_size, 400)
     if kind == "mistral":
         spec = spec.model_copy(update={"attention": spec.attention.model_copy(update={"sliding_window": 37})})
+    if kind == "mixed":
+        kinds = {"window": {"attention.sliding_window": 37}, "chunk": {"attention.chunk_size": 29}, "full": {}}
+        spec = replace_fields(spec, layer_kinds=kinds, layer_pattern=("window", "full", "chunk"))
     model = build_model(spec)
     init_weights(model, spec, 1)
     model = model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval()
@@ -192,7 +196,7 @@ def test_prompts_with_bidirectional_attention(kind: str, tokenizer: Tokenizer) -
 def test_steps_have_few_different_numbers_of_rows(tokenizer: Tokenizer) -> None:
     """oneDNN keeps its kernels for each of them."""
     model = model_of("llama-bf16", tokenizer, prepacked=True)
-    cache = ModelRunner(model, num_blocks=4, block_size=8).cache
+    cache = ModelRunner(model, num_blocks=[4], block_size=8).cache
     padded = [cache.pad(rows) for rows in range(1, 2049)]
     assert len(set(padded)) < 120 and all(count % cache.row_multiple == 0 for count in padded)
     assert all(rows <= count < rows + max(cache.row_multiple, rows / 16) for rows, count in enumerate(padded, 1))

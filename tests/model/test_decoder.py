@@ -128,7 +128,7 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 def test_documents_and_a_cache_are_refused() -> None:
     model = tiny_decoder()
-    cache = PagedKVCache(model.spec, 4, 16, torch.device("cpu"), GatherBackend(model.spec))
+    cache = PagedKVCache(model.spec, [4], 16, torch.device("cpu"), GatherBackend(model.spec))
     with pytest.raises(ValueError, match="documents"):
         model(Inputs(ids(1, 2), documents=torch.zeros(1, 2, dtype=torch.int64), cache=cache))
 

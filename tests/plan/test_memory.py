@@ -24,7 +24,7 @@ from jingu.parallel.sharding import local_tensor
 from jingu.parallel.stages import plan_layout
 from jingu.plan.forecast import run_software, run_workload
 from jingu.plan.memory import fullest_stage, stage_memory
-from jingu.plan.serving import cache_bytes_per_token
+from jingu.plan.serving import cache_bytes
 from jingu.plan.workload import Workload
 from jingu.training.optimizer import build_optimizer
 
@@ -155,7 +155,7 @@ def test_layers_that_differ_are_counted(ranks: int, parallel: dict[str, Any]) ->
     )
     costs = layer_costs(spec, shapes, 32)
     assert costs[1:-1] == [layer_costs(one, parameter_sizes(one), 32)[1] for one in alone]
-    assert cache_bytes_per_token(spec, 1) == 4.0 * 8 * (4 * 2 + 3 * 4)
+    assert cache_bytes(spec, 1) == 4.0 * 8 * (4 * 2 + 3 * 4)
 
 
 def test_frozen_layers_and_adapters_are_counted() -> None:

@@ -116,7 +116,7 @@ class ScriptedEngine:
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.live), used_blocks=len(self.live), total_blocks=64)
+        return EngineStats(running=len(self.live), used_bytes=len(self.live), total_bytes=64)
 
 
 @dataclass
