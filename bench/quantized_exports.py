@@ -63,9 +63,9 @@ def run(argument: str = "") -> str:
             except JinguError as error:
                 lines.append(f"| {form} | {error.what} | | |")
                 continue
-            written = _folder_bytes(folder / form)
+            num_bytes = _folder_bytes(folder / form)
             after = bits_per_byte(folder / form, folder)
-            cells = (f"{written / 1e6:.0f}", f"{written / size:.2f}")
+            cells = (f"{num_bytes / 1e6:.0f}", f"{num_bytes / size:.2f}")
             lines.append(f"| {form} | {' | '.join(cells)} | {after:.4f} ({after - before:+.4f}) |")
     return "\n".join(lines)
 

@@ -108,16 +108,16 @@ class TemplateRenderer:
         self.source = source
         self.where = where
         try:
-            self._template, self._has_constant_prompt = compile_template(source)
+            self._template, self.has_constant_prompt = compile_template(source)
         except TemplateError as error:
             raise JinguError(f"the chat template is not valid Jinja ({error}).", where=where) from error
         self._has_reasoning = any(word in source for word in _REASONING_WORDS)
         self._variables = {**self._template.globals, "documents": None, **tokenizer.special_names}
         self._variables["add_generation_prompt"] = False
-        self._special = SpecialTokens(tokenizer.special_tokens, tokenizer.special_names["bos_token"])
-        self._escaped_tokens = [] if parse_special_tokens else self._special.longest_first
+        self.special_tokens = SpecialTokens(tokenizer.special_tokens, tokenizer.special_names["bos_token"])
+        self._escaped_tokens = [] if parse_special_tokens else self.special_tokens.longest_first
 
-    def _start(
+    def start_conversation(
         self,
         messages: tuple[Message, ...],
         tools: tuple[JsonObject, ...],
@@ -133,7 +133,7 @@ class TemplateRenderer:
         traced_text: TracedText | None = None
         error: ConversationError | None = None
         try:
-            traced_text = self._trace(entries, tool_entries, options)
+            traced_text = self.trace(entries, tool_entries, options)
         except ConversationError as failure:
             error = failure
         # Some templates expect arguments as JSON text: with objects, they fail or write Python's repr.
@@ -143,7 +143,7 @@ class TemplateRenderer:
         ):
             for call in calls:
                 call["arguments"] = to_json(call["arguments"])
-            traced_text = self._trace(entries, tool_entries, options)
+            traced_text = self.trace(entries, tool_entries, options)
         if traced_text is None:
             assert error is not None
             raise error
@@ -202,10 +202,10 @@ class TemplateRenderer:
                 return expected_text
         return False
 
-    def _cut(self, conversation: Conversation, count: int) -> Conversation:
+    def cut(self, conversation: Conversation, count: int) -> Conversation:
         """Return the first messages of a conversation."""
         messages = conversation.messages[:count]
-        traced_text = self._trace(messages, conversation.tools, conversation.options)
+        traced_text = self.trace(messages, conversation.tools, conversation.options)
         return conversation._replace(messages=messages, traced=traced_text)
 
     def _escape_prefill(self, message: Message) -> str:
@@ -222,10 +222,10 @@ class TemplateRenderer:
             raise ConversationError("the text that an answer continues ends inside a special token")
         return str(prefill)
 
-    def _probe_content(self, text: str) -> Any:
+    def probe_content(self, text: str) -> Any:
         return _content_parts(text) if self._takes_parts else text
 
-    def _cut_after_content(self, conversation: Conversation) -> str:
+    def cut_after_content(self, conversation: Conversation) -> str:
         """Return the text without what the template writes after the content of the last message.
 
         The content itself can occur in what follows it, so its end is marked.
@@ -235,7 +235,7 @@ class TemplateRenderer:
         content = plain_content(last)
         marked_content = content + MESSAGE_END
         marked_message = {**last, "content": _content_parts(marked_content) if self._takes_parts else marked_content}
-        marked_text = self._trace([*earlier, marked_message], conversation.tools, conversation.options).text
+        marked_text = self.trace([*earlier, marked_message], conversation.tools, conversation.options).text
         if MESSAGE_END not in marked_text:
             raise ConversationError(f"the chat template {self.where} does not write the message to continue")
         # A template may write the content several times; the last one is the message.
@@ -244,7 +244,7 @@ class TemplateRenderer:
         is_trimmed = head + tail != text
         return head.removesuffix(content[len(content.rstrip()) :]) if is_trimmed else head
 
-    def _check_written(self, conversation: Conversation, answers: Sequence[int]) -> None:
+    def check_written(self, conversation: Conversation, answers: Sequence[int]) -> None:
         """Raise ConversationError if the template leaves out a part of the conversation.
 
         Args:
@@ -309,11 +309,11 @@ class TemplateRenderer:
     ) -> str | None:
         """Return the text of messages; None if the template refuses them."""
         try:
-            return self._trace(messages, tools, options).text
+            return self.trace(messages, tools, options).text
         except ConversationError:
             return None
 
-    def _trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
+    def trace(self, messages: Sequence[JsonObject], tools: list[Any] | None, options: Mapping[str, Any]) -> TracedText:
         """Render messages, and trace which of them wrote each piece of the text."""
         trace = WriterTrace(messages)
         traced_text = trace.divide(self._run(trace, tools, options))
@@ -347,12 +347,12 @@ class TemplateRenderer:
             return [self._escape_mentions(item) for item in value]
         if not isinstance(value, str):
             return value
-        return self._special.pattern.sub(self._escape, value)
+        return self.special_tokens.pattern.sub(self._escape, value)
 
     def _escape(self, match: re.Match[str]) -> str:
         return f"{_MENTION_MARK}{chr(_FIRST_MENTION + self._escaped_tokens.index(match[0]))}{_MENTION_MARK}"
 
-    def _restore_mentions(self, text: str, spans: Sequence[Span], messages: Sequence[int]) -> RenderedChat:
+    def restore_mentions(self, text: str, spans: Sequence[Span], messages: Sequence[int]) -> RenderedChat:
         """Restore the escaped special tokens in a text, and shift the positions of the answers accordingly."""
         if _MENTION_MARK not in text:
             return RenderedChat(text, tuple(spans), (), tuple(messages))

@@ -130,9 +130,9 @@ class ChatTemplate(TemplateRenderer):
             return self.render_answers(messages, answers, tools, variables, turns="whole")[0]
         if tools and self._for_tools is not self:
             return self._for_tools.render(messages, tools, variables, locate_answers=False)
-        conversation = self._start(messages, tools, variables)
-        self._check_written(conversation, answers)
-        return self._restore_mentions(conversation.traced.text, [], [])
+        conversation = self.start_conversation(messages, tools, variables)
+        self.check_written(conversation, answers)
+        return self.restore_mentions(conversation.traced.text, [], [])
 
     def render_answers(
         self,
@@ -158,9 +158,9 @@ class ChatTemplate(TemplateRenderer):
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_answers(messages, answers, tools, variables, turns=turns)
-        conversation = self._start(messages, tools, variables)
+        conversation = self.start_conversation(messages, tools, variables)
         if turns != "each" and all(index < conversation.traced.num_settled for index in answers):
-            self._check_written(conversation, answers)
+            self.check_written(conversation, answers)
             return [self._finish(conversation, answers)]
         last = len(messages) - 1
         # Each answer with the conversation up to it.
@@ -168,7 +168,7 @@ class ChatTemplate(TemplateRenderer):
 
         def end_at(index: int) -> Conversation:
             if index not in ends:
-                ends[index] = conversation if index == last else self._cut(conversation, index + 1)
+                ends[index] = conversation if index == last else self.cut(conversation, index + 1)
             return ends[index]
 
         unsettled_answers = [index for index in answers if index >= conversation.traced.num_settled]
@@ -176,11 +176,11 @@ class ChatTemplate(TemplateRenderer):
             self._renders_alike(conversation, end_at(index), index) for index in unsettled_answers
         )
         if is_whole and turns != "each":
-            self._check_written(conversation, answers)
+            self.check_written(conversation, answers)
             return [self._finish(conversation, answers)]
         rendered_chats = []
         for index in answers:
-            self._check_written(end_at(index), [index])
+            self.check_written(end_at(index), [index])
             rendered_chats.append(self._finish_one(end_at(index), index))
         return rendered_chats
 
@@ -205,12 +205,12 @@ class ChatTemplate(TemplateRenderer):
         """
         if tools and self._for_tools is not self:
             return self._for_tools.render_prompt(messages, tools, variables, continue_final=continue_final)
-        conversation = self._start(messages, tools, variables, add_generation_prompt=not continue_final)
+        conversation = self.start_conversation(messages, tools, variables, add_generation_prompt=not continue_final)
         text = conversation.traced.text
         if continue_final:
-            text = self._cut_after_content(conversation)
-        self._check_written(conversation, [])
-        return self._restore_mentions(text, [], [])
+            text = self.cut_after_content(conversation)
+        self.check_written(conversation, [])
+        return self.restore_mentions(text, [], [])
 
     def find_ends(self) -> list[str]:
         """Return what ends an answer: the last special token of an answer, and of one that calls a tool; or the text
@@ -232,7 +232,7 @@ class ChatTemplate(TemplateRenderer):
             except ConversationError:
                 continue
             text = rendered_chat.text[slice(*rendered_chat.answers[0])]
-            end = self._special.last(text)
+            end = self.special_tokens.last(text)
             # What follows a call is known only if it is a token; it may be the call's own syntax.
             if not end and messages[1] is answer:
                 end = text.rpartition("answer")[2].strip()
@@ -262,7 +262,7 @@ class ChatTemplate(TemplateRenderer):
             answer = self._locate(conversation, index)
             text = answer.text
             spans.append((self._trained_start(conversation, index, answer), answer.span[1]))
-        return self._restore_mentions(text, spans, answers)
+        return self.restore_mentions(text, spans, answers)
 
     def _finish_one(self, conversation: Conversation, index: int) -> RenderedChat:
         """Return a conversation that ends with an answer, as a model sees and continues it at that moment."""
@@ -276,7 +276,7 @@ class ChatTemplate(TemplateRenderer):
         text = before + answer.text[start:]
         shift = len(before) - start
         start = self._trained_start(conversation, index, answer)
-        return self._restore_mentions(text, [(start + shift, end + shift)], [index])
+        return self.restore_mentions(text, [(start + shift, end + shift)], [index])
 
     def _trained_start(self, conversation: Conversation, index: int, answer: _Answer) -> int:
         """Return where an answer begins, after a prefill or an empty block of reasoning."""
@@ -315,7 +315,7 @@ class ChatTemplate(TemplateRenderer):
             )
         start = turn[0] + header_length
         # 2. The end token.
-        end = find_end(text, (start, turn[1]), message, self._special)
+        end = find_end(text, (start, turn[1]), message, self.special_tokens)
         if end is None and not text[turn[1] :].strip():
             # The next message would write it; which one depends on who speaks next.
             token = self._next_token("tool" if message.get("tool_calls") else "user")
@@ -348,9 +348,9 @@ class ChatTemplate(TemplateRenderer):
         message = messages[index]
         remainder = plain_content(message)[len(prefill) :]
         # 1. Mark the end of the prefill. Nothing else may change.
-        marked_message = {**message, "content": self._probe_content(prefill + MESSAGE_END + remainder)}
+        marked_message = {**message, "content": self.probe_content(prefill + MESSAGE_END + remainder)}
         following = conversation.messages[index + 1 :]
-        marked_text = self._trace(
+        marked_text = self.trace(
             [*messages[:-1], marked_message, *following], conversation.tools, conversation.options
         ).text
         end = marked_text.find(MESSAGE_END)
@@ -358,10 +358,10 @@ class ChatTemplate(TemplateRenderer):
         if not is_unique or marked_text.replace(MESSAGE_END, "") != conversation.traced.text:
             raise changed_error
         # 2. A model that continues the prompt sees the same, but for white space that a template trims at the end.
-        start = TracedMessage({**message, "content": self._probe_content(prefill)})
+        start = TracedMessage({**message, "content": self.probe_content(prefill)})
         start.pop("tool_calls", None)
-        traced_text = self._trace([*messages[:-1], start], conversation.tools, conversation.options)
-        prompt = self._cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced_text))
+        traced_text = self.trace([*messages[:-1], start], conversation.tools, conversation.options)
+        prompt = self.cut_after_content(conversation._replace(messages=[*messages[:-1], start], traced=traced_text))
         if not prompt.rstrip().endswith(marked_text[turn[0] : end].rstrip()):
             raise changed_error
         return end
@@ -382,7 +382,7 @@ class ChatTemplate(TemplateRenderer):
     def _find_prompt(self, conversation: Conversation, index: int) -> RenderedPrompt:
         """Return the prompt of an answer."""
         # The text before a settled message is the begin of its prompt.
-        if self._has_constant_prompt and 0 < index <= conversation.traced.num_settled:
+        if self.has_constant_prompt and 0 < index <= conversation.traced.num_settled:
             key = to_json([conversation.options, bool(conversation.tools)]) if conversation.options else ""
             key += "tools" if conversation.tools else ""
             if key not in self._constant_prompts:
@@ -397,7 +397,7 @@ class ChatTemplate(TemplateRenderer):
         """Return the prompt after the first messages. If the template refuses them, the usual header stands for it."""
         try:
             options = conversation.options | {"add_generation_prompt": True}
-            traced_text = self._trace(conversation.messages[:count], conversation.tools, options)
+            traced_text = self.trace(conversation.messages[:count], conversation.tools, options)
         except ConversationError:
             return RenderedPrompt(None, self._headers[0] if self._headers else "")
         tail = traced_text.text[traced_text.body_end :] if self._has_prompt else ""
@@ -408,12 +408,12 @@ class ChatTemplate(TemplateRenderer):
         """What answers to a question have in common before their content, as first and last messages; and what the last
         one has. None if the template refuses the conversations."""
         word = "jxqzw"
-        question = {"role": "user", "content": self._probe_content("question")}
-        answer = {"role": "assistant", "content": self._probe_content(word)}
+        question = {"role": "user", "content": self.probe_content("question")}
+        answer = {"role": "assistant", "content": self.probe_content(word)}
         headers = []
         for messages in ([question, answer], [question, answer, question, answer]):
             try:
-                traced_text = self._trace(messages, None, {})
+                traced_text = self.trace(messages, None, {})
                 turns = [find_turn(traced_text, index, answer, self.where) for index in range(1, len(messages), 2)]
             except ConversationError:
                 continue
@@ -427,16 +427,16 @@ class ChatTemplate(TemplateRenderer):
 
     def _next_token(self, role: str) -> str:
         """Return the special token with which the next message ends an answer; empty if it writes none."""
-        question = {"role": "user", "content": self._probe_content("question")}
-        answer: JsonObject = {"role": "assistant", "content": self._probe_content("answer")}
+        question = {"role": "user", "content": self.probe_content("question")}
+        answer: JsonObject = {"role": "assistant", "content": self.probe_content("answer")}
         if role == "tool":
             call = {"id": "call00000", "type": "function", "function": {"name": "search", "arguments": {"a": "b"}}}
-            answer = {**answer, "content": self._probe_content(""), "tool_calls": [call]}
-        messages = [question, answer, {"role": role, "content": self._probe_content("next"), "name": "search"}]
+            answer = {**answer, "content": self.probe_content(""), "tool_calls": [call]}
+        messages = [question, answer, {"role": role, "content": self.probe_content("next"), "name": "search"}]
         if role not in self._next_tokens:
             self._next_tokens[role] = ""
             try:
-                traced_text = self._trace(messages, None, {})
+                traced_text = self.trace(messages, None, {})
                 turn = find_turn(traced_text, 1, answer, self.where)
             except ConversationError:
                 turn = None
@@ -444,7 +444,7 @@ class ChatTemplate(TemplateRenderer):
                 start = turn[0] + common_length(
                     self._headers[0] if self._headers else "", traced_text.text[slice(*turn)]
                 )
-                end = find_end(traced_text.text, (start, turn[1]), answer, self._special)
+                end = find_end(traced_text.text, (start, turn[1]), answer, self.special_tokens)
                 self._next_tokens[role] = traced_text.text[turn[1] : end] if end is not None and end > turn[1] else ""
         return self._next_tokens[role]
 

@@ -233,8 +233,8 @@ def _encode_mxfp4(weight_OI: Tensor, importance_I: Tensor | None) -> dict[str, T
         # The largest number of FP4 is 1.5 · 2². With the next power of two, no number is larger than that.
         exponents = torch.frexp(_nonzero(largest_OS1)).exponent - 1 - 2
         for offset in (0, 1):
-            bounded = (exponents + offset).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
-            yield torch.ldexp(torch.ones_like(largest_OS1), bounded)
+            scale_exponents = (exponents + offset).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
+            yield torch.ldexp(torch.ones_like(largest_OS1), scale_exponents)
 
     byte_parts = []
     scale_parts = []

@@ -618,13 +618,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the engine's current state, and totals since its start."""
         offloader = self.model.expert_offloader
-        used = [pool.num_usable - pool.num_free for pool in self._pools]
+        block_counts = [pool.num_usable - pool.num_free for pool in self._pools]
         return replace(
             self._stats,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            used_blocks=sum(used),
-            used_bytes=sum(count * size for count, size in zip(used, self._block_sizes, strict=True)),
+            used_blocks=sum(block_counts),
+            used_bytes=sum(count * size for count, size in zip(block_counts, self._block_sizes, strict=True)),
             cached_tokens=self._scheduler.cached_tokens(),
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),

@@ -149,7 +149,7 @@ class PagedKVCache:
         self.num_rows = 0
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
-        self._layers = [
+        self.layers = [
             _LayerKVCache(self, number, spec.kinds.index(layer), self.reaches.index(_reach(spec, layer)))
             for number, layer in enumerate(spec.layers)
         ]
@@ -169,7 +169,7 @@ class PagedKVCache:
 
     def layer(self, number: int) -> _LayerKVCache:
         """Return the cache of one layer."""
-        return self._layers[number]
+        return self.layers[number]
 
     def plan(self, chunks: Sequence[SequenceChunk], encoding: BlockTable | None) -> tuple[Tensor, Tensor, list[int]]:
         """Prepare a step.
@@ -310,13 +310,13 @@ class PagedKVCache:
 
     def copy(self, pool: int, block: int, to: int) -> None:
         """Copy a block's keys and values to another block, in all layers of a pool."""
-        for layer in self._layers:
+        for layer in self.layers:
             if layer.store is not None and layer.pool == pool:
                 layer.store[to] = layer.store[block]
 
     def clear(self, pool: int, blocks: Sequence[int]) -> None:
         """Zero blocks in all layers of a pool."""
-        for layer in self._layers:
+        for layer in self.layers:
             if layer.store is not None and layer.pool == pool:
                 layer.store.index_fill_(0, copy_to_device(list(blocks), self.device, torch.int64), 0)
 

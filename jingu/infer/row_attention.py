@@ -32,7 +32,7 @@ class RowAttention(PagedKVCache):
         super().__init__(spec, (), KV_SPAN, device, self.rows)
 
     def layer(self, number: int) -> LayerKVCache:  # type: ignore[override]
-        return _LayerRowAttention(self.rows, self.spec.layer(number), self.reaches[self._layers[number].pool])
+        return _LayerRowAttention(self.rows, self.spec.layer(number), self.reaches[self.layers[number].pool])
 
 
 class _LayerRowAttention(LayerKVCache):

@@ -118,9 +118,9 @@ class Scheduler:
         """Return how many blocks a waiting sequence allocates in a pool until its first new token."""
         num_tokens = len(sequence.token_ids) + sequence.group.request.generates
         step_tokens = max(self._prefill_chunk_size, sequence.group.bidirectional.stop)
-        held = sum(block != ZERO_BLOCK for block in prefix_blocks)
-        rest = pool.blocks_for(num_tokens) - len(prefix_blocks)
-        return min(rest, pool.most_blocks(num_tokens, step_tokens) - held)
+        num_prefix_blocks = sum(block != ZERO_BLOCK for block in prefix_blocks)
+        num_later_blocks = pool.blocks_for(num_tokens) - len(prefix_blocks)
+        return min(num_later_blocks, pool.most_blocks(num_tokens, step_tokens) - num_prefix_blocks)
 
     def _start(self, sequence: Sequence, tables: list[list[int]]) -> None:
         sequence.table = BlockTable(tables)

@@ -257,7 +257,7 @@ def test_the_cache_stays_within_its_limit(kind: str, tokenizer: Tokenizer) -> No
     model, allowed = model_of(kind, tokenizer), 1 << 20
     engine = Engine(model, EngineSettings(kv_cache_bytes=allowed))
     engine.generate([Request((5, 6), SamplingParams(), 9, ignore_eos=True)])
-    allocated = sum(layer.store.nbytes for layer in engine._runner.cache._layers if layer.store is not None)
+    allocated = sum(layer.store.nbytes for layer in engine._runner.cache.layers if layer.store is not None)
     page = block_bytes(model.spec, 8, 4)
     assert allowed - page < allocated - 2 * page <= allowed
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jingu.text.tokenizer as words_module
+import jingu.text.word_cache as words_module
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_formats import DIGIT_SPLIT_PATTERN, GPT2_SPLIT_PATTERN, SPLIT_PATTERN, build_byte_level_bpe
 from jingu.text.tokenizer_training import train_tokenizer

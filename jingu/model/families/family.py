@@ -152,8 +152,8 @@ class Family:
                 raise _wrong_config(f"{key} is {config[key]!r}, and should be an object")
         quantization = config.get("quantization_config")
         if quantization is not None and not is_readable(quantization):
-            expected = "expected None, FP8, or the forms of compressed-tensors without sparsity"
-            raise unsupported_option("quantization_config", quantization, expected)
+            detail = "expected None, FP8, or the forms of compressed-tensors without sparsity"
+            raise unsupported_option("quantization_config", quantization, detail)
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
