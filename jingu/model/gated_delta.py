@@ -1,0 +1,193 @@
+"""The gated delta rule (Yang et al., 2024): linear attention whose state forgets, and is corrected by each token.
+
+The state S of a head maps keys to values. A token lets it decay, and then writes the part of its value that the state
+does not predict from its key:
+
+    S ← exp(g) · S;  S ← S + k ⊗ β (v − Sᵀ k);  y = Sᵀ q
+
+Keys and queries are L2-normalized, and queries divided by √K. Kimi Delta Attention (Moonshot, 2025) has a decay per
+channel of the key instead of one per head.
+
+Two forms compute the same: chunk by chunk for training and prompts, and token by token for decoding.
+
+Shapes: B rows, T tokens, G key heads, H value heads (each key head serves H / G adjacent ones), K key head size,
+V value head size, N chunks, C tokens of a chunk, W tokens of a block within a chunk.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from jingu.model.chunked_scan import Chunks, Decays, PairDecays, join_chunks, log_sums, split_chunks, wide_dtype
+
+# Added to the sum of squares of a key or query before its root is taken, as in all published models.
+NORM_EPSILON = 1e-6
+
+CHUNK_SIZE = 64
+
+# Tokens of a block within which decays per channel are computed pair by pair.
+BLOCK_SIZE = 16
+
+
+def chunked_delta_rule(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    starts_BT: Tensor | None = None,
+    state_BHKV: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule chunk by chunk.
+
+    Within a chunk, what each token writes depends on what the tokens before it wrote. This is a unit lower-triangular
+    system of equations (Yang et al., 2024, "Parallelizing Linear Transformers with the Delta Rule").
+
+    Args:
+        log_decay_BTH: g, the logarithm of the decay, at most 0; [B, T, H, K] if each channel of a key has its own.
+        beta_BTH: β, how much of its value a token writes. Between 1 and 2 the state may change its sign.
+        starts_BT: whether a document starts at a token, with an empty state; None: nowhere.
+        state_BHKV: the state before the first token; None: empty.
+
+    Returns:
+        The outputs [B, T, H, V] in the dtype of the values, and the state [B, H, K, V] after the last token in fp32
+        (in fp64 if the inputs are fp64).
+    """
+    chunks = Chunks.of(starts_BT, chunk_size)
+    # Split everything into chunks [N, B, H, C, …] of fp32 numbers.
+    q, k = _prepare(q_BTGK, k_BTGK, v_BTHV.shape[2])
+    beta_BTH1, log_decay_BTHK = _with_channels(beta_BTH), _with_channels(log_decay_BTH)
+    q, k, v, beta, log_decay = (
+        split_chunks(x.to(q.dtype), chunk_size).transpose(2, 3) for x in (q, k, v_BTHV, beta_BTH1, log_decay_BTHK)
+    )
+    decays = Decays.of(log_decay, chunks)
+    # Solve for what the tokens write: `writes` if the state before the chunk is empty, less `reads` times that state.
+    k_beta = k * beta
+    system, scores = _decayed_products((k_beta, q), k, log_decay, chunks)
+    right = torch.cat((v * beta, k_beta * decays.from_state), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    writes, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
+    # Pass the state from chunk to chunk. (`unbind` instead of indices: the backward pass of each index would fill a
+    # tensor of all chunks, and the time grow with the square of the length.)
+    state = _initial_state(state_BHKV, k[0], v[0])
+    states, values = [], []
+    k_to_state = (k * decays.to_state).transpose(3, 4)
+    for parts in zip(writes.unbind(), reads.unbind(), k_to_state.unbind(), decays.across.unbind(), strict=True):
+        write, read, key, decay = parts
+        states.append(state)
+        values.append(write - read @ state)
+        state = state * decay + key @ values[-1]
+    # Read from the state before the chunk, and from what the tokens of the chunk wrote.
+    y_NBHCV = (q * decays.from_state) @ torch.stack(states) + scores @ torch.stack(values)
+    return join_chunks(y_NBHCV.transpose(2, 3), v_BTHV.shape[1]).to(v_BTHV.dtype), state
+
+
+def recurrent_delta_rule(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    starts_BT: Tensor | None = None,
+    state_BHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule token by token. Arguments and results are those of `chunked_delta_rule`."""
+    q, k = _prepare(q_BTGK, k_BTGK, v_BTHV.shape[2])
+    v, beta, log_decay = (x.to(q.dtype) for x in (v_BTHV, _with_channels(beta_BTH), _with_channels(log_decay_BTH)))
+    decay_BTHK1 = log_decay.exp().unsqueeze(-1)
+    state = _initial_state(state_BHKV, k.transpose(1, 2), v.transpose(1, 2))
+    outputs = []
+    for token in range(q.shape[1]):
+        if starts_BT is not None:
+            state = state.masked_fill(starts_BT[:, token, None, None, None], 0)
+        state = state * decay_BTHK1[:, token]
+        # Read for key and query at once, because reading the state takes most of the time. The query also reads what
+        # the token writes.
+        key, query = k[:, token], q[:, token]
+        predicted, read = (torch.stack((key, query), 2) @ state).unbind(2)
+        write = (v[:, token] - predicted) * beta[:, token]
+        outputs.append(read + (query * key).sum(-1, keepdim=True) * write)
+        state = torch.addcmul(state, key.unsqueeze(-1), write.unsqueeze(-2))
+    return torch.stack(outputs, 1).to(v_BTHV.dtype), state
+
+
+def _with_channels(x: Tensor) -> Tensor:
+    """Return [B, T, H, K], where K is 1 for [B, T, H]."""
+    return x if x.dim() == 4 else x.unsqueeze(-1)
+
+
+def _prepare(q_BTGK: Tensor, k_BTGK: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return normalized queries and keys [B, T, H, K] in at least fp32, queries divided by √K."""
+    wide = wide_dtype(q_BTGK)
+    q, k = (x.to(wide) for x in (q_BTGK, k_BTGK))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
+    repeats = heads // q.shape[2]
+    q, k = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (q, k))
+    return q * q.shape[-1] ** -0.5, k
+
+
+def _initial_state(state_BHKV: Tensor | None, k_BHTK: Tensor, v_BHTV: Tensor) -> Tensor:
+    """Return the state before the first token, zeros by default, in the dtype of the computation."""
+    if state_BHKV is not None:
+        return state_BHKV.to(k_BHTK.dtype)
+    return k_BHTK.new_zeros(*k_BHTK.shape[:2], k_BHTK.shape[-1], v_BHTV.shape[-1])
+
+
+def _decayed_products(
+    lefts: tuple[Tensor, ...], right_NBHCK: Tensor, log_decay_NBHCK: Tensor, chunks: Chunks
+) -> list[Tensor]:
+    """Return for each of `lefts` [N, B, H, C, K] its products [N, B, H, C, C] with the decayed vectors of `right`.
+
+    The products of hidden pairs are zero.
+    """
+    if log_decay_NBHCK.shape[-1] > 1:
+        return _products_per_channel(lefts, right_NBHCK, log_decay_NBHCK, chunks)
+    pairs: Tensor = PairDecays.apply(log_decay_NBHCK, chunks)
+    return [left @ right_NBHCK.transpose(3, 4) * pairs for left in lefts]
+
+
+def _products_per_channel(
+    lefts: tuple[Tensor, ...], right_NBHCK: Tensor, log_decay_NBHCK: Tensor, chunks: Chunks
+) -> list[Tensor]:
+    """Return `_decayed_products` for decays per channel.
+
+    Decays from the start of the chunk cannot be divided by each other, since they may underflow. Pairs of different
+    blocks of W tokens are therefore computed by matmuls in which both sides decay to the border of the later block, and
+    pairs of one block channel by channel.
+    """
+    # The fine part of the decays becomes factors of both sides, which are close to 1.
+    log_NBHCK, fine = log_sums(log_decay_NBHCK, chunks)
+    to_left, from_right = fine.exp(), (-fine).exp()
+    lefts = tuple(left * to_left for left in lefts)
+    right_NBHCK = right_NBHCK * from_right
+    width = gcd(BLOCK_SIZE, chunks.size)
+    blocks = (chunks.size // width, width)
+    log, right = (x.unflatten(3, blocks) for x in (log_NBHCK, right_NBHCK))
+    left = torch.stack(lefts, -1).unflatten(3, blocks)  # [N, B, H, blocks, W, K, lefts]
+    hidden = chunks.hidden_pairs(log.device)
+    # Pairs of one block. Hidden pairs are masked before exp, which would overflow.
+    hidden_block = hidden.unflatten(4, blocks).unflatten(3, blocks).diagonal(0, 3, 5).movedim(-1, 3)
+    difference = log.unsqueeze(5) - log.unsqueeze(4)
+    decay = difference.masked_fill_(hidden_block.unsqueeze(-1), -torch.inf).exp_()
+    within = (decay * right.unsqueeze(4)) @ left  # [N, B, H, blocks, W, W, lefts]
+    # Pairs of different blocks. The border of a block is the last token of the block before; the first has none.
+    border = (torch.arange(blocks[0], device=log.device) * width - 1).clamp_min(0)
+    log_border = log_NBHCK[:, :, :, border].unsqueeze(4)
+    behind = hidden[..., border].unflatten(3, blocks).diagonal(0, 3, 5).movedim(-1, 3).unsqueeze(-1)
+    before = hidden[:, :, :, border].clone()
+    before[:, :, :, 0] = True
+    to_left = (log - log_border).masked_fill_(behind, -torch.inf).exp_()
+    from_right = (log_border - log_NBHCK.unsqueeze(3)).masked_fill_(before.unsqueeze(-1), -torch.inf).exp_()
+    decayed_right = (from_right * right_NBHCK.unsqueeze(3)).transpose(4, 5)
+    # Add both kinds of pairs to one matrix.
+    diagonal = torch.eye(blocks[0], dtype=log.dtype, device=log.device)[:, None, :, None]
+    return [
+        (left[..., index] * to_left @ decayed_right + (within[..., index].unsqueeze(5) * diagonal).flatten(5)).flatten(
+            3, 4
+        )
+        for index in range(len(lefts))
+    ]
