@@ -29,7 +29,7 @@ NORM_EPSILON = 1e-6
 CHUNK_SIZE = 64
 
 # Tokens of a block within which decays per channel are computed pair by pair.
-BLOCK_SIZE = 16
+BLOCK_SIZE = 8
 
 
 def chunked_delta_rule(
