@@ -11,17 +11,23 @@ channel of the key instead of one per head.
 Two forms compute the same: chunk by chunk for training and prompts, and token by token for decoding.
 
 Shapes: B rows, T tokens, G key heads, H value heads (each key head serves H / G adjacent ones), K key head size,
-V value head size, N chunks, C tokens of a chunk, W tokens of a block within a chunk.
+V value head size, D hidden size, N chunks, C tokens of a chunk, W tokens of a block within a chunk.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import gcd
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jingu.model.chunked_scan import Chunks, Decays, PairDecays, join_chunks, log_sums, split_chunks, wide_dtype
+from jingu.model.layers import apply_batch_invariant, build_linear
+from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
+from jingu.model.mixer_specs import GatedDelta
+from jingu.model.parts import Rows, styles
+from jingu.model.short_conv import Convolution, convolve
 
 # Added to the sum of squares of a key or query before its root is taken, as in all published models.
 NORM_EPSILON = 1e-6
@@ -191,3 +197,62 @@ def _products_per_channel(
         )
         for index in range(len(lefts))
     ]
+
+
+class GatedDeltaMixer(nn.Module):
+    """A mixer around the gated delta rule: projections, convolutions, decays, and a norm with a gate.
+
+    Attributes:
+        chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
+
+    The numbers of heads follow from the weights: under tensor parallelism a rank holds only some of them.
+    """
+
+    def __init__(self, spec: GatedDelta, rows: Rows) -> None:
+        super().__init__()
+        self.spec, self.chunk_size = spec, CHUNK_SIZE
+        self.sharding = styles(rows)
+        self.q, self.k, self.v, self.gate, self.decay, self.beta, self.output = (
+            build_linear(rows[name]) for name in ("q", "k", "v", "gate", "decay", "beta", "output")
+        )
+        self.q_conv, self.k_conv, self.v_conv = (Convolution(rows[f"{name}_conv"]) for name in "qkv")
+        self.gate_down, self.decay_down = (
+            build_linear(rows[name]) if name in rows else None for name in ("gate_down", "decay_down")
+        )
+        self.log_rate, self.decay_bias = Vector(rows["log_rate"]), Vector(rows["decay_bias"])
+        self.norm = GatedNorm(rows["norm"], spec.eps, spec.gate_activation, gate_first=False)
+
+    def forward(
+        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
+    ) -> tuple[Tensor, MixerState]:
+        """Return the mixed hidden states [B, T, D], and the state after the last token.
+
+        Args:
+            starts_BT: whether a document starts at a token; None: nowhere.
+            state: the state before the first token; None: empty.
+            decode: whether to compute token by token instead of chunk by chunk.
+        """
+        before = (None, None) if state is None else state
+        parts = [(self.q(x_BTD), self.q_conv), (self.k(x_BTD), self.k_conv), (self.v(x_BTD), self.v_conv)]
+        convolved, conv_state = convolve(parts, starts_BT, before[0])
+        spec = self.spec
+        sizes = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
+        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip(convolved, sizes, strict=True))
+        beta = apply_batch_invariant(torch.sigmoid, self.beta(x_BTD).to(wide_dtype(x_BTD)))
+        beta = 2 * beta if spec.negative_eigenvalues else beta
+        form = recurrent_delta_rule if decode else partial(chunked_delta_rule, chunk_size=self.chunk_size)
+        y_BTHV, recurrent = form(q, k, v, self.log_decays(x_BTD), beta, starts_BT, before[1])
+        gate = self.gate(x_BTD if self.gate_down is None else self.gate_down(x_BTD))
+        y_BTHV = self.norm(y_BTHV, gate.view(y_BTHV.shape))
+        return self.output(y_BTHV.flatten(2)), MixerState(conv_state, recurrent)
+
+    def log_decays(self, x_BTD: Tensor) -> Tensor:
+        """Return the logarithms of the decays, [B, T, H] or [B, T, H, K]."""
+        projected = self.decay(x_BTD if self.decay_down is None else self.decay_down(x_BTD))
+        wide = projected.to(wide_dtype(x_BTD)) + self.decay_bias.wide(x_BTD)
+        rate = self.log_rate.wide(x_BTD).exp()
+        if self.spec.decay_per_channel:
+            wide, rate = wide.unflatten(-1, (-1, self.spec.key_head_dim)), rate.unsqueeze(-1)
+        if self.spec.decay_bound is not None:
+            return self.spec.decay_bound * apply_batch_invariant(torch.sigmoid, rate * wide)
+        return -rate * apply_batch_invariant(nn.functional.softplus, wide)

@@ -2,16 +2,20 @@
 
 The delta rule and Mamba-2 apply one to their projections; in LFM2 (Liquid AI, 2025) a gated one is the mixer itself.
 
-Shapes: B rows, T tokens, E channels, L taps (the kernel length).
+Shapes: B rows, T tokens, D hidden size, E channels, L taps (the kernel length).
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from jingu.model.chunked_scan import wide_dtype
+from jingu.model.layers import apply_batch_invariant, build_linear
+from jingu.model.mixer_parts import MixerState
+from jingu.model.mixer_specs import ShortConv
+from jingu.model.parts import ModuleRow, Rows, styles
 
 
 def causal_convolution(
@@ -58,18 +62,49 @@ def causal_convolution(
     return y_BTE.to(x_BTE.dtype), state_BLE
 
 
-def gated_short_convolution(
-    projected_BTE: Tensor,
-    weight_EL: Tensor,
-    bias_E: Tensor | None = None,
-    starts_BT: Tensor | None = None,
-    state_BLE: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return c · convolution(b · x), and the state of the convolution.
+class Convolution(nn.Module):
+    """A causal convolution of each channel."""
 
-    Args:
-        projected_BTE: b, c and x, which are concatenated: [B, T, 3 · E].
-    """
-    b_BTE, c_BTE, x_BTE = projected_BTE.chunk(3, -1)
-    y_BTE, state_BLE = causal_convolution(b_BTE * x_BTE, weight_EL, bias_E, starts_BT, state_BLE)
-    return c_BTE * y_BTE, state_BLE
+    def __init__(self, row: ModuleRow) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(row.shape))
+        self.bias = nn.Parameter(torch.empty(row.shape[0])) if row.bias else None
+
+    def forward(self, x_BTE: Tensor, starts_BT: Tensor | None, state_BLE: Tensor | None) -> tuple[Tensor, Tensor]:
+        return causal_convolution(x_BTE, self.weight, self.bias, starts_BT, state_BLE)
+
+
+def convolve(
+    parts: list[tuple[Tensor, Convolution]], starts_BT: Tensor | None, state_BLE: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Convolve several tensors [B, T, E] and apply SiLU; their states are concatenated along the channels."""
+    states = [None] * len(parts) if state_BLE is None else state_BLE.split([x.shape[-1] for x, _ in parts], -1)
+    results = [conv(x, starts_BT, state) for (x, conv), state in zip(parts, states, strict=True)]
+    outputs = [apply_batch_invariant(F.silu, y) for y, _ in results]
+    return outputs, torch.cat([state for _, state in results], -1)
+
+
+class ShortConvMixer(nn.Module):
+    """The gated short convolution of LFM2: gate_out · convolution(gate_in · x), between projections."""
+
+    def __init__(self, spec: ShortConv, rows: Rows) -> None:
+        super().__init__()
+        self.sharding = styles(rows)
+        self.gate_in, self.gate_out, self.x, self.output = (
+            build_linear(rows[name]) for name in ("gate_in", "gate_out", "x", "output")
+        )
+        self.conv = Convolution(rows["conv"])
+
+    def forward(
+        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
+    ) -> tuple[Tensor, MixerState]:
+        """Return the mixed hidden states [B, T, D], and the state after the last token.
+
+        Args:
+            starts_BT: whether a document starts at a token; None: nowhere.
+            state: the state before the first token; None: empty.
+            decode: as in other mixers; both forms are the same here.
+        """
+        gated_BTE = self.gate_in(x_BTD) * self.x(x_BTD)
+        y_BTE, conv_state = self.conv(gated_BTE, starts_BT, None if state is None else state.conv)
+        return self.output(self.gate_out(x_BTD) * y_BTE), MixerState(conv_state)

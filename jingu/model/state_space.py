@@ -7,19 +7,24 @@ The state S of a head maps the S channels of b and c to the P channels of x:
 Two forms compute the same: chunk by chunk for training and prompts, and token by token for decoding.
 
 Shapes: B rows, T tokens, H heads in G groups (the R = H / G heads of a group share b and c), P head size, S state size,
-N chunks, C tokens of a chunk.
+D hidden size, E channels, N chunks, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from jingu.model.chunked_scan import Chunks, Decays, PairDecays, join_chunks, split_chunks, wide_dtype
-from jingu.model.layers import apply_batch_invariant
+from jingu.model.layers import apply_batch_invariant, build_linear
+from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
+from jingu.model.mixer_specs import StateSpace
+from jingu.model.parts import Rows, styles
+from jingu.model.short_conv import Convolution, convolve
 
 CHUNK_SIZE = 64
 
@@ -126,3 +131,67 @@ def _add_skip(y_BTHP: Tensor, x_BTHP: Tensor, inputs: StateSpaceInputs) -> Tenso
     if inputs.skip is not None:
         y_BTHP = torch.addcmul(y_BTHP, x_BTHP, inputs.skip.to(x_BTHP.dtype).unsqueeze(-1))
     return y_BTHP.to(inputs.x.dtype)
+
+
+class StateSpaceMixer(nn.Module):
+    """A Mamba-2 mixer: projections, convolutions, the recurrence, and a norm with a gate.
+
+    Attributes:
+        chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
+
+    The numbers of heads and groups follow from the weights: under tensor parallelism a rank holds only some of them.
+    """
+
+    def __init__(self, spec: StateSpace, rows: Rows) -> None:
+        super().__init__()
+        self.spec, self.chunk_size = spec, CHUNK_SIZE
+        self.sharding = styles(rows)
+        self.gate, self.x, self.b, self.c, self.step, self.output = (
+            build_linear(rows[name]) for name in ("gate", "x", "b", "c", "step", "output")
+        )
+        self.x_conv, self.b_conv, self.c_conv = (Convolution(rows[f"{name}_conv"]) for name in "xbc")
+        self.step_bias, self.log_rate, self.skip = (Vector(rows[name]) for name in ("step_bias", "log_rate", "skip"))
+        gate_first = spec.norm == "behind_gate"
+        self.norm = GatedNorm(rows["norm"], spec.eps, "silu", gate_first=gate_first) if "norm" in rows else None
+
+    def forward(
+        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
+    ) -> tuple[Tensor, MixerState]:
+        """Return the mixed hidden states [B, T, D], and the state after the last token.
+
+        Args:
+            starts_BT: whether a document starts at a token; None: nowhere.
+            state: the state before the first token; None: empty.
+            decode: whether to compute token by token instead of chunk by chunk.
+        """
+        spec, before = self.spec, (None, None) if state is None else state
+        x_BTD = _scale(x_BTD, spec.input_scale)
+        projections = (self.gate, self.x, self.b, self.c, self.step)
+        gate, x, b, c, step = (
+            _scale(project(x_BTD), scale) for project, scale in zip(projections, spec.part_scales, strict=True)
+        )
+        parts = [(x, self.x_conv), (b, self.b_conv), (c, self.c_conv)]
+        (x, b, c), conv_state = convolve(parts, starts_BT, before[0])
+        low, high = spec.step_limits
+        inputs = StateSpaceInputs(
+            x.unflatten(-1, (-1, spec.head_dim)),
+            step_lengths(step, self.step_bias.weight, (low, float("inf") if high is None else high)),
+            b.unflatten(-1, (-1, spec.state_size)),
+            c.unflatten(-1, (-1, spec.state_size)),
+            -self.log_rate.wide(x).exp(),
+            self.skip.weight,
+        )
+        form = recurrent_state_space if decode else partial(chunked_state_space, chunk_size=self.chunk_size)
+        y_BTHP, recurrent = form(inputs, starts_BT, before[1])
+        y_BTE = y_BTHP.flatten(2)
+        if self.norm is None:
+            y_BTE = y_BTE * apply_batch_invariant(F.silu, gate)
+        else:
+            # Each group has a norm of its own.
+            groups = (inputs.b.shape[2], -1)
+            y_BTE = self.norm(y_BTE.unflatten(-1, groups), gate.unflatten(-1, groups)).flatten(2)
+        return self.output(y_BTE), MixerState(conv_state, recurrent)
+
+
+def _scale(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor

@@ -5,18 +5,36 @@ Every test runs for all of them, at awkward sizes. tests/parity/test_recurrences
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from jingu.model.chunked_scan import document_starts
-from jingu.model.gated_delta import chunked_delta_rule, recurrent_delta_rule
-from jingu.model.short_conv import causal_convolution, gated_short_convolution
-from jingu.model.state_space import StateSpaceInputs, chunked_state_space, recurrent_state_space, step_lengths
+from jingu.model.gated_delta import GatedDeltaMixer, chunked_delta_rule, recurrent_delta_rule
+from jingu.model.mixer_parts import MixerState
+from jingu.model.mixer_specs import (
+    GatedDelta,
+    ShortConv,
+    StateSpace,
+    gated_delta_rows,
+    short_conv_rows,
+    state_space_rows,
+)
+from jingu.model.short_conv import ShortConvMixer, causal_convolution
+from jingu.model.state_space import (
+    StateSpaceInputs,
+    StateSpaceMixer,
+    chunked_state_space,
+    recurrent_state_space,
+    step_lengths,
+)
 
 ROWS, GROUPS, HEADS, KEY, VALUE = 2, 2, 4, 6, 5
 
@@ -72,15 +90,54 @@ def make_state_space(tokens: int) -> Parts:
     return [normal(ROWS, tokens, HEADS, VALUE), normal(ROWS, tokens, HEADS), b, c], weights
 
 
-def convolution(function: Callable[..., Result], taps: int, width: int) -> Recurrence:
+def convolution(taps: int, channels: int) -> Recurrence:
     """Return a convolution, whose two forms are one."""
-    channels = 7
     return Recurrence(
-        lambda tokens: ([normal(ROWS, tokens, width * channels)], [normal(channels, taps), normal(channels)]),
-        lambda parts, starts, state, size: function(*parts[0], *parts[1], starts, state),
-        lambda parts, starts, state: function(*parts[0], *parts[1], starts, state),
+        lambda tokens: ([normal(ROWS, tokens, channels)], [normal(channels, taps), normal(channels)]),
+        lambda parts, starts, state, size: causal_convolution(*parts[0], *parts[1], starts, state),
+        lambda parts, starts, state: causal_convolution(*parts[0], *parts[1], starts, state),
         (taps - 1, channels),
     )
+
+
+WIDTH = 10
+
+
+def mixer(module: nn.Module, state_shapes: list[tuple[int, ...]]) -> Recurrence:
+    """Return a mixer, whose weights and states are passed as arguments; its states are flattened into one tensor."""
+    names = [name for name, _ in module.named_parameters()]
+    sizes = [math.prod(shape) for shape in state_shapes]
+
+    def make(tokens: int) -> Parts:
+        return [normal(ROWS, tokens, WIDTH)], [0.5 * normal(*weight.shape) for weight in module.parameters()]
+
+    def run(parts: Parts, starts: Tensor | None, state: Tensor | None, size: int | None) -> Result:
+        before = None
+        if state is not None:
+            pieces = zip(state.split(sizes, -1), state_shapes, strict=True)
+            before = MixerState(*(piece.unflatten(-1, shape) for piece, shape in pieces))
+        arguments = (*parts[0], starts, before)
+        module.chunk_size = size
+        y, after = functional_call(module, dict(zip(names, parts[1], strict=True)), arguments, {"decode": size is None})
+        return y, torch.cat([part.flatten(1) for part in after if part is not None], -1)
+
+    return Recurrence(
+        make,
+        lambda parts, starts, state, size: run(parts, starts, state, size),
+        lambda parts, starts, state: run(parts, starts, state, None),
+        (sum(sizes),),
+    )
+
+
+def delta_mixer(**settings: Any) -> Recurrence:
+    spec = GatedDelta(num_heads=4, num_key_heads=2, key_head_dim=6, value_head_dim=5, **settings)
+    channels = 2 * spec.num_key_heads * 6 + 20
+    return mixer(GatedDeltaMixer(spec, gated_delta_rows(spec, WIDTH)), [(spec.num_taps - 1, channels), (4, 6, 5)])
+
+
+def state_space_mixer(**settings: Any) -> Recurrence:
+    spec = StateSpace(num_heads=4, num_groups=2, head_dim=5, state_size=6, **settings)
+    return mixer(StateSpaceMixer(spec, state_space_rows(spec, WIDTH)), [(spec.num_taps - 1, 44), (4, 6, 5)])
 
 
 RECURRENCES = {
@@ -93,10 +150,17 @@ RECURRENCES = {
         lambda parts, starts, state: recurrent_state_space(state_space_inputs(parts), starts, state),
         (HEADS, KEY, VALUE),
     ),
-    "convolution": convolution(causal_convolution, 4, 1),
-    "gated convolution": convolution(gated_short_convolution, 3, 3),
+    "convolution": convolution(4, 7),
 }
-ALL = pytest.mark.parametrize("kind", RECURRENCES.values(), ids=RECURRENCES)
+MIXERS = {
+    "delta mixer": delta_mixer(),
+    "KDA mixer": delta_mixer(decay_per_channel=True, gate_rank=3, gate_activation="sigmoid", decay_bound=-5.0),
+    "state space mixer": state_space_mixer(),
+    "short convolution mixer": mixer(
+        ShortConvMixer(ShortConv(bias=True), short_conv_rows(ShortConv(bias=True), WIDTH)), [(2, WIDTH)]
+    ),
+}
+ALL = pytest.mark.parametrize("kind", [*RECURRENCES.values(), *MIXERS.values()], ids=[*RECURRENCES, *MIXERS])
 
 
 def cast(parts: Parts, dtype: torch.dtype) -> Parts:
@@ -116,6 +180,11 @@ def gradients(parts: Parts, state: Tensor, run: Callable[[Parts, Tensor], Result
     total = sum((x * torch.randn(x.shape, generator=generator).to(x.dtype)).sum() for x in (y, after))
     assert isinstance(total, Tensor)
     return [y.detach(), after.detach(), *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)]
+
+
+def run(kind: Recurrence, parts: Parts, state: Tensor | None, size: int | None, starts: Tensor | None = None) -> Result:
+    """Run the form with chunks of a size, or the recurrent form if the size is None."""
+    return kind.recurrent(parts, starts, state) if size is None else kind.chunked(parts, starts, state, size)
 
 
 def starts_of(lengths: list[int]) -> Tensor:
@@ -143,15 +212,12 @@ def test_chunks_equal_single_tokens(kind: Recurrence, tokens: int, size: int) ->
 
 
 @ALL
-@pytest.mark.parametrize("form", ["chunked", "recurrent"])
-def test_documents_of_a_row_are_as_if_alone(kind: Recurrence, form: str) -> None:
+@pytest.mark.parametrize("size", [16, None], ids=["chunked", "recurrent"])
+def test_documents_of_a_row_are_as_if_alone(kind: Recurrence, size: int | None) -> None:
     """Their borders lie within chunks, on their borders, and several in one chunk."""
     torch.manual_seed(1)
-    lengths, size = [3, 1, 12, 1, 1, 30, 16, 5], 16
+    lengths = [3, 1, 12, 1, 1, 30, 16, 5]
     parts, starts = kind.make(sum(lengths)), starts_of(lengths)
-
-    def run(inputs: Parts, where: Tensor | None, before: Tensor) -> Result:
-        return kind.chunked(inputs, where, before, size) if form == "chunked" else kind.recurrent(inputs, where, before)
 
     def run_alone(inputs: Parts, before: Tensor) -> Result:
         """Run each document alone; the first one of a row continues the state before it."""
@@ -159,7 +225,7 @@ def test_documents_of_a_row_are_as_if_alone(kind: Recurrence, form: str) -> None
         for row, row_lengths in enumerate((lengths, lengths[::-1])):
             place, state, outputs = 0, before[row : row + 1], []
             for length in row_lengths:
-                y, after = run(pick(inputs, slice(row, row + 1), slice(place, place + length)), None, state)
+                y, after = run(kind, pick(inputs, slice(row, row + 1), slice(place, place + length)), state, size)
                 outputs.append(y)
                 place, state = place + length, torch.zeros_like(state)
             rows.append((torch.cat(outputs, 1), after))
@@ -167,7 +233,7 @@ def test_documents_of_a_row_are_as_if_alone(kind: Recurrence, form: str) -> None
         return torch.cat(outputs), torch.cat(states)
 
     before = normal(ROWS, *kind.state)
-    packed = gradients(parts, before, lambda inputs, state: run(inputs, starts, state))
+    packed = gradients(parts, before, lambda inputs, state: run(kind, inputs, state, size, starts))
     alone = gradients(parts, before, run_alone)
     for a, b in zip(packed, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
@@ -196,6 +262,7 @@ def test_a_document_changes_nothing_in_others(kind: Recurrence) -> None:
 
 
 @ALL
+@torch.no_grad()
 def test_a_row_continues_from_a_state(kind: Recurrence) -> None:
     """To the bit if it is divided between chunks, and with few tokens more than a convolution has taps."""
     torch.manual_seed(3)
@@ -215,6 +282,7 @@ def test_a_row_continues_from_a_state(kind: Recurrence) -> None:
 
 
 @ALL
+@torch.no_grad()
 def test_rows_do_not_depend_on_each_other(kind: Recurrence) -> None:
     """Not one bit in inference: a sequence among others gets the numbers that it gets alone."""
     torch.manual_seed(4)
@@ -222,21 +290,17 @@ def test_rows_do_not_depend_on_each_other(kind: Recurrence) -> None:
     weights = pieces[0][1]
     inputs = [torch.cat(parts) for parts in zip(*(piece[0] for piece in pieces), strict=True)]
     state = torch.randn(len(inputs[0]), *kind.state)
-    with torch.no_grad():
-        for tokens in (40, 1):
-            parts = pick((inputs, weights), tokens=slice(tokens))
-            for run in (
-                lambda x, before: kind.chunked(x, None, before, 16),
-                lambda x, before: kind.recurrent(x, None, before),
-            ):
-                together = run(parts, state)
-                for row in range(0, len(state), 5):
-                    one = slice(row, row + 1)
-                    alone = run(pick(parts, one), state[one])
-                    assert all(torch.equal(a[one], b) for a, b in zip(together, alone, strict=True))
+    for tokens in (40, 1):
+        parts = pick((inputs, weights), tokens=slice(tokens))
+        for size in (16, None):
+            together = run(kind, parts, state, size)
+            for row in range(0, len(state), 5):
+                one = slice(row, row + 1)
+                alone = run(kind, pick(parts, one), state[one], size)
+                assert all(torch.equal(a[one], b) for a, b in zip(together, alone, strict=True))
 
 
-@ALL
+@pytest.mark.parametrize("kind", RECURRENCES.values(), ids=RECURRENCES)
 def test_narrow_inputs_keep_a_wide_state(kind: Recurrence) -> None:
     torch.manual_seed(5)
     parts = cast(kind.make(70), torch.bfloat16)
