@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, N chunks, C tokens of a chunk, H heads, K key head siz
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +43,6 @@ def split_chunks(x_BT: Tensor, size: int) -> Tensor:
 def join_chunks(x_NBC: Tensor, tokens: int) -> Tensor:
     """Return [B, T, …] of [N, B, C, …] without the padding: the inverse of `split_chunks`."""
     return x_NBC.transpose(0, 1).flatten(1, 2)[:, :tokens]
-
-
-# A smaller logarithm of a decay is replaced by this one: exp(-128) is zero in fp32.
-MIN_LOG_DECAY = -128.0
-
-# The coarse part of a logarithm is a multiple of 1/256. Sums of up to 512 coarse parts are exact in fp32.
-COARSE_STEPS = 256
 
 
 class Chunks(NamedTuple):
@@ -96,61 +89,32 @@ class Decays(NamedTuple):
     @staticmethod
     def of(log_decay_NBHCK: Tensor, chunks: Chunks) -> Decays:
         """Return the decays in chunks whose tokens have these logarithms of decays, which are at most zero."""
-        log_from_start = log_decay_NBHCK.cumsum(3)
-        # The decay to the end is that of all later tokens, summed from the end: as a difference of two sums it would
-        # depend on earlier documents, and its gradients would be less precise.
-        log_to_end = F.pad(log_decay_NBHCK[..., 1:, :], (0, 0, 0, 1)).flip(3).cumsum(3).flip(3)
-        if chunks.numbers is not None:
-            is_behind, is_before = chunks.numbers > 0, chunks.numbers != chunks.numbers[..., -1:]
-            log_from_start = log_from_start.masked_fill(is_behind[:, :, None, :, None], -torch.inf)
-            log_to_end = log_to_end.masked_fill(is_before[:, :, None, :, None], -torch.inf)
-        from_state = log_from_start.exp()
-        return Decays(from_state, log_to_end.exp(), from_state[..., -1, :].unsqueeze(-1))
+        log_from_start, log_to_end = log_decay_NBHCK.cumsum(3), sum_to_end(log_decay_NBHCK)
+        if chunks.numbers is None:
+            from_state, to_state = log_from_start.exp(), log_to_end.exp()
+        else:
+            from_state = decay(log_from_start, (chunks.numbers > 0).unsqueeze(2))
+            to_state = decay(log_to_end, (chunks.numbers != chunks.numbers[..., -1:]).unsqueeze(2))
+        return Decays(from_state, to_state, from_state[..., -1, :].unsqueeze(-1))
 
 
-def log_sums(log_decay_NBHCK: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """Return a coarse and a fine part of the sums of logarithms of decays over the tokens of a chunk up to each one.
+def sum_to_end(x: Tensor) -> Tensor:
+    """Return for each of the tokens of [..., C, K] the sum over the tokens behind it."""
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
-    Differences of large sums would lose precision. The coarse part of a logarithm is therefore rounded to a multiple of
-    a power of two, so that sums and differences are exact. The fine part is small. Its sums begin with each document,
-    so that nothing depends on other documents, not even by rounding. Gradients pass through the fine part.
+
+def pair_sums(x: Tensor) -> Tensor:
+    """Return [..., C, C, K] of [..., C, K]: for each pair of tokens the sum behind the second one up to the first one.
+
+    Zero if the second one is not before the first one. Differences of sums from the start would lose precision, more so
+    in their gradients, and depend on the other documents of a chunk.
     """
-    clamped = log_decay_NBHCK.clamp_min(MIN_LOG_DECAY)
-    coarse = (clamped.detach() * COARSE_STEPS).round() / COARSE_STEPS
-    fine = clamped - coarse
-    # Sum within documents: each step doubles the number of tokens that a sum covers.
-    shift = 1
-    while shift < chunks.size:
-        earlier = fine[..., :-shift, :]
-        if chunks.numbers is not None:
-            is_other = chunks.numbers[..., shift:] != chunks.numbers[..., :-shift]
-            earlier = earlier.masked_fill(is_other[:, :, None, :, None], 0)
-        fine = fine + F.pad(earlier, (0, 0, shift, 0))
-        shift *= 2
-    return coarse.cumsum(3), fine
+    tokens, channels = x.shape[-2:]
+    lower_CC = x.new_ones(tokens, tokens).tril_()
+    behind = x.unsqueeze(-2) * lower_CC.tril(-1).unsqueeze(-1)
+    return (lower_CC @ behind.flatten(-2)).unflatten(-1, (tokens, channels))
 
 
-class PairDecays(torch.autograd.Function):
-    """The decay [N, B, H, C, C] from the second token of a pair to the first; 0 for hidden pairs.
-
-    It is the exponential of the sum of the logarithms [N, B, H, C, 1] of the tokens behind the second one up to the
-    first one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, log_decay_NBHC1: Tensor, chunks: Chunks) -> Tensor:
-        coarse, fine = log_sums(log_decay_NBHC1, chunks)
-        difference = (coarse - coarse.transpose(3, 4)) + (fine - fine.transpose(3, 4))
-        # Hidden pairs are masked before exp, which would overflow: their differences are positive.
-        pairs = difference.masked_fill_(chunks.hidden_pairs(difference.device), -torch.inf).exp_()
-        ctx.save_for_backward(pairs)
-        return pairs
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (pairs,) = ctx.saved_tensors
-        # The gradient of a token's logarithm is the sum over the pairs that it lies between. Differences of sums over
-        # more pairs would cancel.
-        lower_CC = pairs.new_ones(pairs.shape[-2:]).tril_()
-        later_firsts = lower_CC.t() @ (upstream[0] * pairs)
-        return (later_firsts * lower_CC.tril(-1)).sum(-1, keepdim=True), None
+def decay(log: Tensor, hidden: Tensor) -> Tensor:
+    """Return the decay of a logarithm [..., K]; 0 where `hidden` [...] is true."""
+    return log.masked_fill(hidden.unsqueeze(-1), -torch.inf).exp()

@@ -20,9 +20,10 @@ from functools import partial
 from math import gcd
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jingu.model.chunked_scan import Chunks, Decays, PairDecays, join_chunks, log_sums, split_chunks, wide_dtype
+from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, sum_to_end, wide_dtype
 from jingu.model.layers import apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
 from jingu.model.mixer_specs import GatedDelta
@@ -83,10 +84,10 @@ def chunked_delta_rule(
     states, values = [], []
     k_to_state = (k * decays.to_state).transpose(3, 4)
     for parts in zip(writes.unbind(), reads.unbind(), k_to_state.unbind(), decays.across.unbind(), strict=True):
-        write, read, key, decay = parts
+        write, read, key, across = parts
         states.append(state)
         values.append(write - read @ state)
-        state = state * decay + key @ values[-1]
+        state = state * across + key @ values[-1]
     # Read from the state before the chunk, and from what the tokens of the chunk wrote.
     y_NBHCV = (q * decays.from_state) @ torch.stack(states) + scores @ torch.stack(values)
     return join_chunks(y_NBHCV.transpose(2, 3), v_BTHV.shape[1]).to(v_BTHV.dtype), state
@@ -152,7 +153,7 @@ def _decayed_products(
     """
     if log_decay_NBHCK.shape[-1] > 1:
         return _products_per_channel(lefts, right_NBHCK, log_decay_NBHCK, chunks)
-    pairs: Tensor = PairDecays.apply(log_decay_NBHCK, chunks)
+    pairs = decay(pair_sums(log_decay_NBHCK), chunks.hidden_pairs(right_NBHCK.device)).squeeze(-1)
     return [left @ right_NBHCK.transpose(3, 4) * pairs for left in lefts]
 
 
@@ -161,41 +162,34 @@ def _products_per_channel(
 ) -> list[Tensor]:
     """Return `_decayed_products` for decays per channel.
 
-    Decays from the start of the chunk cannot be divided by each other, since they may underflow. Pairs of different
-    blocks of W tokens are therefore computed by matmuls in which both sides decay to the border of the later block, and
-    pairs of one block channel by channel.
+    Decays from the start of the chunk cannot be divided by each other, since they may underflow. Pairs of one block of
+    W tokens are therefore computed channel by channel, and pairs of different blocks by matmuls in which both sides
+    decay to the border before the later block.
     """
-    # The fine part of the decays becomes factors of both sides, which are close to 1.
-    log_NBHCK, fine = log_sums(log_decay_NBHCK, chunks)
-    to_left, from_right = fine.exp(), (-fine).exp()
-    lefts = tuple(left * to_left for left in lefts)
-    right_NBHCK = right_NBHCK * from_right
     width = gcd(BLOCK_SIZE, chunks.size)
     blocks = (chunks.size // width, width)
-    log, right = (x.unflatten(3, blocks) for x in (log_NBHCK, right_NBHCK))
+    hidden = chunks.hidden_pairs(right_NBHCK.device)
+    log_decay = log_decay_NBHCK.unflatten(3, blocks)  # [N, B, H, blocks, W, K]
     left = torch.stack(lefts, -1).unflatten(3, blocks)  # [N, B, H, blocks, W, K, lefts]
-    hidden = chunks.hidden_pairs(log.device)
-    # Pairs of one block. Hidden pairs are masked before exp, which would overflow.
-    hidden_block = hidden.unflatten(4, blocks).unflatten(3, blocks).diagonal(0, 3, 5).movedim(-1, 3)
-    difference = log.unsqueeze(5) - log.unsqueeze(4)
-    decay = difference.masked_fill_(hidden_block.unsqueeze(-1), -torch.inf).exp_()
-    within = (decay * right.unsqueeze(4)) @ left  # [N, B, H, blocks, W, W, lefts]
-    # Pairs of different blocks. The border of a block is the last token of the block before; the first has none.
-    border = (torch.arange(blocks[0], device=log.device) * width - 1).clamp_min(0)
-    log_border = log_NBHCK[:, :, :, border].unsqueeze(4)
-    behind = hidden[..., border].unflatten(3, blocks).diagonal(0, 3, 5).movedim(-1, 3).unsqueeze(-1)
-    before = hidden[:, :, :, border].clone()
-    before[:, :, :, 0] = True
-    to_left = (log - log_border).masked_fill_(behind, -torch.inf).exp_()
-    from_right = (log_border - log_NBHCK.unsqueeze(3)).masked_fill_(before.unsqueeze(-1), -torch.inf).exp_()
-    decayed_right = (from_right * right_NBHCK.unsqueeze(3)).transpose(4, 5)
+    # Pairs of one block.
+    hidden_within = hidden.unflatten(4, blocks).unflatten(3, blocks).diagonal(0, 3, 5).movedim(-1, 3)
+    right_within = decay(pair_sums(log_decay), hidden_within) * right_NBHCK.unflatten(3, blocks).unsqueeze(4)
+    within = right_within @ left  # [N, B, H, blocks, W, W, lefts]
+    # Decays from the last token before each block but the first, its border, to the tokens of the block.
+    border = torch.arange(width, chunks.size, width, device=hidden.device) - 1
+    hidden_left = hidden[..., border].unflatten(3, blocks)[:, :, :, 1:].diagonal(0, 3, 5).movedim(-1, 3)
+    left = left[:, :, :, 1:] * decay(log_decay[:, :, :, 1:].cumsum(4), hidden_left).unsqueeze(-1)
+    # Decays from each token to each border: to the end of the token's block, and over the blocks between.
+    over_blocks = pair_sums(log_decay.sum(4))[:, :, :, :-1].unsqueeze(5)
+    log_to_border = (over_blocks + sum_to_end(log_decay).unsqueeze(3)).flatten(4, 5)
+    right = (right_NBHCK.unsqueeze(3) * decay(log_to_border, hidden[:, :, :, border])).transpose(4, 5)
     # Add both kinds of pairs to one matrix.
-    diagonal = torch.eye(blocks[0], dtype=log.dtype, device=log.device)[:, None, :, None]
+    diagonal = torch.eye(blocks[0], dtype=right.dtype, device=right.device)[:, None, :, None]
     return [
-        (left[..., index] * to_left @ decayed_right + (within[..., index].unsqueeze(5) * diagonal).flatten(5)).flatten(
-            3, 4
-        )
-        for index in range(len(lefts))
+        F.pad(left_products @ right, (0, 0, 0, 0, 1, 0))
+        .add((within_products.unsqueeze(5) * diagonal).flatten(5))
+        .flatten(3, 4)
+        for left_products, within_products in zip(left.unbind(-1), within.unbind(-1), strict=True)
     ]
 
 
@@ -255,4 +249,4 @@ class GatedDeltaMixer(nn.Module):
             wide, rate = wide.unflatten(-1, (-1, self.spec.key_head_dim)), rate.unsqueeze(-1)
         if self.spec.decay_bound is not None:
             return self.spec.decay_bound * apply_batch_invariant(torch.sigmoid, rate * wide)
-        return -rate * apply_batch_invariant(nn.functional.softplus, wide)
+        return -rate * apply_batch_invariant(F.softplus, wide)

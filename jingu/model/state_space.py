@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jingu.model.chunked_scan import Chunks, Decays, PairDecays, join_chunks, split_chunks, wide_dtype
+from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
 from jingu.model.layers import apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
 from jingu.model.mixer_specs import StateSpace
@@ -79,10 +79,11 @@ def chunked_state_space(
     groups = (inputs.b.shape[2], -1)
     chunks = Chunks.of(starts_BT, chunk_size)
     log_decay_NBHC1 = split_chunks(log_decay_BTH1, chunk_size).transpose(2, 3)
-    decays, pairs_NBHCC = Decays.of(log_decay_NBHC1, chunks), PairDecays.apply(log_decay_NBHC1, chunks)
+    decays = Decays.of(log_decay_NBHC1, chunks)
     x_NBGRCP = split_chunks(x_BTHP * step_BTH1, chunk_size).transpose(2, 3).unflatten(2, groups)
     b_NBGCS, c_NBGCS = (split_chunks(x.to(wide), chunk_size).transpose(2, 3) for x in (inputs.b, inputs.c))
     # Pairs of tokens of a chunk.
+    pairs_NBHCC = decay(pair_sums(log_decay_NBHC1), chunks.hidden_pairs(x_BTHP.device)).squeeze(-1)
     scores_NBGCC = c_NBGCS @ b_NBGCS.transpose(3, 4)
     y_NBGRCP = (scores_NBGCC.unsqueeze(3) * pairs_NBHCC.unflatten(2, groups)) @ x_NBGRCP
     # What each chunk adds to the state, for all heads of a group in one matmul; then the states before the chunks.

@@ -194,7 +194,7 @@ def starts_of(lengths: list[int]) -> Tensor:
 
 
 @ALL
-@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (63, 64), (64, 64), (131, 64), (50, 7), (33, 24)])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (63, 64), (64, 64), (131, 64), (50, 7), (33, 8), (33, 24)])
 def test_chunks_equal_single_tokens(kind: Recurrence, tokens: int, size: int) -> None:
     torch.manual_seed(0)
     parts, state = kind.make(tokens), normal(ROWS, *kind.state)
