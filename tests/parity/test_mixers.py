@@ -91,8 +91,8 @@ CONFIG = SimpleNamespace(
     use_mamba_kernels=True,
     mamba_rms_norm=True,
     mamba_norm_before_gate=True,
-    ssm_in_multiplier=0.7,
-    ssm_multipliers=[0.6, 1.3, 0.9, 1.1, 0.8],
+    ssm_in_multiplier=0.6875,
+    ssm_multipliers=[0.625, 1.25, 0.875, 1.125, 0.75],
     # short convolution
     conv_L_cache=3,
     conv_bias=True,
@@ -213,7 +213,7 @@ def short_conv(**settings: Any) -> nn.Module:
     return ShortConvMixer(spec, short_conv_rows(spec, WIDTH))
 
 
-FALCON = {"input_scale": 0.7, "part_scales": (0.6, 1.3, 0.9, 1.1, 0.8)}
+FALCON = {"input_scale": 0.6875, "part_scales": (0.625, 1.25, 0.875, 1.125, 0.75)}
 CASES = {
     "qwen3_next": Case("qwen3_next.Qwen3NextGatedDeltaNet", {}, delta(), qwen3_next),
     "qwen3_5": Case("qwen3_5.Qwen3_5GatedDeltaNet", {}, delta(), qwen3_5),
