@@ -69,7 +69,8 @@ def chunked_delta_rule(
     q, k = _prepare(q_BTGK, k_BTGK, v_BTHV.shape[2])
     beta_BTH1, log_decay_BTHK = _with_channels(beta_BTH), _with_channels(log_decay_BTH)
     q, k, v, beta, log_decay = (
-        split_chunks(x.to(q.dtype), chunk_size).transpose(2, 3) for x in (q, k, v_BTHV, beta_BTH1, log_decay_BTHK)
+        split_chunks(x.to(q.dtype), chunk_size).transpose(2, 3).contiguous()
+        for x in (q, k, v_BTHV, beta_BTH1, log_decay_BTHK)
     )
     decays = Decays.of(log_decay, chunks)
     # Solve for what the tokens write: `writes` if the state before the chunk is empty, less `reads` times that state.
