@@ -77,7 +77,9 @@ def run(size: str = "") -> str:
         per_token = [seconds[name, tokens] / tokens for tokens in lengths]
         figures = " | ".join(f"{value * 1024 * 1000:.1f}" for value in per_token)
         table.append(f"| {name} | {figures} | {per_token[-1] / per_token[0]:.2f} |")
-    note = f"{HEADS} heads of {SIZE}, state size {STATE}, {TAPS} taps, documents of {DOCUMENT} tokens, fp32, one thread."
+    note = (
+        f"{HEADS} heads of {SIZE}, state size {STATE}, {TAPS} taps, documents of {DOCUMENT} tokens, fp32, one thread."
+    )
     return "\n".join([*table, "", f"{note} Growth: time per token at the largest length relative to the smallest."])
 
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, sum_to_end, wide_dtype
-from jingu.model.layers import apply_batch_invariant, build_linear
-from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
+from jingu.model.layers import Vector, apply_batch_invariant, build_linear
+from jingu.model.mixer_parts import GatedNorm, MixerState
 from jingu.model.mixer_specs import GatedDelta
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
@@ -244,8 +244,8 @@ class GatedDeltaMixer(nn.Module):
     def log_decays(self, x_BTD: Tensor) -> Tensor:
         """Return the logarithms of the decays, [B, T, H] or [B, T, H, K]."""
         projected = self.decay(x_BTD if self.decay_down is None else self.decay_down(x_BTD))
-        wide = projected.to(wide_dtype(x_BTD)) + self.decay_bias.wide(x_BTD)
-        rate = self.log_rate.wide(x_BTD).exp()
+        dtype = wide_dtype(x_BTD)
+        wide, rate = projected.to(dtype) + self.decay_bias.weight.to(dtype), self.log_rate.weight.to(dtype).exp()
         if self.spec.decay_per_channel:
             wide, rate = wide.unflatten(-1, (-1, self.spec.key_head_dim)), rate.unsqueeze(-1)
         if self.spec.decay_bound is not None:

@@ -1,4 +1,4 @@
-"""Parts that mixers with a state share: the state, trained vectors, and norms with a gate.
+"""Parts that mixers with a state share: the state, and norms with a gate.
 
 Shapes: B rows, T tokens, E channels, L taps (the kernel length), H heads or groups of heads, V channels of each.
 """
@@ -27,18 +27,6 @@ class MixerState(NamedTuple):
 
     conv: Tensor
     recurrent: Tensor | None = None
-
-
-class Vector(nn.Module):
-    """A trained vector, as a module, so that it has the name of a weight."""
-
-    def __init__(self, row: ModuleRow) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(row.shape))
-
-    def wide(self, like: Tensor) -> Tensor:
-        """Return the vector in the dtype of computations with states."""
-        return self.weight.to(wide_dtype(like))
 
 
 class GatedNorm(nn.Module):

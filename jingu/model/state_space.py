@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
-from jingu.model.layers import apply_batch_invariant, build_linear
-from jingu.model.mixer_parts import GatedNorm, MixerState, Vector
+from jingu.model.layers import Vector, apply_batch_invariant, build_linear
+from jingu.model.mixer_parts import GatedNorm, MixerState
 from jingu.model.mixer_specs import StateSpace
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
@@ -179,7 +179,7 @@ class StateSpaceMixer(nn.Module):
             step_lengths(step, self.step_bias.weight, (low, float("inf") if high is None else high)),
             b.unflatten(-1, (-1, spec.state_size)),
             c.unflatten(-1, (-1, spec.state_size)),
-            -self.log_rate.wide(x).exp(),
+            -self.log_rate.weight.to(wide_dtype(x)).exp(),
             self.skip.weight,
         )
         form = recurrent_state_space if decode else partial(chunked_state_space, chunk_size=self.chunk_size)
