@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.chunked_scan import document_starts
-from jingu.model.gated_delta import chunked_delta_rule
+from jingu.model.gated_delta import PER_CHANNEL_CHUNK_SIZE, chunked_delta_rule
 from jingu.model.short_conv import causal_convolution
 from jingu.model.state_space import StateSpaceInputs, chunked_state_space
 from jingu.runtime.device import retain_freed_memory
@@ -40,7 +40,7 @@ def sides(tokens: int) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
         "delta rule": (lambda *parts: chunked_delta_rule(*parts)[0], [q, k, v, log_decay, beta]),
         "delta rule, documents": (lambda *x: chunked_delta_rule(*x, starts)[0], [q, k, v, log_decay, beta]),
         "delta rule, decay per channel": (
-            lambda *parts: chunked_delta_rule(*parts)[0],
+            lambda *parts: chunked_delta_rule(*parts, chunk_size=PER_CHANNEL_CHUNK_SIZE)[0],
             [q, k, v, -torch.rand(*heads, SIZE), beta],
         ),
         "state space": (lambda *x: chunked_state_space(StateSpaceInputs(*x, rate))[0], [v, -log_decay, b, c]),

@@ -26,7 +26,8 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 def document_starts(documents_BT: Tensor) -> Tensor:
     """Return booleans [B, T]: whether a token is the first of its document, given each token's document number.
 
-    It is false for the first token of a row, which continues the state that the row is given, if any.
+    It is false for the first token of a row, which continues the state that the row is given, if any. Call it before a
+    row is divided over ranks or steps: a document may start with the first token of a piece.
     """
     starts_BT = torch.zeros_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]

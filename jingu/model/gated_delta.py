@@ -35,7 +35,9 @@ NORM_EPSILON = 1e-6
 
 CHUNK_SIZE = 64
 
-# Tokens of a block within which decays per channel are computed pair by pair.
+# The fastest chunk size of decays per channel on CPU, and the tokens of a block within which they are computed pair by
+# pair.
+PER_CHANNEL_CHUNK_SIZE = 32
 BLOCK_SIZE = 8
 
 
@@ -205,7 +207,8 @@ class GatedDeltaMixer(nn.Module):
 
     def __init__(self, spec: GatedDelta, rows: Rows) -> None:
         super().__init__()
-        self.spec, self.chunk_size = spec, CHUNK_SIZE
+        self.spec = spec
+        self.chunk_size = PER_CHANNEL_CHUNK_SIZE if spec.decay_per_channel else CHUNK_SIZE
         self.sharding = styles(rows)
         self.q, self.k, self.v, self.gate, self.decay, self.beta, self.output = (
             build_linear(rows[name]) for name in ("q", "k", "v", "gate", "decay", "beta", "output")
