@@ -21,11 +21,11 @@ from math import gcd
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, sum_to_end, wide_dtype
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
-from jingu.model.mixer_parts import GatedNorm, MixerState
+from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
 from jingu.model.mixer_specs import GatedDelta
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
@@ -196,7 +196,7 @@ def _products_per_channel(
     ]
 
 
-class GatedDeltaMixer(nn.Module):
+class GatedDeltaMixer(Mixer):
     """A mixer around the gated delta rule: projections, convolutions, decays, and a norm with a gate.
 
     Attributes:
@@ -220,29 +220,26 @@ class GatedDeltaMixer(nn.Module):
         self.log_rate, self.decay_bias = Vector(rows["log_rate"]), Vector(rows["decay_bias"])
         self.norm = GatedNorm(rows["norm"], spec.eps, spec.gate_activation, gate_first=False)
 
-    def forward(
-        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
-    ) -> tuple[Tensor, MixerState]:
-        """Return the mixed hidden states [B, T, D], and the state after the last token.
-
-        Args:
-            starts_BT: whether a document starts at a token; None: nowhere.
-            state: the state before the first token; None: empty.
-            decode: whether to compute token by token instead of chunk by chunk.
-        """
-        before = (None, None) if state is None else state
-        parts = [(self.q(x_BTD), self.q_conv), (self.k(x_BTD), self.k_conv), (self.v(x_BTD), self.v_conv)]
-        convolved, conv_state = convolve(parts, starts_BT, before[0])
-        spec = self.spec
-        sizes = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
-        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip(convolved, sizes, strict=True))
+    def project(self, x_BTD: Tensor) -> tuple[list[Tensor], Tensor]:
         beta = apply_batch_invariant(torch.sigmoid, self.beta(x_BTD).to(wide_dtype(x_BTD)))
-        beta = 2 * beta if spec.negative_eigenvalues else beta
-        form = recurrent_delta_rule if decode else partial(chunked_delta_rule, chunk_size=self.chunk_size)
-        y_BTHV, recurrent = form(q, k, v, self.log_decays(x_BTD), beta, starts_BT, before[1])
+        beta = 2 * beta if self.spec.negative_eigenvalues else beta
         gate = self.gate(x_BTD if self.gate_down is None else self.gate_down(x_BTD))
-        y_BTHV = self.norm(y_BTHV, gate.view(y_BTHV.shape))
-        return self.output(y_BTHV.flatten(2)), MixerState(conv_state, recurrent)
+        return [self.q(x_BTD), self.k(x_BTD), self.v(x_BTD), self.log_decays(x_BTD), beta], gate
+
+    def mix(
+        self, parts: list[Tensor], starts_BT: Tensor | None, state: MixerState | None, decode: bool
+    ) -> tuple[Tensor, MixerState]:
+        before = MixerState() if state is None else state
+        convolutions = (self.q_conv, self.k_conv, self.v_conv)
+        convolved, conv_state = convolve(parts[:3], convolutions, starts_BT, before.conv)
+        sizes = (self.spec.key_head_dim, self.spec.key_head_dim, self.spec.value_head_dim)
+        q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip(convolved, sizes, strict=True))
+        form = recurrent_delta_rule if decode else partial(chunked_delta_rule, chunk_size=self.chunk_size)
+        y_BTHV, recurrent = form(q, k, v, parts[3], parts[4], starts_BT, before.recurrent)
+        return y_BTHV, MixerState(conv_state, recurrent)
+
+    def finish(self, y_BTHV: Tensor, gate: Tensor) -> Tensor:
+        return self.output(self.norm(y_BTHV, gate.view(y_BTHV.shape)).flatten(2))
 
     def log_decays(self, x_BTD: Tensor) -> Tensor:
         """Return the logarithms of the decays, [B, T, H] or [B, T, H, K]."""

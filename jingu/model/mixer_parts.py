@@ -1,11 +1,12 @@
-"""Parts that mixers with a state share: the state, and norms with a gate.
+"""What mixers with a state share: the state, the order of computations, and norms with a gate.
 
-Shapes: B rows, T tokens, E channels, L taps (the kernel length), H heads or groups of heads, V channels of each.
+Shapes: B rows, T tokens, D hidden size, E channels, L taps (the kernel length), H heads or groups of heads, V channels
+of each, P pieces of a row, M pieces that are computed together, Q tokens of such a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,12 +22,89 @@ class MixerState(NamedTuple):
     """What a mixer remembers of the tokens before. It can be copied, stored, and continued from at any token.
 
     Attributes:
-        conv: [B, L − 1, E] the last inputs of the convolutions, in the dtype of the hidden states.
-        recurrent: [B, H, …] the state of the recurrence, at least in fp32; None: the mixer is a convolution only.
+        conv: [B, L − 1, E] the last inputs of the convolutions, in the dtype of the hidden states; None: zeros.
+        recurrent: [B, H, …] the state of the recurrence, at least in fp32; None: zeros, or the mixer has none.
     """
 
-    conv: Tensor
+    conv: Tensor | None = None
     recurrent: Tensor | None = None
+
+
+class Mixer(nn.Module):
+    """A mixer with a state. Only `mix` combines tokens; the other methods compute every token by itself."""
+
+    def project(self, x_BTD: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the tensors [B, T, …] that are mixed, and the gate of the outputs."""
+        raise NotImplementedError
+
+    def mix(
+        self, parts: list[Tensor], starts_BT: Tensor | None, state: MixerState | None, decode: bool
+    ) -> tuple[Tensor, MixerState]:
+        """Return the outputs [B, T, …], and the state after the last token. Arguments are those of `forward`."""
+        raise NotImplementedError
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Return the hidden states [B, T, D] of gated outputs."""
+        raise NotImplementedError
+
+    def forward(
+        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
+    ) -> tuple[Tensor, MixerState]:
+        """Return the mixed hidden states [B, T, D], and the state after the last token.
+
+        Args:
+            starts_BT: whether a document starts at a token; None: nowhere.
+            state: the state before the first token; None: empty.
+            decode: whether to compute token by token instead of chunk by chunk.
+        """
+        parts, gate = self.project(x_BTD)
+        y, state = self.mix(parts, starts_BT, state, decode)
+        return self.finish(y, gate), state
+
+
+class RowPiece(NamedTuple):
+    """Adjacent tokens of one sequence in a row of several sequences.
+
+    Attributes:
+        length: number of tokens.
+        decode: whether they are computed token by token, as generated tokens are.
+    """
+
+    length: int
+    decode: bool
+
+
+def mix_pieces(
+    mixer: Mixer, parts: list[Tensor], pieces: Sequence[RowPiece], state: MixerState
+) -> tuple[Tensor, MixerState]:
+    """Return the outputs [1, T, …] and states of the pieces that together form a row, each with a state of its own.
+
+    Pieces that are alike are computed together.
+
+    Args:
+        parts: [1, T, …] tensors of the row.
+        state: the state before each piece: all tensors are [P, …].
+    """
+    device = parts[0].device
+    numbers: dict[RowPiece, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        numbers.setdefault(piece, []).append(number)
+    first_P = torch.tensor([0, *(piece.length for piece in pieces)], device=device).cumsum(0)
+    outputs, places, states, order = [], [], [], []
+    for piece, alike in numbers.items():
+        number_M = torch.tensor(alike, device=device)
+        place_MQ = first_P[number_M].unsqueeze(1) + torch.arange(piece.length, device=device)
+        before = MixerState(*(None if part is None else part[number_M] for part in state))
+        y_MQ, after = mixer.mix([part[0, place_MQ] for part in parts], None, before, piece.decode)
+        outputs.append(y_MQ.flatten(0, 1))
+        places.append(place_MQ.flatten())
+        states.append(after)
+        order.append(number_M)
+    # Bring tokens and states back into their order.
+    y_T = torch.cat(outputs)[torch.cat(places).argsort()]
+    number_P = torch.cat(order).argsort()
+    tensors = [None if part[0] is None else torch.cat(part)[number_P] for part in zip(*states, strict=True)]
+    return y_T.unsqueeze(0), MixerState(*tensors)
 
 
 class GatedNorm(nn.Module):

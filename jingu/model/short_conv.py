@@ -7,13 +7,15 @@ Shapes: B rows, T tokens, D hidden size, E channels, L taps (the kernel length).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.chunked_scan import wide_dtype
 from jingu.model.layers import apply_batch_invariant, build_linear
-from jingu.model.mixer_parts import MixerState
+from jingu.model.mixer_parts import Mixer, MixerState
 from jingu.model.mixer_specs import ShortConv
 from jingu.model.parts import ModuleRow, Rows, styles
 
@@ -75,16 +77,16 @@ class Convolution(nn.Module):
 
 
 def convolve(
-    parts: list[tuple[Tensor, Convolution]], starts_BT: Tensor | None, state_BLE: Tensor | None
+    parts: Sequence[Tensor], convolutions: Sequence[Convolution], starts_BT: Tensor | None, state_BLE: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve several tensors [B, T, E] and apply SiLU; their states are concatenated along the channels."""
-    states = [None] * len(parts) if state_BLE is None else state_BLE.split([x.shape[-1] for x, _ in parts], -1)
-    results = [conv(x, starts_BT, state) for (x, conv), state in zip(parts, states, strict=True)]
+    states = [None] * len(parts) if state_BLE is None else state_BLE.split([part.shape[-1] for part in parts], -1)
+    results = [conv(x, starts_BT, state) for conv, x, state in zip(convolutions, parts, states, strict=True)]
     outputs = [apply_batch_invariant(F.silu, y) for y, _ in results]
     return outputs, torch.cat([state for _, state in results], -1)
 
 
-class ShortConvMixer(nn.Module):
+class ShortConvMixer(Mixer):
     """The gated short convolution of LFM2: gate_out · convolution(gate_in · x), between projections."""
 
     def __init__(self, spec: ShortConv, rows: Rows) -> None:
@@ -95,16 +97,14 @@ class ShortConvMixer(nn.Module):
         )
         self.conv = Convolution(rows["conv"])
 
-    def forward(
-        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
-    ) -> tuple[Tensor, MixerState]:
-        """Return the mixed hidden states [B, T, D], and the state after the last token.
+    def project(self, x_BTD: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [self.gate_in(x_BTD) * self.x(x_BTD)], self.gate_out(x_BTD)
 
-        Args:
-            starts_BT: whether a document starts at a token; None: nowhere.
-            state: the state before the first token; None: empty.
-            decode: as in other mixers; both forms are the same here.
-        """
-        gated_BTE = self.gate_in(x_BTD) * self.x(x_BTD)
-        y_BTE, conv_state = self.conv(gated_BTE, starts_BT, None if state is None else state.conv)
-        return self.output(self.gate_out(x_BTD) * y_BTE), MixerState(conv_state)
+    def mix(
+        self, parts: list[Tensor], starts_BT: Tensor | None, state: MixerState | None, decode: bool
+    ) -> tuple[Tensor, MixerState]:
+        y_BTE, conv_state = self.conv(parts[0], starts_BT, None if state is None else state.conv)
+        return y_BTE, MixerState(conv_state)
+
+    def finish(self, y_BTE: Tensor, gate: Tensor) -> Tensor:
+        return self.output(gate * y_BTE)

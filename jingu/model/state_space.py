@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
-from jingu.model.mixer_parts import GatedNorm, MixerState
+from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
 from jingu.model.mixer_specs import StateSpace
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
@@ -134,7 +134,7 @@ def _add_skip(y_BTHP: Tensor, x_BTHP: Tensor, inputs: StateSpaceInputs) -> Tenso
     return y_BTHP.to(inputs.x.dtype)
 
 
-class StateSpaceMixer(nn.Module):
+class StateSpaceMixer(Mixer):
     """A Mamba-2 mixer: projections, convolutions, the recurrence, and a norm with a gate.
 
     Attributes:
@@ -155,43 +155,37 @@ class StateSpaceMixer(nn.Module):
         gate_first = spec.norm == "behind_gate"
         self.norm = GatedNorm(rows["norm"], spec.eps, "silu", gate_first=gate_first) if "norm" in rows else None
 
-    def forward(
-        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
-    ) -> tuple[Tensor, MixerState]:
-        """Return the mixed hidden states [B, T, D], and the state after the last token.
+    def project(self, x_BTD: Tensor) -> tuple[list[Tensor], Tensor]:
+        x_BTD = _scale(x_BTD, self.spec.input_scale)
+        projections = zip((self.gate, self.x, self.b, self.c, self.step), self.spec.part_scales, strict=True)
+        gate, *parts = (_scale(projection(x_BTD), scale) for projection, scale in projections)
+        return parts, gate
 
-        Args:
-            starts_BT: whether a document starts at a token; None: nowhere.
-            state: the state before the first token; None: empty.
-            decode: whether to compute token by token instead of chunk by chunk.
-        """
-        spec, before = self.spec, (None, None) if state is None else state
-        x_BTD = _scale(x_BTD, spec.input_scale)
-        projections = (self.gate, self.x, self.b, self.c, self.step)
-        gate, x, b, c, step = (
-            _scale(project(x_BTD), scale) for project, scale in zip(projections, spec.part_scales, strict=True)
-        )
-        parts = [(x, self.x_conv), (b, self.b_conv), (c, self.c_conv)]
-        (x, b, c), conv_state = convolve(parts, starts_BT, before[0])
+    def mix(
+        self, parts: list[Tensor], starts_BT: Tensor | None, state: MixerState | None, decode: bool
+    ) -> tuple[Tensor, MixerState]:
+        spec, before = self.spec, MixerState() if state is None else state
+        (x, b, c), conv_state = convolve(parts[:3], (self.x_conv, self.b_conv, self.c_conv), starts_BT, before.conv)
         low, high = spec.step_limits
         inputs = StateSpaceInputs(
             x.unflatten(-1, (-1, spec.head_dim)),
-            step_lengths(step, self.step_bias.weight, (low, float("inf") if high is None else high)),
+            step_lengths(parts[3], self.step_bias.weight, (low, float("inf") if high is None else high)),
             b.unflatten(-1, (-1, spec.state_size)),
             c.unflatten(-1, (-1, spec.state_size)),
             -self.log_rate.weight.to(wide_dtype(x)).exp(),
             self.skip.weight,
         )
         form = recurrent_state_space if decode else partial(chunked_state_space, chunk_size=self.chunk_size)
-        y_BTHP, recurrent = form(inputs, starts_BT, before[1])
+        y_BTHP, recurrent = form(inputs, starts_BT, before.recurrent)
+        return y_BTHP, MixerState(conv_state, recurrent)
+
+    def finish(self, y_BTHP: Tensor, gate: Tensor) -> Tensor:
         y_BTE = y_BTHP.flatten(2)
         if self.norm is None:
-            y_BTE = y_BTE * apply_batch_invariant(F.silu, gate)
-        else:
-            # Each group has a norm of its own.
-            groups = (inputs.b.shape[2], -1)
-            y_BTE = self.norm(y_BTE.unflatten(-1, groups), gate.unflatten(-1, groups)).flatten(2)
-        return self.output(y_BTE), MixerState(conv_state, recurrent)
+            return self.output(y_BTE * apply_batch_invariant(F.silu, gate))
+        # Each group of heads has a norm of its own.
+        groups = (-1, self.spec.head_dim * self.spec.num_heads // self.spec.num_groups)
+        return self.output(self.norm(y_BTE.unflatten(-1, groups), gate.unflatten(-1, groups)).flatten(2))
 
 
 def _scale(x: Tensor, factor: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from jingu.model.chunked_scan import document_starts
 from jingu.model.gated_delta import GatedDeltaMixer, chunked_delta_rule, recurrent_delta_rule
-from jingu.model.mixer_parts import MixerState
+from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces
 from jingu.model.mixer_specs import (
     GatedDelta,
     ShortConv,
@@ -103,7 +103,7 @@ def convolution(taps: int, channels: int) -> Recurrence:
 WIDTH = 10
 
 
-def mixer(module: nn.Module, state_shapes: list[tuple[int, ...]]) -> Recurrence:
+def mixer(module: Mixer, state_shapes: list[tuple[int, ...]]) -> Recurrence:
     """Return a mixer, whose weights and states are passed as arguments; its states are flattened into one tensor."""
     names = [name for name, _ in module.named_parameters()]
     sizes = [math.prod(shape) for shape in state_shapes]
@@ -129,15 +129,14 @@ def mixer(module: nn.Module, state_shapes: list[tuple[int, ...]]) -> Recurrence:
     )
 
 
-def delta_mixer(**settings: Any) -> Recurrence:
+def delta_mixer(**settings: Any) -> Mixer:
     spec = GatedDelta(num_heads=4, num_key_heads=2, key_head_dim=6, value_head_dim=5, **settings)
-    channels = 2 * spec.num_key_heads * 6 + 20
-    return mixer(GatedDeltaMixer(spec, gated_delta_rows(spec, WIDTH)), [(spec.num_taps - 1, channels), (4, 6, 5)])
+    return GatedDeltaMixer(spec, gated_delta_rows(spec, WIDTH))
 
 
-def state_space_mixer(**settings: Any) -> Recurrence:
+def state_space_mixer(**settings: Any) -> Mixer:
     spec = StateSpace(num_heads=4, num_groups=2, head_dim=5, state_size=6, **settings)
-    return mixer(StateSpaceMixer(spec, state_space_rows(spec, WIDTH)), [(spec.num_taps - 1, 44), (4, 6, 5)])
+    return StateSpaceMixer(spec, state_space_rows(spec, WIDTH))
 
 
 RECURRENCES = {
@@ -152,15 +151,20 @@ RECURRENCES = {
     ),
     "convolution": convolution(4, 7),
 }
-MIXERS = {
-    "delta mixer": delta_mixer(),
-    "KDA mixer": delta_mixer(decay_per_channel=True, gate_rank=3, gate_activation="sigmoid", decay_bound=-5.0),
-    "state space mixer": state_space_mixer(),
-    "short convolution mixer": mixer(
-        ShortConvMixer(ShortConv(bias=True), short_conv_rows(ShortConv(bias=True), WIDTH)), [(2, WIDTH)]
+MIXERS: dict[str, tuple[Mixer, list[tuple[int, ...]]]] = {
+    "delta mixer": (delta_mixer(), [(3, 44), (4, 6, 5)]),
+    "KDA mixer": (
+        delta_mixer(decay_per_channel=True, gate_rank=3, gate_activation="sigmoid", decay_bound=-5.0),
+        [(3, 44), (4, 6, 5)],
+    ),
+    "state space mixer": (state_space_mixer(), [(3, 44), (4, 6, 5)]),
+    "short convolution mixer": (
+        ShortConvMixer(ShortConv(bias=True), short_conv_rows(ShortConv(bias=True), WIDTH)),
+        [(2, WIDTH)],
     ),
 }
-ALL = pytest.mark.parametrize("kind", [*RECURRENCES.values(), *MIXERS.values()], ids=[*RECURRENCES, *MIXERS])
+KINDS = RECURRENCES | {name: mixer(*parts) for name, parts in MIXERS.items()}
+ALL = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def cast(parts: Parts, dtype: torch.dtype) -> Parts:
@@ -333,3 +337,29 @@ def test_strong_decays_keep_precision_and_gradients(name: str) -> None:
     narrow = gradients(cast(parts, torch.float32), state.float(), lambda x, before: kind.chunked(x, None, before, 64))
     for a, b in zip(narrow, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6 * b.abs().max().item() + 1e-12)
+
+
+@pytest.mark.parametrize(("module", "shapes"), MIXERS.values(), ids=MIXERS)
+@torch.no_grad()
+def test_pieces_of_several_sequences_are_as_if_alone(module: Mixer, shapes: list[tuple[int, ...]]) -> None:
+    """To the bit: prompts, single tokens, and several tokens that continue a sequence, in one row and in any order."""
+    torch.manual_seed(7)
+    module.chunk_size = 16
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    lengths = [(70, False), (1, True), (5, True), (1, True), (33, False), (5, True), (1, False), (1, True)]
+    pieces = [RowPiece(*piece) for piece in lengths]
+    x = torch.randn(1, sum(piece.length for piece in pieces), WIDTH)
+    state = MixerState(*(torch.randn(len(pieces), *shape) for shape in shapes))
+    parts, gate = module.project(x)
+    y, after = mix_pieces(module, parts, pieces, state)
+    y = module.finish(y, gate)
+    first = 0
+    for number, piece in enumerate(pieces):
+        one, place = slice(number, number + 1), slice(first, first + piece.length)
+        before = MixerState(*(None if part is None else part[one] for part in state))
+        alone, alone_after = module(x[:, place], None, before, decode=piece.decode)
+        assert torch.equal(alone, y[:, place])
+        for a, b in zip(alone_after, after, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b[one])
+        first += piece.length
