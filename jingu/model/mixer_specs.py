@@ -111,6 +111,25 @@ class ShortConv(Component):
     bias: bool = False
 
 
+def state_shapes(part: GatedDelta | StateSpace | ShortConv, width: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the state of one sequence: the last inputs of the convolutions, and that of the recurrence.
+
+    The first is stored in the dtype of the hidden states, the second in fp32. Their size does not depend on the number
+    of tokens.
+
+    Args:
+        width: the hidden size.
+    """
+    before = part.num_taps - 1
+    if isinstance(part, ShortConv):
+        return [(before, width)]
+    if isinstance(part, StateSpace):
+        channels = part.num_heads * part.head_dim + 2 * part.num_groups * part.state_size
+        return [(before, channels), (part.num_heads, part.state_size, part.head_dim)]
+    channels = 2 * part.num_key_heads * part.key_head_dim + part.num_heads * part.value_head_dim
+    return [(before, channels), (part.num_heads, part.key_head_dim, part.value_head_dim)]
+
+
 def gated_delta_rows(part: GatedDelta, width: int, std: float | None = None) -> dict[str, ModuleRow]:
     """Return the rows of a gated delta rule.
 

@@ -91,6 +91,7 @@ class ShortConvMixer(Mixer):
 
     def __init__(self, spec: ShortConv, rows: Rows) -> None:
         super().__init__()
+        self.spec = spec
         self.sharding = styles(rows)
         self.gate_in, self.gate_out, self.x, self.output = (
             build_linear(rows[name]) for name in ("gate_in", "gate_out", "x", "output")

@@ -25,6 +25,7 @@ from jingu.model.mixer_specs import (
     StateSpace,
     gated_delta_rows,
     short_conv_rows,
+    state_shapes,
     state_space_rows,
 )
 from jingu.model.short_conv import ShortConvMixer, causal_convolution
@@ -117,7 +118,7 @@ def mixer(module: Mixer, state_shapes: list[tuple[int, ...]]) -> Recurrence:
             pieces = zip(state.split(sizes, -1), state_shapes, strict=True)
             before = MixerState(*(piece.unflatten(-1, shape) for piece, shape in pieces))
         arguments = (*parts[0], starts, before)
-        module.chunk_size = size
+        module.chunk_size = size or 64
         y, after = functional_call(module, dict(zip(names, parts[1], strict=True)), arguments, {"decode": size is None})
         return y, torch.cat([part.flatten(1) for part in after if part is not None], -1)
 
@@ -337,6 +338,19 @@ def test_strong_decays_keep_precision_and_gradients(name: str) -> None:
     narrow = gradients(cast(parts, torch.float32), state.float(), lambda x, before: kind.chunked(x, None, before, 64))
     for a, b in zip(narrow, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6 * b.abs().max().item() + 1e-12)
+
+
+@pytest.mark.parametrize(("module", "shapes"), MIXERS.values(), ids=MIXERS)
+def test_states_have_the_size_of_the_formula(module: Mixer, shapes: list[tuple[int, ...]]) -> None:
+    assert state_shapes(module.spec, WIDTH) == shapes
+    module.bfloat16()
+    for tokens in (1, 70):
+        for decode in (False, True):
+            x = torch.randn(ROWS, tokens, WIDTH, dtype=torch.bfloat16)
+            state = [part for part in module(x, decode=decode)[1] if part is not None]
+            assert [part.shape[1:] for part in state] == shapes
+            assert [part.dtype for part in state] == [torch.bfloat16, torch.float32][: len(shapes)]
+    module.float()
 
 
 @pytest.mark.parametrize(("module", "shapes"), MIXERS.values(), ids=MIXERS)
