@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from jingu.model.chunked_scan import wide_dtype
 from jingu.model.layers import apply_batch_invariant
@@ -105,6 +106,39 @@ def mix_pieces(
     number_P = torch.cat(order).argsort()
     tensors = [None if part[0] is None else torch.cat(part)[number_P] for part in zip(*states, strict=True)]
     return y_T.unsqueeze(0), MixerState(*tensors)
+
+
+def mix_with_parents(mixer: Mixer, parts: list[Tensor], documents_BT: Tensor, parents_BT: Tensor) -> Tensor:
+    """Return the outputs [B, T, …] of documents that may continue another one of their row, as described in `Inputs`.
+
+    All documents that continue a parent start from its state. They are computed together, padded to the longest one.
+    Parents must be in the row.
+    """
+    rows = []
+    for row, (document_T, parent_T) in enumerate(zip(documents_BT, parents_BT, strict=True)):
+        # Where each document stands, and those that continue each parent.
+        numbers, counts = torch.unique_consecutive(document_T, return_counts=True)
+        lasts = counts.cumsum(0).tolist()
+        places = [slice(last - count, last) for last, count in zip(lasts, counts.tolist(), strict=True)]
+        parents = [int(parent_T[place.start]) for place in places]
+        documents = list(zip(numbers.tolist(), parents, places, strict=True))
+        # Outputs by the place of their first token.
+        outputs: dict[int, Tensor] = {}
+        for number, parent, place in documents:
+            if parent != number:
+                continue
+            y, state = mixer.mix([part[row : row + 1, place] for part in parts], None, None, False)
+            outputs[place.start] = y[0]
+            # Documents that continue this one.
+            children = [place for child, parent, place in documents if parent == number and child != number]
+            if not children:
+                continue
+            padded = [pad_sequence([part[row, child] for child in children], batch_first=True) for part in parts]
+            before = MixerState(*(None if x is None else x.expand(len(children), *x.shape[1:]) for x in state))
+            y, _ = mixer.mix(padded, None, before, False)
+            outputs |= {child.start: x[: child.stop - child.start] for child, x in zip(children, y, strict=True)}
+        rows.append(torch.cat([outputs[start] for start in sorted(outputs)]))
+    return torch.stack(rows)
 
 
 class GatedNorm(nn.Module):

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from jingu.model.chunked_scan import document_starts
 from jingu.model.gated_delta import GatedDeltaMixer, chunked_delta_rule, recurrent_delta_rule
-from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces
+from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces, mix_with_parents
 from jingu.model.mixer_specs import (
     GatedDelta,
     ShortConv,
@@ -377,3 +377,44 @@ def test_pieces_of_several_sequences_are_as_if_alone(module: Mixer, shapes: list
         for a, b in zip(alone_after, after, strict=True):
             assert (a is None and b is None) or torch.equal(a, b[one])
         first += piece.length
+
+
+@pytest.mark.parametrize("module", [module for module, _ in MIXERS.values()], ids=MIXERS)
+def test_documents_continue_their_parents(module: Mixer) -> None:
+    """As if each answer followed a prompt of its own, with the gradients of the prompt from all of its answers."""
+    torch.manual_seed(8)
+    module.double().chunk_size = 16
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    # Lengths of two prompts with their answers, of a document that none continues, and of padding.
+    families = [[20, 7, 33, 1], [1, 16, 2], [9], [3]]
+    documents, parents = [], []
+    for family in families:
+        first = len(set(documents))
+        for number, length in enumerate(family):
+            documents += [first + number] * length
+            parents += [first] * length
+    x = normal(2, len(documents), WIDTH)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    documents_BT, parents_BT = (torch.tensor([numbers, numbers]) for numbers in (documents, parents))
+    parts, gate = module.project(inputs[0])
+    y = module.finish(mix_with_parents(module, parts, documents_BT, parents_BT), gate)
+    pieces, start = [], 0
+    for prompt, *answers in families:
+        parent = inputs[1][:, start : start + prompt]
+        pieces.append(module(parent)[0])
+        start += prompt
+        for answer in answers:
+            both = torch.cat((parent, inputs[1][:, start : start + answer]), 1)
+            pieces.append(module(both)[0][:, prompt:])
+            start += answer
+    expected = torch.cat(pieces, 1)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    upstream = normal(*y.shape)
+    results = [
+        torch.autograd.grad(output, (x, *module.parameters()), upstream)
+        for x, output in zip(inputs, (y, expected), strict=True)
+    ]
+    module.float()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
