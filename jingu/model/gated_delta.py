@@ -199,10 +199,10 @@ def _products_per_channel(
 class GatedDeltaMixer(Mixer):
     """A mixer around the gated delta rule: projections, convolutions, decays, and a norm with a gate.
 
+    The numbers of heads follow from the weights: under tensor parallelism a rank holds only some of them.
+
     Attributes:
         chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
-
-    The numbers of heads follow from the weights: under tensor parallelism a rank holds only some of them.
     """
 
     def __init__(self, spec: GatedDelta, rows: Rows) -> None:

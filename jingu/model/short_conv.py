@@ -56,8 +56,8 @@ def causal_convolution(
         y_BTE = torch.addcmul(y_BTE, earlier_BTE, weight_LE[first])
     if bias_E is not None:
         y_BTE = y_BTE + bias_E.to(wide)
-    # The state after the last token.
-    state_BLE = padded_BTE[:, tokens:]
+    # The state after the last token, as a copy, so that whoever keeps it does not keep the inputs.
+    state_BLE = padded_BTE[:, tokens:].clone()
     if numbers_BT is not None:
         is_other_BL = numbers_BT[:, tokens:] != numbers_BT[:, -1:]
         state_BLE = state_BLE.masked_fill(is_other_BL.unsqueeze(-1), 0)

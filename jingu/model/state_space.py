@@ -137,10 +137,10 @@ def _add_skip(y_BTHP: Tensor, x_BTHP: Tensor, inputs: StateSpaceInputs) -> Tenso
 class StateSpaceMixer(Mixer):
     """A Mamba-2 mixer: projections, convolutions, the recurrence, and a norm with a gate.
 
+    The numbers of heads and groups follow from the weights: under tensor parallelism a rank holds only some of them.
+
     Attributes:
         chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
-
-    The numbers of heads and groups follow from the weights: under tensor parallelism a rank holds only some of them.
     """
 
     def __init__(self, spec: StateSpace, rows: Rows) -> None:

@@ -350,6 +350,8 @@ def test_states_have_the_size_of_the_formula(module: Mixer, shapes: list[tuple[i
             state = [part for part in module(x, decode=decode)[1] if part is not None]
             assert [part.shape[1:] for part in state] == shapes
             assert [part.dtype for part in state] == [torch.bfloat16, torch.float32][: len(shapes)]
+            # They keep nothing else in memory.
+            assert all(part.untyped_storage().nbytes() == part.nbytes for part in state)
     module.float()
 
 
