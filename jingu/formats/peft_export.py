@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from jingu.errors import JinguError
 from jingu.formats.huggingface import write_json
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY, TOKEN_ROWS
+from jingu.formats.peft_experts import EXPERT_PAIRS, join_expert_adapters
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import equivalent_spec, map_tensors
+from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import ModelSpec
@@ -100,8 +101,11 @@ def _convert_weights(
         tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
         if f"{next(iter(modules))}.ia3_in" in shapes:
             feedforward_modules.append(module)
+    further_ranks, targets = _add_experts(adapters, base, shapes, tensors)
+    ranks |= further_ranks
     # Newer releases of peft, where all experts are one tensor, search for the last part of their former names.
-    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in ranks})
+    plain = [name for name in ranks if name not in further_ranks]
+    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in plain})
     config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
     if isinstance(adapter, Ia3):
         return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
@@ -123,11 +127,44 @@ def _convert_weights(
     }
     if saved_modules:
         lora_config["modules_to_save"] = saved_modules
+    if targets:
+        lora_config["target_parameters"] = targets
     if adapter.trainable_token_indices:
         embedding = _embedding_name(base.spec)
         tensors[f"{PREFIX}{embedding}.{TOKEN_ROWS}"] = adapters.read("embedding.token_rows")
         lora_config["trainable_token_indices"] = {embedding: list(adapter.trainable_token_indices)}
     return config | lora_config, tensors
+
+
+def _add_experts(
+    adapters: StoredModel, base: StoredModel, shapes: Shapes, tensors: dict[str, Tensor]
+) -> tuple[dict[str, int], list[str]]:
+    """Add the adapters of experts whose matrices are one tensor in the family's files; return their ranks by the names
+    of the parameters, and the names that peft's config lists."""
+    ranks: dict[str, int] = {}
+    for mapping in map_tensors(base.spec):
+        modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
+        if not mapping.transform.of_experts or not all(f"{module}.lora_a" in shapes for module in modules):
+            if mapping.transform.of_experts and any(f"{module}.lora_a" in shapes for module in modules):
+                what = f"{mapping.hf_name} has adapters for only some of {', '.join(modules)}"
+                raise JinguError(f"{what}, which peft adapts together.", where=adapters.where, fix=_USE_THE_RUN)
+            continue
+        adapter = adapters.spec.adapter
+        assert isinstance(adapter, Lora)
+        pairs = []
+        for module in modules:
+            scale = adapter.of_module(module).scale / adapter.scale
+            pairs.append((adapters.read(f"{module}.lora_a"), scale * adapters.read(f"{module}.lora_b")))
+        rank = sum(a.shape[1] for a, _ in pairs)
+        in_pairs = mapping.transform in EXPERT_PAIRS
+        swaps = FAMILIES[base.spec.family].swaps_expert_adapters
+        a, b = join_expert_adapters(pairs, rank, in_pairs=in_pairs, swaps=swaps)
+        # peft wraps the module once for each parameter; the wrapper of the second one is outside.
+        module, _, parameter = mapping.hf_name.rpartition(".")
+        inner = ".base_layer" if parameter == "gate_up_proj" else ""
+        tensors |= {f"{PREFIX}{module}{inner}.lora_A.weight": a, f"{PREFIX}{module}{inner}.lora_B.weight": b}
+        ranks[mapping.hf_name] = rank
+    return ranks, sorted({name.split(".", 3)[-1] for name in ranks})
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:
