@@ -249,7 +249,9 @@ class TransformerStack(nn.Module):
         x_BTD: Tensor = embedding(inputs.tokens)
         scale = self.spec.embedding_factor
         if scale != 1.0:
-            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
+            if self.spec.round_embedding_scale:
+                scale = torch.tensor(scale, dtype=x_BTD.dtype).item()
+            x_BTD = x_BTD * scale
         if self.prompt is not None:
             x_BTD = x_BTD + self.prompt(inputs.tokens).to(x_BTD.dtype)
         if inputs.embedding_noise is not None and self.noise is not None:

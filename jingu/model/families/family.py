@@ -79,7 +79,7 @@ class Family:
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
         constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
-        renamed: prefixes of tensor names in older files, and what they are now.
+        renamed: prefixes of tensor names in files, and those of the modules in transformers.
     """
 
     architectures: tuple[str, ...]
@@ -104,6 +104,13 @@ class Family:
         """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
         return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor of transformers' model has in files."""
+        for stored, current in self.renamed.items():
+            if name.startswith(current):
+                return stored + name.removeprefix(current)
+        return name
 
     @property
     def body(self) -> str:
@@ -294,10 +301,17 @@ HF_ACTIVATIONS: dict[Activation, str] = {
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:
-    """Return the conversion of the key `name` for the activation function."""
+    """Return the conversion of the key `name` for the activation function.
+
+    Of several names for a function, the default is written if it is one of them: some readers accept no other.
+    """
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        activation = spec.feed_forward.activation
+        return {name: default if ACTIVATIONS[default] == activation else HF_ACTIVATIONS[activation]}
+
     return ConfigKeys(
-        lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)},
-        lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
+        lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)}, write
     )
 
 
