@@ -285,7 +285,7 @@ class TransformerStack(nn.Module):
                 rotary[turns] = (
                     cache.rotary(layer, positions_BT, dtype)
                     if cache is not None
-                    else layer_rotary(layer, positions_BT, dtype)
+                    else layer_rotary(layer, positions_BT, dtype, inputs.documents, inputs.parents)
                 )
             seen = mask_key(layer)
             if seen not in masks:

@@ -48,18 +48,22 @@ from tests.rank_pool import RankPool
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 2.5, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "original_max_position_embeddings": 12}
 BLOCKS = {"vocab_size": 317, "n_layer": 5, "n_head": 3, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-# Families that are not tables.
+# Families that are not tables, and positions that depend on the length of a text, whose rows here are longer.
 MORE: dict[str, Callable[[], Any]] = {
     "llama": lambda: components.config("Llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "llama-dynamic": lambda: components.config("Llama", rope_parameters={**DYNAMIC, "rope_theta": 50.0, "factor": 2.5}),
     "mistral": lambda: components.config("Mistral", sliding_window=7, head_dim=20),
-    "qwen2": lambda: components.config("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=0),
+    "qwen2": lambda: layer_kinds.qwen2()[0],
     "qwen3": lambda: components.config("Qwen3", head_dim=22, tie_word_embeddings=True),
+    "qwen3-windows": lambda: components.config("Qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=2),
     "glm": lambda: components.config("Glm", head_dim=12),
     "gpt2": lambda: transformers.GPT2Config(n_embd=48, n_inner=50, n_positions=96, **BLOCKS, **NO_DROPOUT),
     "bloom": lambda: transformers.BloomConfig(hidden_size=48, seq_length=96, **BLOCKS),
     "mixtral": lambda: components.config("Mixtral", num_local_experts=5, sliding_window=7),
+    "phi3-long": lambda: components.phi3(original=9)[0],
     "qwen3_moe": lambda: components.config("Qwen3Moe", **layer_kinds.EXPERTS, head_dim=22),
 }
 CASES = {**CONFIGS, **MORE}
@@ -236,7 +240,8 @@ def test_sequences_together_equal_each_alone(pair: Pair, packed: bool) -> None:
         inputs = Inputs(ids, positions=positions, documents=documents)
     else:
         pad = torch.nn.utils.rnn.pad_sequence
-        inputs = Inputs(pad(texts(), batch_first=True))
+        documents = pad([torch.zeros_like(row) for row in texts()], batch_first=True, padding_value=-1)
+        inputs = Inputs(pad(texts(), batch_first=True), documents=documents)
         labels = pad([labels_of(row) for row in texts()], batch_first=True, padding_value=-100)
     loss_of(model, inputs, labels).backward()
     with torch.no_grad():
