@@ -288,7 +288,8 @@ def generate(engine: Engine, requests: list[Request]) -> list[list[int]]:
 def test_a_trained_adapter_in_peft_and_back(pair: Pair, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    adapter = Lora(rank=3, alpha=6.0, target_modules=("*attention.*", "*.feed_forward.*"))
+    targets = ["*attention.*", "*.feed_forward.*", "embedding", *["head"] * (not pair.spec.tie_word_embeddings)]
+    adapter = Lora(rank=3, alpha=6.0, target_modules=tuple(targets))
     spec = pair.spec.model_copy(update={"adapter": adapter})
     base_names = parameter_shapes(pair.spec)
     shapes = parameter_shapes(spec)
@@ -326,12 +327,12 @@ def test_a_trained_adapter_in_peft_and_back(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layouts_equal_one_rank(pair: Pair, ranks: RankPool) -> None:
-    """Tensor parallelism over as many ranks as divide the heads, and ZeRO 3 and a pipeline over two, with documents."""
+    """ZeRO 3 and a pipeline over two ranks; tensor and context parallelism over as many as divide the heads."""
     heads = min(layer.attention.num_heads for layer in pair.spec.kinds)
-    tensor = next(number for number in range(2, heads + 1) if heads % number == 0)
-    two = [{"zero_stage": 3}, {"pipeline": 2}, {"context": 2, "context_method": "ring"}]
-    check(ranks, pair.spec, 2, two, documents=True, weights=pair.folder)
-    check(ranks, pair.spec, tensor, [{"tensor": tensor}, {"context": tensor}], weights=pair.folder)
+    world = next(number for number in range(2, heads + 1) if heads % number == 0)
+    check(ranks, pair.spec, 2, [{"zero_stage": 3}, {"pipeline": 2}], documents=True, weights=pair.folder)
+    layouts = [{"tensor": world}, {"context": world}, {"context": world, "context_method": "ring"}]
+    check(ranks, pair.spec, world, layouts, weights=pair.folder)
 
 
 @pytest.mark.slow
