@@ -80,7 +80,7 @@ def layer_rotary(
     if isinstance(layer.position.scaling, DynamicScaling | LongropeScaling):
         # Documents that continue the same parent count as one, because they share its keys.
         lasts = last_positions(positions, documents_BT if parents_BT is None else parents_BT)
-    return rotary_tables(layer.position, layer.attention.head_dim, positions, dtype, lasts)
+    return rotary_tables(layer.position, layer.attention.rotary_size, positions, dtype, lasts)
 
 
 def last_positions(positions: Tensor, documents_BT: Tensor | None) -> Tensor:
