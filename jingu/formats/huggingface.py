@@ -239,8 +239,7 @@ def _open_weights(
     for key, tensor in tensors.items():
         if key in scales or key.endswith(_INPUT_SCALES):
             continue
-        old = next((prefix for prefix in family.renamed if key.startswith(prefix)), None)
-        name = _hf_name(key if old is None else family.renamed[old] + key.removeprefix(old), family.base, shapes)
+        name = _hf_name(family.module_name(key), family.base, shapes)
         if name in by_name:
             raise JinguError(
                 f"{name} is stored twice, as {by_name[name][1]} and as {key}.",

@@ -16,7 +16,7 @@ from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_K
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import equivalent_spec, map_tensors
+from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import ModelSpec
@@ -81,6 +81,7 @@ def _convert_weights(
     """Return peft's config and tensors for LoRA or IA3."""
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
+    _check_experts(adapters, base, adapter)
     saved_modules = _add_saved_modules(adapters, base, tensors) if isinstance(adapter, Lora) else []
     # The rank of each of Hugging Face's modules. That of a fused matrix is the sum of the ranks of its parts.
     ranks: dict[str, int] = {}
@@ -128,6 +129,48 @@ def _convert_weights(
         tensors[f"{PREFIX}{embedding}.{TOKEN_ROWS}"] = adapters.read("embedding.token_rows")
         lora_config["trainable_token_indices"] = {embedding: list(adapter.trainable_token_indices)}
     return config | lora_config, tensors
+
+
+def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3) -> None:
+    """Raise JinguError if peft would load the adapters of a mixture of experts as something else, often silently.
+
+    transformers 5 has the experts of a layer in two tensors: gates with ups, and downs. In some families, peft (0.21)
+    takes targets of LoRA whose names end as those of single experts for experts. In the others it finds none.
+    """
+    spec = base.spec
+    if spec.experts is None:
+        return
+    shapes = parameter_shapes(adapters.spec)
+    adapted: list[tuple[str, str, bool]] = []
+    expert_leaves = set()
+    for mapping in map_tensors(spec):
+        name = mapping.hf_name.removesuffix(".weight")
+        is_expert = any(len(shapes[parameter]) == 3 for parameter in mapping.jingu_shapes)
+        if is_expert:
+            expert_leaves.add(name.rpartition(".")[2])
+        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
+        adapted += [
+            (name, module, is_expert)
+            for module in modules
+            if any(f"{module}.{leaf}" in shapes for leaf in ("lora_a", "ia3_in", "ia3_out"))
+        ]
+    experts = {module for _, module, is_expert in adapted if is_expert}
+    converts = FAMILIES[spec.family].has_peft_experts and isinstance(adapter, Lora)
+    confused = [name for name, _, is_expert in adapted if not is_expert and name.rpartition(".")[2] in expert_leaves]
+    problem = None
+    if experts and not converts:
+        problem = "the experts of this architecture"
+    elif confused and converts:
+        problem = f"{confused[0]}, whose name ends as those of experts"
+    elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
+        problem = "experts whose rank differs from that of other modules"
+    elif sum(module.endswith("feed_forward.gate") for module in experts) != sum(
+        module.endswith("feed_forward.up") for module in experts
+    ):
+        problem = "the gates of experts without their ups, or the reverse"
+    if problem is not None:
+        what = f"peft cannot load an adapter of {problem}."
+        raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:

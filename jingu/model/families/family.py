@@ -81,7 +81,7 @@ class Family:
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
         constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
-        renamed: prefixes of tensor names in files, and those of the modules in transformers.
+        renamed: parts of tensor names in files, and those of the modules in transformers, which peft names, too.
     """
 
     architectures: tuple[str, ...]
@@ -102,6 +102,11 @@ class Family:
         return self.template.family
 
     @property
+    def has_peft_experts(self) -> bool:
+        """Whether peft reads adapters of single experts, although transformers has all experts in one tensor."""
+        return bool(TABLES.get(self.name, {}).get("peft_experts"))
+
+    @property
     def classifier(self) -> str:
         """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
@@ -110,8 +115,13 @@ class Family:
     def stored_name(self, name: str) -> str:
         """Return the name that a tensor of transformers' model has in files."""
         for stored, current in self.renamed.items():
-            if name.startswith(current):
-                return stored + name.removeprefix(current)
+            name = name.replace(current, stored)
+        return name
+
+    def module_name(self, name: str) -> str:
+        """Return the name in transformers' model of a tensor in files: the inverse of `stored_name`."""
+        for stored, current in self.renamed.items():
+            name = name.replace(stored, current)
         return name
 
     @property
