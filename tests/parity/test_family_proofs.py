@@ -7,6 +7,7 @@ is added there is proved here, too.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
-from jingu.formats.huggingface import open_hf
+from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.peft import read_adapters
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
@@ -196,6 +197,68 @@ def exact(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_every_family_has_a_case() -> None:
     assert {name.partition("-")[0] for name in CASES} == FAMILIES.keys() - ELSEWHERE
+
+
+# The values of transformers' own classes are not those of a model.
+NO_MODEL = {"granitemoeshared", "glm4_moe", "dots1", "deepseek_v2"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "-" not in name and name not in NO_MODEL])
+def test_an_empty_config_has_the_values_of_transformers(name: str) -> None:
+    """If this fails, `sizes` and `defaults` of the family's table lack keys of the class, or have other values."""
+    family = FAMILIES[name]
+    assert family.spec_from_hf(family.complete({}, is_part=True)) == family.spec_from_hf(
+        type(CASES[name]())().to_dict()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_each_absent_key_has_the_value_of_transformers(name: str) -> None:
+    """Sizes are required."""
+    config = CASES[name]()
+    keys = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
+    family = FAMILIES[name.partition("-")[0]]
+    compared = 0
+    for key in keys:
+        others = {name: value for name, value in keys.items() if name != key}
+        try:
+            expected = family.spec_from_hf(type(config)(**others).to_dict())
+            spec = family.spec_from_hf(family.complete(others, is_part=False))
+        except Exception:  # transformers' classes raise any
+            continue
+        assert spec == expected, key
+        compared += 1
+    assert compared > 10
+
+
+# From published files: transformers 4 leaves out of nested configs what is equal to the defaults.
+GEMMA_3_4B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+LLAVA_1_5 = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+COMPOSITE = [
+    ("Gemma3ForConditionalGeneration", transformers.Gemma3TextConfig, GEMMA_3_4B),
+    ("LlavaForConditionalGeneration", transformers.LlamaConfig, LLAVA_1_5),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kind", "text"), COMPOSITE, ids=[name for name, _, _ in COMPOSITE])
+def test_the_short_config_of_a_composite_model(
+    architecture: str, kind: Any, text: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": [architecture], "text_config": text}))
+    theirs = kind(**{key: value for key, value in text.items() if key != "model_type"})
+    assert spec_from_config(path) == FAMILIES[text["model_type"]].spec_from_hf(theirs.to_dict())
+    path.write_text(json.dumps({**text, "architectures": FAMILIES[text["model_type"]].architectures}))
+    with pytest.raises(JinguError, match="the model's config lacks"):
+        spec_from_config(path)
 
 
 @pytest.mark.slow

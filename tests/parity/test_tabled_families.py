@@ -135,6 +135,22 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
         open_hf(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers, and num_hidden_layers is 5"),
+        ("seed_oss", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_options_of_positions_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written(name, tmp_path)
+    change(tmp_path, **changes)
+    with pytest.raises(JinguError, match=message):
+        open_hf(tmp_path)
+
+
 def test_a_prompt_beyond_the_original_context_of_longrope_is_warned_of(
     tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -167,6 +167,20 @@ class Family:
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
             raise _wrong_config(str(error)) from error
 
+    def complete(self, config: HFConfig, *, is_part: bool) -> dict[str, Any]:
+        """Return a config together with the values that transformers has for keys that it lacks.
+
+        Args:
+            is_part: whether the config is that of the decoder in a composite model. These lack usual sizes, too.
+                Without them, the config of a separate model is damaged.
+        """
+        table = TABLES.get(self.name, {})
+        values = {**(table.get("sizes", {}) if is_part else {}), **table.get("defaults", {})}
+        if config.get("rope_scaling"):
+            # The former name.
+            values.pop("rope_parameters", None)
+        return {**values, **config}
+
     def _read_config(self, config: HFConfig) -> ModelSpec:
         """Return the spec of a `config.json`; also raises what wrong values cause."""
         for key in _OBJECTS:
