@@ -26,6 +26,8 @@ TITLES = {
     " (a Llama of 12 × 1024, 512 tokens per step)",
     "moe": "Mixture of experts (8 of 512, 2 per token, hidden size 384) compared with a dense layer of 1024,"
     " 8 × 512 tokens",
+    "latent": "Generation with latent attention compared with grouped queries of as many active FLOPs (8 × 512, fp32,"
+    " after 512 tokens; CPU time on one thread)",
     "experts": "Expert offloading: a quarter of the experts of SmolLM2 with 8 experts (1.3 GB, 2 per token) resident,"
     " bf16",
     "quantization": "8-bit and 4-bit quantization compared with the default: SmolLM2-135M, one stream, CPU time",

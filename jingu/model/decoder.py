@@ -258,7 +258,7 @@ class TransformerStack(nn.Module):
     def _embed(self, embedding: Embedding | None, inputs: Inputs, positions_BT: Tensor) -> Tensor:
         """Return the hidden states before the first block."""
         assert embedding is not None
-        x_BTD = self._embed_tokens(embedding, inputs.tokens)
+        x_BTD = self.embed_tokens(embedding, inputs.tokens)
         if self.prompt is not None:
             x_BTD = x_BTD + self.prompt(inputs.tokens).to(x_BTD.dtype)
         if inputs.embedding_noise is not None and self.noise is not None:
@@ -269,7 +269,7 @@ class TransformerStack(nn.Module):
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD
 
-    def _embed_tokens(self, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
+    def embed_tokens(self, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
         """Return the scaled embeddings of tokens."""
         x_BTD: Tensor = embedding(tokens_BT)
         scale = self.spec.embedding_factor
@@ -434,7 +434,7 @@ class Decoder(TransformerStack):
         losses = []
         for depth, layer in enumerate(self.mtp, 1):
             # Attention knows only differences of positions, so those of the tokens before do as well.
-            embedded_BTD = self._embed_tokens(self.embedding, shift_left(inputs.tokens, depth, 0))
+            embedded_BTD = self.embed_tokens(self.embedding, shift_left(inputs.tokens, depth, 0))
             x_BTD = layer(x_BTD, embedded_BTD, context)
             losses.append(further(*self.head_operands(x_BTD), depth))
         return torch.stack(losses).mean()
