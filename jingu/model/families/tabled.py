@@ -17,6 +17,8 @@ An entry has
 - `ignored`: suffixes of the names of tensors that are not parameters.
 - `base`: prefix of the body's tensors, if it is not `model.`; no names of Llama then apply.
 - `constant_tensors`, `renamed`, `swaps_expert_adapters`: as in `Family`.
+- `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
+- `peft_experts`: whether peft reads adapters of single experts.
 - `transforms`: rearrangements (`name_map.TRANSFORMS`) of the tensors of some names.
 - `names`: modules beside those of Llama; false removes one.
 """
