@@ -22,7 +22,8 @@ from jingu.errors import JinguError
 from jingu.formats.export import convert, export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.importance import MAX_PIECES, measure_importance
-from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS, choose_form, decode
+from jingu.formats.packed_forms import decode
+from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS, choose_form
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.resolve import spec_from_settings
