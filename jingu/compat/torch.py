@@ -128,6 +128,17 @@ def pack_int4(values_OI: Tensor) -> Tensor:
     return packed_values
 
 
+def unpack_halves(bytes_NB: Tensor, zero: int = 0) -> Tensor:
+    """Return the two numbers of 4 bits in each byte [N, 2 B] minus `zero`, in fp32; that of the lower bits is first."""
+    # Each row ends with a scale of 1 and an offset, both in fp16.
+    end = torch.tensor([1.0, -zero], dtype=torch.float16).view(torch.uint8)
+    rows = bytes_NB.new_empty(len(bytes_NB), bytes_NB.shape[1] + len(end))
+    rows[:, : -len(end)] = bytes_NB
+    rows[:, -len(end) :] = end
+    numbers: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(rows)
+    return numbers
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage among all storages that exist now, even if it is empty."""
     return int(storage._cdata)

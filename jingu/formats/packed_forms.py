@@ -20,8 +20,20 @@ import torch
 from torch import Tensor
 
 from jingu.errors import JinguError
-from jingu.formats import dequantize as arithmetic
-from jingu.formats.dequantize import FP4_NUMBERS, FP8_NUMBERS, Groups, codes, dequantize, exponents, integers
+from jingu.formats.dequantize import (
+    FP4_NUMBERS,
+    FP8_NUMBERS,
+    Codes,
+    Groups,
+    ReadCodes,
+    code_table,
+    exponents,
+    integers,
+    look_up,
+    spread_bits,
+    words_of_inputs,
+    words_of_outputs,
+)
 from jingu.formats.packed_matrices import (
     FLOATS,
     Config,
@@ -35,6 +47,7 @@ from jingu.formats.packed_matrices import (
     marks,
     matrix_shape,
 )
+from jingu.formats.safetensors import TensorLocation
 
 _FP8 = (torch.float8_e4m3fn,)
 _E8M0 = torch.float8_e8m0fnu
@@ -75,7 +88,7 @@ def _group_size(inputs: int, num_groups: int, config: Config) -> int | None:
     return size if -(-inputs // size) == num_groups else None
 
 
-def _dequantize_gptq(parts: Parts, config: Config) -> Tensor:
+def _codes_of_gptq(parts: Parts, config: Config) -> Codes:
     words_WO, scale_SO, zero_words = parts["qweight"], parts["scales"], parts["qzeros"]
     num_groups, outputs = scale_SO.shape
     num_bits = 32 * zero_words.shape[1] // outputs
@@ -83,12 +96,12 @@ def _dequantize_gptq(parts: Parts, config: Config) -> Tensor:
     if _gptq_version(config) == 1:
         # Version 1 stores zero points minus one, subtracted from the words, so that it may borrow from the next one.
         zero_words = zero_words + sum(1 << shift for shift in range(0, 31, num_bits))
-    zero_SO = arithmetic.spread_bits(zero_words.contiguous().view(torch.uint8), num_bits)
+    zero_SO = spread_bits(zero_words.contiguous().view(torch.uint8), num_bits)
     # Without an index, the groups were checked to fit.
     size = _group_size(inputs, num_groups, config) or 1
     groups = _check_index(parts["g_idx"], num_groups, size) if _has_index(parts) else size
-    fill = arithmetic.words_of_inputs(words_WO, num_bits)
-    return dequantize(torch.Size((outputs, inputs)), scale_SO.dtype, fill, scale_SO.t(), groups, zero_SO.t())
+    shape = torch.Size((outputs, inputs))
+    return Codes(shape, scale_SO.dtype, words_of_inputs(words_WO, num_bits), scale_SO.t(), groups, zero_SO.t())
 
 
 def _check_index(index: Tensor, num_groups: int, size: int) -> Groups:
@@ -127,14 +140,14 @@ def _awq_shape(parts: Locations, _read: ReadPart, config: Config) -> torch.Size:
     return torch.Size((8 * num_words, inputs))
 
 
-def _dequantize_awq(parts: Parts, config: Config) -> Tensor:
+def _codes_of_awq(parts: Parts, config: Config) -> Codes:
     words_IW, scale_SO = parts["qweight"], parts["scales"]
     inputs, num_words = words_IW.shape
     groups = _group_size(inputs, len(scale_SO), config)
     assert groups is not None
-    fill = arithmetic.words_of_outputs(words_IW)
-    zero_OS = arithmetic.awq_integers(parts["qzeros"])
-    return dequantize(torch.Size((8 * num_words, inputs)), scale_SO.dtype, fill, scale_SO.t(), groups, zero_OS)
+    zero_OS = words_of_outputs(parts["qzeros"])(slice(0, 8 * num_words))
+    shape = torch.Size((8 * num_words, inputs))
+    return Codes(shape, scale_SO.dtype, words_of_outputs(words_IW), scale_SO.t(), groups, zero_OS)
 
 
 def _awq_problem(config: Config) -> str | None:
@@ -183,19 +196,19 @@ def _block(config: Config) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _dequantize_fp8(parts: Parts, config: Config) -> Tensor:
-    return scale_blocks(parts[""], parts.get("_scale_inv", parts.get("_scale")), _block(config), torch.float32)
+def _codes_of_fp8(parts: Parts, config: Config) -> Codes:
+    return _bytes_with_scales(parts[""], parts.get("_scale_inv", parts.get("_scale")), _block(config), torch.float32)
 
 
-def scale_blocks(
+def _bytes_with_scales(
     weight: Tensor,
     scale: Tensor | None,
     block: tuple[int, int] | None,
     dtype: torch.dtype,
     zero: Tensor | None = None,
     index: Tensor | None = None,
-) -> Tensor:
-    """Return matrices [..., O, I] of FP8 or 8-bit integers, times a scale per matrix, row, block or group.
+) -> Codes:
+    """Return the codes of matrices [..., O, I] of FP8 or 8-bit integers with a scale per matrix, row, block or group.
 
     Args:
         block: rows and columns of a block; None: the scales divide the matrix evenly.
@@ -228,17 +241,16 @@ def scale_blocks(
         return values.repeat_interleave(height, -2).narrow(-2, 0, rows).flatten(0, -2)
 
     bytes_OI = weight.flatten(0, -2)
-    fill = (
-        _signed_bytes(bytes_OI)
-        if weight.dtype == torch.int8
-        else codes(bytes_OI.view(torch.uint8), arithmetic.code_table(FP8_NUMBERS))
-    )
+    if weight.dtype == torch.int8:
+        read_codes = _signed_bytes(bytes_OI)
+    else:
+        read_codes = look_up(bytes_OI.view(torch.uint8), code_table(FP8_NUMBERS))
     zero_OS = None if zero is None else expand(zero)
-    return dequantize(bytes_OI.shape, dtype, fill, expand(scale), groups, zero_OS).view(weight.shape)
+    return Codes(weight.shape, dtype, read_codes, expand(scale), groups, zero_OS)
 
 
-def _signed_bytes(values_OI: Tensor) -> arithmetic.Fill:
-    return lambda rows, values: values.copy_(values_OI[rows])
+def _signed_bytes(values_OI: Tensor) -> ReadCodes:
+    return lambda rows: values_OI[rows].float()
 
 
 def _fp8_problem(config: Config) -> str | None:
@@ -258,18 +270,17 @@ def _mxfp4_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Si
     return torch.Size((*before, columns, rows) if before else (rows, columns))
 
 
-def _dequantize_mxfp4(parts: Parts, _config: Config) -> Tensor:
+def _codes_of_mxfp4(parts: Parts, _config: Config) -> Codes:
     blocks, scale = parts["_blocks"], parts["_scales"]
-    *before, rows, num_groups, _ = blocks.shape
+    shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * 2 * blocks.shape[-1]))
     # Powers of two times numbers of FP4 are exact in bf16.
-    matrix = _scale_fp4(blocks.flatten(-2).flatten(0, -2), exponents(scale).view(-1, num_groups), torch.bfloat16)
-    return matrix.view(*before, rows, -1).transpose(-1, -2) if before else matrix
+    scale_OS = exponents(scale).view(-1, scale.shape[-1])
+    return _fp4_with_scales(blocks.flatten(-2), shape, scale_OS, torch.bfloat16)
 
 
-def _scale_fp4(bytes_OB: Tensor, scale_OS: Tensor, dtype: torch.dtype) -> Tensor:
-    shape = torch.Size((len(bytes_OB), 2 * bytes_OB.shape[1]))
-    fill = codes(bytes_OB, arithmetic.code_table(FP4_NUMBERS))
-    return dequantize(shape, dtype, fill, scale_OS, shape[1] // scale_OS.shape[1])
+def _fp4_with_scales(code_bytes: Tensor, shape: torch.Size, scale_OS: Tensor, dtype: torch.dtype) -> Codes:
+    read_codes = look_up(code_bytes.flatten(0, -2), code_table(FP4_NUMBERS))
+    return Codes(shape, dtype, read_codes, scale_OS, shape[-1] // scale_OS.shape[1])
 
 
 def _fp4_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Size:
@@ -286,9 +297,13 @@ def _fp4_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Size
     return torch.Size((rows, 2 * width))
 
 
-def _dequantize_modelopt(parts: Parts, _config: Config) -> Tensor:
+def _codes_of_modelopt(parts: Parts, _config: Config) -> Codes:
     scale_OS = parts["weight_scale"].float() * parts["weight_scale_2"].float()
-    return _scale_fp4(parts["weight"], scale_OS, torch.float32)
+    return _fp4_with_scales(parts["weight"], _unpacked_shape(parts["weight"]), scale_OS, torch.float32)
+
+
+def _unpacked_shape(code_bytes: Tensor | TensorLocation) -> torch.Size:
+    return torch.Size((*code_bytes.shape[:-1], 2 * code_bytes.shape[-1]))
 
 
 # bitsandbytes
@@ -337,7 +352,7 @@ def _bnb4_shape(parts: Locations, read: ReadPart, _config: Config) -> torch.Size
     return shape
 
 
-def _dequantize_bnb4(parts: Parts, _config: Config) -> Tensor:
+def _codes_of_bnb4(parts: Parts, _config: Config) -> Codes:
     state = _quant_state(parts.__getitem__, _state_suffix(parts))
     shape = torch.Size(state["shape"])
     absmax = parts[".absmax"]
@@ -345,16 +360,13 @@ def _dequantize_bnb4(parts: Parts, _config: Config) -> Tensor:
         size = state["nested_blocksize"]
         nested = parts[".nested_absmax"].float().repeat_interleave(size)[: len(absmax)]
         absmax = parts[".nested_quant_map"].float()[absmax.int()] * nested + state["nested_offset"]
+    # The blocks follow each other through all rows. Each one is a row of codes; the last one may be cut.
     size = state["blocksize"]
-    # The blocks follow each other through all rows. Each one is a row here; the last one may be cut.
-    code_bytes = parts[""].contiguous().view(torch.uint8).flatten()
-    pad = -(-len(code_bytes) // (size // 2)) * (size // 2) - len(code_bytes)
-    if pad:
-        code_bytes = torch.cat([code_bytes, code_bytes.new_zeros(pad)])
-    fill = codes(code_bytes.view(-1, size // 2), arithmetic.code_table(parts[".quant_map"], low_first=False))
-    flat_shape = torch.Size((len(absmax), size))
-    matrix = dequantize(flat_shape, getattr(torch, state["dtype"]), fill, absmax.unsqueeze(1), size)
-    return matrix.flatten()[: shape.numel()].view(shape)
+    code_bytes = parts[""].view(torch.uint8).flatten()
+    if len(code_bytes) % (size // 2):
+        code_bytes = torch.cat([code_bytes, code_bytes.new_zeros(-len(code_bytes) % (size // 2))])
+    read_codes = look_up(code_bytes.view(-1, size // 2), code_table(parts[".quant_map"], low_first=False))
+    return Codes(shape, getattr(torch, state["dtype"]), read_codes, absmax.unsqueeze(1), size, columns=size)
 
 
 def _bnb8_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Size:
@@ -363,14 +375,14 @@ def _bnb8_shape(parts: Locations, _read: ReadPart, _config: Config) -> torch.Siz
     return shape
 
 
-def _dequantize_bnb8(parts: Parts, _config: Config) -> Tensor:
+def _codes_of_bnb8(parts: Parts, _config: Config) -> Codes:
     if "weight_format" in parts and int(parts["weight_format"].max()):
         raise ValueError(f"weight_format is {int(parts['weight_format'].max())}, and only rows (0) are known")
     weight_OI = parts["weight"]
     scale = parts["SCB"].reshape(-1, 1)
-    matrix = dequantize(weight_OI.shape, torch.float32, _signed_bytes(weight_OI), scale, weight_OI.shape[1])
     # The library multiplies by the reciprocal of 127 last.
-    return matrix.mul_(_RECIPROCAL_127)
+    read_codes, factor = _signed_bytes(weight_OI), 7.874015748698502e-3
+    return Codes(weight_OI.shape, torch.float32, read_codes, scale, weight_OI.shape[1], factor=factor)
 
 
 # compressed-tensors
@@ -397,8 +409,8 @@ def _byte_shape(parts: Locations, read: ReadPart, config: Config) -> torch.Size:
     return _fp8_shape(parts, read, config)
 
 
-def decode(parts: Parts, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the matrix [O, I] of compressed-tensors' tensors, in the dtype in which that library multiplies.
+def compressed_codes(parts: Parts, block: tuple[int, int] | None = None) -> Codes:
+    """Return the codes of compressed-tensors' tensors, for numbers in the dtype in which that library multiplies.
 
     Args:
         parts: the tensors by suffix.
@@ -413,26 +425,29 @@ def decode(parts: Parts, block: tuple[int, int] | None = None) -> Tensor:
         # What the library writes if columns are in order.
         index = None
     if "weight_packed" not in parts:
-        return scale_blocks(parts["weight"], scale, block, scale.dtype, parts.get("weight_zero_point"), index)
+        return _bytes_with_scales(parts["weight"], scale, block, scale.dtype, parts.get("weight_zero_point"), index)
     if parts["weight_packed"].dtype == torch.uint8:
         if scale.dtype == torch.uint8:
-            return _scale_fp4(parts["weight_packed"], exponents(scale), torch.float32)
-        return _scale_fp4(parts["weight_packed"], scale.float() / parts["weight_global_scale"].float(), torch.float32)
+            scale_OS = exponents(scale)
+        else:
+            scale_OS = scale.float() / parts["weight_global_scale"].float()
+        code_bytes = parts["weight_packed"]
+        return _fp4_with_scales(code_bytes, _unpacked_shape(code_bytes), scale_OS, torch.float32)
     rows, columns = (int(size) for size in parts["weight_shape"])
     num_bits = 32 * parts["weight_packed"].shape[1] // columns
     zero = parts.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
         # Zero points are packed along the rows.
-        zero_SO = arithmetic.spread_bits(zero.t().contiguous().view(torch.uint8), num_bits)
+        zero_SO = spread_bits(zero.t().contiguous().view(torch.uint8), num_bits)
         zero = zero_SO[:, :rows].t().float() - 2 ** (num_bits - 1)
     size = columns // scale.shape[1]
     groups = size if index is None else _check_index(index, scale.shape[1], size)
-    fill = integers(parts["weight_packed"].view(torch.uint8), num_bits, 2 ** (num_bits - 1))
-    return dequantize(torch.Size((rows, columns)), scale.dtype, fill, scale, groups, zero)
+    read_codes = integers(parts["weight_packed"].view(torch.uint8), num_bits, 2 ** (num_bits - 1))
+    return Codes(torch.Size((rows, columns)), scale.dtype, read_codes, scale, groups, zero)
 
 
-def _dequantize_compressed(parts: Parts, config: Config) -> Tensor:
-    return decode(parts, _block(config))
+def _codes_of_compressed(parts: Parts, config: Config) -> Codes:
+    return compressed_codes(parts, _block(config))
 
 
 def _compressed_problem(config: Config) -> str | None:
@@ -445,7 +460,6 @@ def _compressed_problem(config: Config) -> str | None:
 # The table
 
 _STATE = ".quant_state.bitsandbytes__"
-_RECIPROCAL_127 = 7.874015748698502e-3
 _COMPRESSED_FORMATS = (
     "float-quantized",
     "int-quantized",
@@ -460,21 +474,21 @@ _GPTQ_INDEX = {"g_idx": Part((torch.int32, torch.int64), optional=True)}
 _FP8_SCALE = Part((*FLOATS, _E8M0, torch.uint8), optional=True)
 _GROUP_INDEX = {"weight_g_idx": Part((torch.int32, torch.int64), optional=True)}
 
-GPTQ = PackedForm("GPTQ", _GPTQ_PARTS | _GPTQ_INDEX, _gptq_shape, _dequantize_gptq, "weight")
-AWQ = PackedForm("AWQ", _GPTQ_PARTS, _awq_shape, _dequantize_awq, "weight")
-FP8 = PackedForm("FP8", {"": Part(_FP8), "_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _dequantize_fp8)
+GPTQ = PackedForm("GPTQ", _GPTQ_PARTS | _GPTQ_INDEX, _gptq_shape, _codes_of_gptq, "weight")
+AWQ = PackedForm("AWQ", _GPTQ_PARTS, _awq_shape, _codes_of_awq, "weight")
+FP8 = PackedForm("FP8", {"": Part(_FP8), "_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _codes_of_fp8)
 MXFP4 = PackedForm(
     "MXFP4",
     {"_blocks": Part(_BYTES), "_scales": Part((torch.uint8, _E8M0))},
     _mxfp4_shape,
-    _dequantize_mxfp4,
+    _codes_of_mxfp4,
     is_transposed=True,
 )
 MODELOPT_NVFP4 = PackedForm(
     "NVFP4",
     {"weight": Part(_BYTES), "weight_scale": Part(_FP8), "weight_scale_2": Part((torch.float32,))},
     _fp4_shape,
-    _dequantize_modelopt,
+    _codes_of_modelopt,
     "weight",
 )
 BNB_4BIT = PackedForm(
@@ -489,13 +503,13 @@ BNB_4BIT = PackedForm(
         ".nested_quant_map": Part((torch.float32,), optional=True),
     },
     _bnb4_shape,
-    _dequantize_bnb4,
+    _codes_of_bnb4,
 )
 BNB_8BIT = PackedForm(
     "bitsandbytes' int8",
     {"weight": Part(_INT8), "SCB": Part((torch.float32,)), "weight_format": Part(_BYTES, optional=True)},
     _bnb8_shape,
-    _dequantize_bnb8,
+    _codes_of_bnb8,
     "weight",
 )
 COMPRESSED_INTEGERS = PackedForm(
@@ -508,7 +522,7 @@ COMPRESSED_INTEGERS = PackedForm(
         **_GROUP_INDEX,
     },
     _integer_shape,
-    _dequantize_compressed,
+    _codes_of_compressed,
     "weight",
 )
 COMPRESSED_FP4 = PackedForm(
@@ -519,7 +533,7 @@ COMPRESSED_FP4 = PackedForm(
         "weight_global_scale": Part((torch.float32,), optional=True),
     },
     _fp4_shape,
-    _dequantize_compressed,
+    _codes_of_compressed,
     "weight",
 )
 COMPRESSED_BYTES = PackedForm(
@@ -531,7 +545,7 @@ COMPRESSED_BYTES = PackedForm(
         **_GROUP_INDEX,
     },
     _byte_shape,
-    _dequantize_compressed,
+    _codes_of_compressed,
     "weight",
 )
 

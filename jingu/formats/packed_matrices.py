@@ -7,6 +7,7 @@ common stem, which is followed by the suffixes in `PackedForm.parts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
+from jingu.formats.dequantize import Codes, dequantize
 from jingu.formats.safetensors import TensorLocation
+from jingu.runtime.device import single_thread
 
 Config = Mapping[str, Any]
 Parts = Mapping[str, Tensor]
@@ -53,7 +56,7 @@ class PackedForm:
         parts: the tensors of a matrix by suffix. The first one holds the codes. If its suffix is also that of plain
             matrices, its dtype tells them apart.
         shape: checks the places of the tensors and returns the shape of the matrix. Raises ValueError.
-        dequantize: returns the matrix. Raises ValueError.
+        codes: returns the codes with their scales. Raises ValueError.
         suffix: what follows the stem in the name of the matrix.
         is_transposed: whether matrices of all experts are `[E, I, O]`.
     """
@@ -61,12 +64,12 @@ class PackedForm:
     name: str
     parts: Mapping[str, Part]
     shape: Callable[[Locations, ReadPart, Config], torch.Size]
-    dequantize: Callable[[Parts, Config], Tensor]
+    codes: Callable[[Parts, Config], Codes]
     suffix: str = ""
     is_transposed: bool = False
 
     @property
-    def codes(self) -> str:
+    def first(self) -> str:
         """The suffix of the tensor that holds the codes."""
         return next(iter(self.parts))
 
@@ -95,10 +98,14 @@ class PackedMatrix:
     def read(self) -> Tensor:
         """Return the dequantized matrix. Raises JinguError if a part holds what the form does not know."""
         parts = {suffix: _read_place(place) for suffix, place in self.parts.items()}
-        try:
-            matrix = self.form.dequantize(parts, self.config)
-        except ValueError as error:
-            raise _wrong_part(self.form, self.parts[self.form.codes], str(error)) from None
+        threads = torch.get_num_threads()
+        with single_thread() if threads > 1 else nullcontext():
+            try:
+                matrix = dequantize(self.form.codes(parts, self.config), threads)
+            except ValueError as error:
+                raise _wrong_part(self.form, self.parts[self.form.first], str(error)) from None
+        if self.form.is_transposed and matrix.dim() == 3:
+            matrix = matrix.transpose(1, 2)
         return matrix if self.rows is None else matrix[self.rows]
 
     def part(self, expert: int, number: int, count: int) -> PackedMatrix:
@@ -153,7 +160,7 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
         parts = {suffix: plain.pop(stem + suffix) for suffix in form.parts if stem + suffix in plain}
         name = stem + form.suffix
         matrix = PackedMatrix(form, parts, config, _check_parts(form, stem, parts, config))
-        matrices[name] = (parts[form.codes][0], name, matrix)
+        matrices[name] = (parts[form.first][0], name, matrix)
     return plain | matrices
 
 
@@ -171,22 +178,22 @@ def _find_stem(key: str, tensors: Mapping[str, Place], forms: Sequence[PackedFor
     # What remains is named like a plain matrix.
     dtype = tensors[key][2].dtype
     for form in forms:
-        if key.endswith(form.codes) and dtype in form.parts[form.codes].dtypes and dtype not in FLOATS:
-            return key.removesuffix(form.codes)
+        if key.endswith(form.first) and dtype in form.parts[form.first].dtypes and dtype not in FLOATS:
+            return key.removesuffix(form.first)
     return None
 
 
 def _choose_form(stem: str, tensors: Mapping[str, Place], forms: Sequence[PackedForm]) -> PackedForm:
     """Return the form of the tensors with a stem. Raises JinguError if they have none."""
-    present = [form for form in forms if stem + form.codes in tensors]
+    present = [form for form in forms if stem + form.first in tensors]
     for form in present:
-        if tensors[stem + form.codes][2].dtype in form.parts[form.codes].dtypes:
+        if tensors[stem + form.first][2].dtype in form.parts[form.first].dtypes:
             return form
     if present:
-        place = tensors[stem + present[0].codes]
+        place = tensors[stem + present[0].first]
         raise _wrong_part(present[0], place, f"it is stored as {dtype_name(place[2])}")
     part = next(stem + suffix for form in forms for suffix in form.parts if stem + suffix in tensors)
-    codes_names = " or ".join(dict.fromkeys(stem + form.codes for form in forms))
+    codes_names = " or ".join(dict.fromkeys(stem + form.first for form in forms))
     what = f"{part} is a part of a quantized matrix, whose tensor {codes_names} is missing."
     raise JinguError(what, where=tensors[part][0], fix=_GET_AGAIN)
 
@@ -200,16 +207,16 @@ def _check_parts(form: PackedForm, stem: str, parts: Mapping[str, Place], config
     """Return the shape of a matrix. Raises JinguError if its parts do not fit together."""
     for suffix, part in form.parts.items():
         if suffix not in parts and not part.optional:
-            path, key, _ = parts[form.codes]
+            path, key, _ = parts[form.first]
             what = f"{key} is a matrix in {form.name}, and its tensor {stem}{suffix} is missing."
             raise JinguError(what, where=path, fix=_GET_AGAIN)
         if suffix in parts and parts[suffix][2].dtype not in part.dtypes:
-            raise _wrong_part(form, parts[form.codes], f"{stem}{suffix} is stored as {dtype_name(parts[suffix][2])}")
+            raise _wrong_part(form, parts[form.first], f"{stem}{suffix} is stored as {dtype_name(parts[suffix][2])}")
     locations = {suffix: location for suffix, (_, _, location) in parts.items()}
     try:
         return form.shape(locations, lambda suffix: _read_place(parts[suffix]), config)
     except ValueError as error:
-        raise _wrong_part(form, parts[form.codes], str(error)) from None
+        raise _wrong_part(form, parts[form.first], str(error)) from None
 
 
 def expect(parts: Locations, suffix: str, *shapes: tuple[int, ...]) -> None:
