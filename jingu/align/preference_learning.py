@@ -28,7 +28,7 @@ from jingu.data.permutation import Int64Array
 from jingu.data.preference_data import PreferenceDataset, split_answers
 from jingu.data.row_sources import RowArrays
 from jingu.errors import JinguError
-from jingu.model.experts import RoutingStats, auxiliary_losses
+from jingu.model.experts import RoutingStats, auxiliary_losses, routing_terms
 from jingu.parallel.mesh import data_rank, num_data_ranks, num_row_replicas
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.zero import eval_mode
@@ -128,11 +128,7 @@ class PreferenceLearning(StatelessTask):
         return float(self.units_per_row(_answers(batch)).sum())
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        terms = {name: float(name == "loss") for name in self.TERMS}
-        experts = model.spec.experts
-        if experts is not None:
-            terms |= {"balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
-        return terms
+        return {**{name: float(name == "loss") for name in self.TERMS}, **routing_terms(model.spec)}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         answer_batch = _answers(batch)

@@ -28,6 +28,7 @@ from jingu.formats.safetensors import CHUNK_ELEMENTS
 from jingu.formats.stored_model import StoredModel
 from jingu.model.families import FAMILIES, Family, constant_tensors, equivalent_spec, map_tensors
 from jingu.model.families.name_map import IDENTITY, TRANSPOSE, TensorMapping
+from jingu.model.parameter_table import keeps_wide
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import DTYPES, single_thread
 from jingu.runtime.files import create_folder_atomically
@@ -200,6 +201,7 @@ class _WeightPlan:
         matrices: names of the quantized matrices.
         plain_modules: modules with a matrix that is not quantized, apart from embeddings.
         importance: of the columns of the matrices, if it was measured.
+        wide: names of the tensors that have at least fp32.
     """
 
     mappings: Sequence[TensorMapping]
@@ -208,11 +210,16 @@ class _WeightPlan:
     matrices: frozenset[str] = frozenset()
     plain_modules: Sequence[str] = ()
     importance: Importance | None = None
+    wide: frozenset[str] = frozenset()
+
+    def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
+        """Return the dtype of a tensor that is not quantized."""
+        return torch.promote_types(self.dtype, torch.float32) if mapping.hf_name in self.wide else self.dtype
 
     def layout(self, mapping: TensorMapping) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return dtype and shape of the stored tensors of one of Hugging Face's, by name."""
         if self.form is None or mapping.hf_name not in self.matrices:
-            return {mapping.hf_name: (self.dtype, mapping.shape)}
+            return {mapping.hf_name: (self.dtype_of(mapping), mapping.shape)}
         parts = self.form.layout(mapping.shape, self.dtype)
         module = mapping.hf_name.removesuffix("weight")
         return {f"{module}{suffix}": part for suffix, part in parts.items()}
@@ -234,8 +241,11 @@ def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _Weig
         JinguError: the matrices cannot have the form.
     """
     mappings = [*map_tensors(spec), *constant_tensors(spec)]
+    wide = frozenset(
+        mapping.hf_name for mapping in mappings if any(keeps_wide(name, spec) for name in mapping.jingu_shapes)
+    )
     if isinstance(dtype, torch.dtype):
-        return _WeightPlan(mappings, dtype)
+        return _WeightPlan(mappings, dtype, wide=wide)
     weights = [mapping for mapping in mappings if len(mapping.shape) == 2 and mapping.hf_name.endswith(".weight")]
     in_blocks = [mapping for mapping in weights if all("blocks." in name for name in mapping.jingu_shapes)]
     matrices = {
@@ -258,7 +268,7 @@ def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _Weig
     if spec.tie_word_embeddings:
         plain.append("lm_head")
     form = choose_form(dtype.form, matrices)
-    return _WeightPlan(mappings, dtype.scales, form, frozenset(matrices), plain, dtype.importance)
+    return _WeightPlan(mappings, dtype.scales, form, frozenset(matrices), plain, dtype.importance, wide)
 
 
 def _write_weights(folder: Path, plan: _WeightPlan, read: ReadTensor, shard_bytes: int) -> list[str]:
@@ -292,7 +302,7 @@ def _write_tensor(file: FileIO, plan: _WeightPlan, mapping: TensorMapping, read:
         return not has_nan_or_infinity(weight)
     is_finite = True
     elements = 0
-    for chunk in _chunks(_hf_parts(mapping, read), plan.dtype):
+    for chunk in _chunks(_hf_parts(mapping, read), plan.dtype_of(mapping)):
         is_finite = is_finite and not has_nan_or_infinity(chunk)
         elements += chunk.numel()
         write_all(file, tensor_bytes(chunk))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from jingu.compat.torch import has_triton
 from jingu.errors import JinguError
-from jingu.model.attention import attention_bias, capped_attention, has_biases
+from jingu.model.attention import attention_bias, has_biases, scored_attention
 from jingu.model.components import LayerSpec
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.spec import ModelSpec
@@ -69,6 +69,21 @@ class AttentionGroup:
     masks: dict[int, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionHeads:
+    """What a rank's heads of a layer are.
+
+    Attributes:
+        scale: multiplies the scores.
+        first: index of the first head on this rank among all heads.
+        sinks: scores [H] of the heads that join the softmax without a value; None: there are none.
+    """
+
+    scale: float
+    first: int = 0
+    sinks: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Computes attention over the KV blocks of one layer.
 
@@ -78,16 +93,15 @@ class AttentionBackend(Protocol):
 
     relative_bias: Tensor | None = None
 
-    def attend(
-        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
-    ) -> Tensor:
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, heads: AttentionHeads) -> Tensor:
         """Return the attention output of a group's tokens [1, X, H, K].
 
         Args:
             q_BXHK: queries of the group, X = N·Q.
-            store: keys and values of all blocks [P, block size, 2, G, K].
+            store: keys and values of all blocks [P, block size, 2, G, K], or, if the values are the keys, [P, block
+                size, 1, G, K].
             kind: index of the layer among `ModelSpec.kinds`.
-            first_head: index of the first head on this rank among all heads.
+            heads: what the heads are.
         """
 
 
@@ -97,19 +111,19 @@ class GatherBackend(AttentionBackend):
     def __init__(self, spec: ModelSpec) -> None:
         self.layers = spec.kinds
 
-    def attend(
-        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
-    ) -> Tensor:
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, heads: AttentionHeads) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if kind not in group.masks:
-            heads = range(first_head, first_head + q_BXHK.shape[2])
+            numbers = range(heads.first, heads.first + q_BXHK.shape[2])
             num_keys = group.blocks.numel() // group.num_seqs * store.shape[1]
-            group.masks[kind] = self.bias(group, self.layers[kind], heads, num_keys, store.shape[3], q_BXHK.dtype)
+            group.masks[kind] = self.bias(group, self.layers[kind], numbers, num_keys, store.shape[3], q_BXHK.dtype)
         # Contiguous blocks need no copy.
         blocks = store.index_select(0, group.blocks) if group.contiguous is None else store[group.contiguous]
-        kv_NS2GK = blocks.view(group.num_seqs, -1, 2, *blocks.shape[3:])
-        k_NGSK, v_NGSK = kv_NS2GK.permute(2, 0, 3, 1, 4)
-        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], scale, self.layers[kind].attention.softcap)
+        kv_NS2GK = blocks.view(group.num_seqs, -1, *blocks.shape[2:])
+        k_NGSK, *values = kv_NS2GK.permute(2, 0, 3, 1, 4)
+        v_NGSK = values[0] if values else k_NGSK
+        softcap = self.layers[kind].attention.softcap
+        return attend_padded(q_BXHK, k_NGSK, v_NGSK, group.masks[kind], heads, softcap)
 
     def bias(
         self, group: AttentionGroup, layer: LayerSpec, heads: range, num_keys: int, kv_heads: int, dtype: torch.dtype
@@ -133,7 +147,7 @@ class GatherBackend(AttentionBackend):
 class FlashBackend(GatherBackend):
     """FlashAttention-3 over the block table, through PyTorch's `varlen_attn`: nothing is copied or padded.
 
-    Bidirectional prefixes, chunks and soft caps fall back to `gather`.
+    Bidirectional prefixes, chunks, soft caps, sinks and latent attention fall back to `gather`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -143,12 +157,10 @@ class FlashBackend(GatherBackend):
 
         self._varlen_attn = varlen_attn
 
-    def attend(
-        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
-    ) -> Tensor:
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, heads: AttentionHeads) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if group.bidirectional or _needs_gather(self.layers[kind]):
-            return super().attend(q_BXHK, store, group, kind, scale, first_head)
+            return super().attend(q_BXHK, store, group, kind, heads)
         size = self.layers[kind].attention.sliding_window
         window = (-1 if size is None else size - 1, 0)
         block_table = group.blocks.view(group.num_seqs, -1).int()
@@ -161,7 +173,7 @@ class FlashBackend(GatherBackend):
             None,
             group.num_tokens,
             block_table.shape[1] * store.shape[1],
-            scale=scale,
+            scale=heads.scale,
             window_size=window,  # aligned to the last key, so that a chunk of a prompt is causal
             enable_gqa=True,
             seqused_k=(group.positions[:, -1] + 1 - group.first).int(),
@@ -176,7 +188,7 @@ class FlexBackend(GatherBackend):
     """FlexAttention over the block table: nothing is copied or padded.
 
     As in PyTorch's experimental `PagedAttention`, block masks list the physical blocks of a sequence. Bidirectional
-    prefixes, chunks and soft caps fall back to `gather`.
+    prefixes, chunks, soft caps, sinks and latent attention fall back to `gather`.
 
     Attributes:
         kernel: `flex_attention`, compiled except on CPUs.
@@ -191,12 +203,10 @@ class FlexBackend(GatherBackend):
         self._is_compiled = device.type != "cpu"
         self.kernel: Any = torch.compile(flex_attention, dynamic=True) if self._is_compiled else flex_attention
 
-    def attend(
-        self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, scale: float, first_head: int
-    ) -> Tensor:
+    def attend(self, q_BXHK: Tensor, store: Tensor, group: AttentionGroup, kind: int, heads: AttentionHeads) -> Tensor:
         """Return the attention output of a group's tokens; see `AttentionBackend`."""
         if group.bidirectional or _needs_gather(self.layers[kind]):
-            return super().attend(q_BXHK, store, group, kind, scale, first_head)
+            return super().attend(q_BXHK, store, group, kind, heads)
         if kind not in group.masks:
             window = self.layers[kind].attention.sliding_window
             group.masks[kind] = self._mask(group, window, len(store), store.shape[1])
@@ -209,7 +219,7 @@ class FlexBackend(GatherBackend):
         # The model runner may force the rest of the model to run eagerly; this kernel must still be compiled.
         with torch.compiler.set_stance("default") if self._is_compiled else nullcontext():
             y_NHQK: Tensor = self.kernel(
-                q_NHQK, k_BGSK, v_BGSK, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
+                q_NHQK, k_BGSK, v_BGSK, block_mask=mask, scale=heads.scale, enable_gqa=True, kernel_options=options
             )
         return y_NHQK.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
@@ -240,7 +250,8 @@ class FlexBackend(GatherBackend):
 
 def _needs_gather(layer: LayerSpec) -> bool:
     """Return whether a layer's attention has no kernel that reads blocks in place."""
-    return layer.attention.softcap is not None or layer.attention.chunk_size is not None
+    part = layer.attention
+    return part.softcap is not None or part.chunk_size is not None or part.sinks or part.latent is not None
 
 
 def select_backend(
@@ -299,7 +310,12 @@ def _flash_obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
 
 
 def attend_padded(
-    q_BXHK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
+    q_BXHK: Tensor,
+    k_NGSK: Tensor,
+    v_NGSK: Tensor,
+    bias: Tensor | None,
+    heads: AttentionHeads,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the attention output of N sequences [1, N·Q, H, K], computed with queries padded by `pad_rows`."""
     num_seqs, kv_heads, _, head_dim = k_NGSK.shape
@@ -312,10 +328,14 @@ def attend_padded(
     if num_seqs * kv_heads == 1 and q_NGMK.device.type == "cpu" and torch.get_num_threads() > 1:
         # With a single sequence and head the kernel splits sums over threads, which changes their order. Compute twice.
         q_NGMK, k_NGSK, v_NGSK = (x.expand(2, -1, -1, -1) for x in (q_NGMK, k_NGSK, v_NGSK))
-    if softcap is None:
-        y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=scale)
+    if softcap is None and heads.sinks is None:
+        y_NGMK = dot_product_attention(q_NGMK, k_NGSK, v_NGSK, bias, causal=False, scale=heads.scale)
     else:
-        y_NGMK = capped_attention(q_NGMK, k_NGSK, v_NGSK, bias, scale, softcap)
+        sinks_GM1 = None
+        if heads.sinks is not None:
+            sinks_GQR = heads.sinks.view(kv_heads, 1, repeats).expand(-1, queries, -1)
+            sinks_GM1 = pad_rows(sinks_GQR.flatten(1).unsqueeze(-1))
+        y_NGMK = scored_attention(q_NGMK, k_NGSK, v_NGSK, bias, heads.scale, softcap, sinks_GM1)
     y_NGMK = y_NGMK[:num_seqs, :, : queries * repeats]
     if queries > 1:
         y_NGMK = y_NGMK.unflatten(2, (queries, repeats)).transpose(1, 2)

@@ -173,7 +173,7 @@ class ExpertOffloader:
                 continue
             layer = len(self._blocks)
             for part, weight in self._free[0].weights.items():
-                delattr(moe, part)
+                delattr(getattr(moe, part), "weight")
                 if isinstance(weight, PrepackedQuantizedWeight):
                     self._quantize(f"{names[block]}.feed_forward.{part}.weight", moe.spec.num_experts, weight)
             moe.compute = partial(self._compute, layer)  # type: ignore[method-assign]
@@ -232,16 +232,20 @@ class ExpertOffloader:
             expert = self._next_ready(layer, active_experts)
             if expert is not None:
                 rows = slice(ends[expert] - counts[expert], ends[expert])
-                y_MD[rows] = self._compute_expert(layer, self._slot_of[layer, expert], x_MD[rows])
+                y_MD[rows] = self._compute_expert(layer, expert, x_MD[rows])
                 active_experts.remove(expert)
             self._start_reads(layer, missing, likely, active_experts)
         return y_MD
 
-    def _compute_expert(self, layer: int, slot: _Slot, x_MD: Tensor) -> Tensor:
-        """Return the output of one expert for its rows."""
+    def _compute_expert(self, layer: int, expert: int, x_MD: Tensor) -> Tensor:
+        """Return the output of one resident expert for its rows."""
+        slot = self._slot_of[layer, expert]
+        moe = self._blocks[layer][2]
+        # The biases of all experts are resident.
+        biases = {"gate": moe.gate.bias_of(expert), "up": moe.up.bias_of(expert), "down": moe.down.bias_of(expert)}
+        matmuls = {part: partial(linear, weight=weight, bias=biases[part]) for part, weight in slot.weights.items()}
         # The event lets the reader's stream wait before it overwrites the slot.
-        matmuls = {part: partial(linear, weight=weight) for part, weight in slot.weights.items()}
-        y_MD = self._blocks[layer][2].run_experts(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
+        y_MD = moe.run_experts(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
         if self._stream is not None:
             slot.used = device_module(self._device).current_stream().record_event()
         return y_MD
@@ -355,9 +359,7 @@ class ExpertOffloader:
         # Call `forward` directly to bypass the hook of `_remember_states`.
         norm = block.feed_forward_norm
         x_ND = states_ND if norm is None else norm.forward(states_ND)
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = linear(x_ND.to(wide), moe.router.weight.to(x_ND.dtype))
-        guess_NK = logits_NE.topk(moe.spec.num_experts_per_token, dim=-1).indices.cpu().numpy()
+        guess_NK = moe.choose(moe.router_logits(x_ND.unsqueeze(0)))[0][0].cpu().numpy()
         probability_E = self._predictor.predict(layer, guess_NK)
         order = (-probability_E).argsort(kind="stable").tolist()
         return [expert for expert in order if probability_E[expert] >= PREFETCH_THRESHOLD]

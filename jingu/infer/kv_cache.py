@@ -19,9 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.infer import attention_backend
-from jingu.infer.attention_backend import KV_SPAN, QUERY_ROW_MULTIPLE, AttentionBackend, AttentionGroup
+from jingu.infer.attention_backend import (
+    KV_SPAN,
+    QUERY_ROW_MULTIPLE,
+    AttentionBackend,
+    AttentionGroup,
+    AttentionHeads,
+)
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
 from jingu.model.components import LayerSpec, RotaryPositions
+from jingu.model.parts import cached_numbers
 from jingu.model.rotary import RotaryTables, rotary_tables
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import copy_to_device
@@ -84,10 +91,17 @@ def pool_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> list[int]:
     reaches = cache_reaches(spec)
     sizes = [0] * len(reaches)
     for layer in spec.layers:
-        part = layer.attention
-        size = 2 * part.num_kv_heads * _padded_size(part.head_dim) * block_size * itemsize
+        size = stored_numbers(layer) * block_size * itemsize
         sizes[reaches.index(_reach(spec, layer))] += size
     return sizes
+
+
+def stored_numbers(layer: LayerSpec) -> int:
+    """Return the numbers that a layer stores for each token: keys and values of one padded size, or latent vectors."""
+    part = layer.attention
+    if part.latent is not None:
+        return _padded_size(cached_numbers(layer))
+    return 2 * part.num_kv_heads * _padded_size(max(part.head_dim, part.value_size))
 
 
 def block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
@@ -298,7 +312,7 @@ class PagedKVCache:
         """Return the rotary tables of a step's positions; those of all positions are computed in the first call."""
         if not isinstance(layer.position, RotaryPositions):
             return None
-        key = layer.position, layer.attention.head_dim
+        key = layer.position, layer.attention.rotary_size
         if key not in self._rotary:
             tables = []
             for first in range(0, self.spec.max_position_embeddings, KV_SPAN):
@@ -360,7 +374,7 @@ class _LayerKVCache:
         self._number = number
         self._kind = kind
         self.pool = pool
-        self.store: Tensor | None = None  # [P, block size, 2, G, K]
+        self.store: Tensor | None = None  # [P, block size, 2, G, K]; 1 instead of 2 if the values are the keys
         self._slots: tuple[Tensor, ...] = ()  # views of its keys and its values, each [1, P · block size, G, K]
 
     @property
@@ -369,41 +383,48 @@ class _LayerKVCache:
         assert cache is not None
         return cache
 
-    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+    def attend(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGV: Tensor | None,
+        scale: float | None,
+        first_head: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         cache = self._cache
         step = cache.steps[self.pool]
-        head_dim = k_BTGK.shape[3]
-        scale = head_dim**-0.5 if scale is None else scale
-        if head_dim % HEAD_DIM_MULTIPLE:
-            q_BTHK, k_BTGK, v_BTGK = (pad_heads(x) for x in (q_BTHK, k_BTGK, v_BTGK))
+        value_dim = k_BTGK.shape[3] if v_BTGV is None else v_BTGV.shape[3]
+        scale = q_BTHK.shape[3] ** -0.5 if scale is None else scale
+        q_BTHK, *kv_BTGK = pad_heads(q_BTHK, k_BTGK, *([] if v_BTGV is None else [v_BTGV]))
         # 1. Allocate the layer's memory in the first step.
         if self.store is None:
             # Not in inference mode: blocks are also copied and cleared between forward passes.
             with torch.inference_mode(False):
                 self.store = allocate_zeros(
-                    (cache.num_blocks[self.pool], cache.block_size, 2, *k_BTGK.shape[2:]), k_BTGK
+                    (cache.num_blocks[self.pool], cache.block_size, len(kv_BTGK), *kv_BTGK[0].shape[2:]), k_BTGK
                 )
                 self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
         # 2. Write the step's keys and values, before attention: a token attends to itself and to its chunk.
-        keys, values = self._slots
         num_tokens = cache.num_tokens
         padding = k_BTGK.shape[1] - num_tokens
-        if step.first_slot is not None:
-            keys.narrow(1, step.first_slot, num_tokens).copy_(k_BTGK[:, :num_tokens] if padding else k_BTGK)
-            values.narrow(1, step.first_slot, num_tokens).copy_(v_BTGK[:, :num_tokens] if padding else v_BTGK)
-        else:
-            keys.index_copy_(1, step.slots, k_BTGK)
-            values.index_copy_(1, step.slots, v_BTGK)
+        for slots, x_BTGK in zip(self._slots, kv_BTGK, strict=True):
+            if step.first_slot is not None:
+                target = slots.narrow(1, step.first_slot, num_tokens)
+                target.copy_(x_BTGK[:, :num_tokens] if padding else x_BTGK)
+            else:
+                slots.index_copy_(1, step.slots, x_BTGK)
         # 3. Compute attention group by group; padding rows become zeros.
+        heads = AttentionHeads(scale, first_head, sinks_H)
         if len(step.groups) == 1 and not padding:
-            y_BTHK = cache.backend.attend(q_BTHK, self.store, step.groups[0], self._kind, scale, first_head)
+            y_BTHK = cache.backend.attend(q_BTHK, self.store, step.groups[0], self._kind, heads)
         else:
             parts = [
-                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, self._kind, scale, first_head)
+                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, self._kind, heads)
                 for group in step.groups
             ]
             y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)
-        return y_BTHK if head_dim == y_BTHK.shape[3] else y_BTHK[..., :head_dim]
+        return y_BTHK if value_dim == y_BTHK.shape[3] else y_BTHK[..., :value_dim]
 
     def tokens(self, rows: int) -> int:
         # With sequence parallelism a rank has only a part of the rows, and none of them count as padding.
@@ -411,12 +432,13 @@ class _LayerKVCache:
 
     def read(self, k_BSGK: Tensor, v_BSGK: Tensor) -> None:
         assert self._cache.encoding is not None
-        self._cache.encoding.cross_kv[self._number] = (pad_heads(k_BSGK), pad_heads(v_BSGK))
+        k_BSGK, v_BSGK = pad_heads(k_BSGK, v_BSGK)
+        self._cache.encoding.cross_kv[self._number] = k_BSGK, v_BSGK
 
     def attend_source(self, q_BTHK: Tensor, scale: float | None) -> Tensor:
         head_dim = q_BTHK.shape[3]
         scale = head_dim**-0.5 if scale is None else scale
-        q_BTHK = pad_heads(q_BTHK)
+        (q_BTHK,) = pad_heads(q_BTHK)
         y_BTHK = torch.zeros_like(q_BTHK)
         for group, tables in zip(self._cache.steps[0].groups, self._cache.tables, strict=True):
             # Sources differ in length, so each sequence is computed by itself.
@@ -424,14 +446,14 @@ class _LayerKVCache:
                 first = group.rows.start + number * group.num_tokens
                 rows = slice(first, first + group.num_tokens)
                 k, v = (x.transpose(1, 2) for x in table.cross_kv[self._number])
-                y_BTHK[:, rows] = attention_backend.attend_padded(q_BTHK[:, rows], k, v, None, scale)
+                y_BTHK[:, rows] = attention_backend.attend_padded(q_BTHK[:, rows], k, v, None, AttentionHeads(scale))
         return y_BTHK[..., :head_dim]
 
 
-def pad_heads(x: Tensor) -> Tensor:
-    """Pad [..., K] to a multiple of HEAD_DIM_MULTIPLE."""
-    padding = _padded_size(x.shape[-1]) - x.shape[-1]
-    return F.pad(x, (0, padding)) if padding else x
+def pad_heads(*x: Tensor) -> list[Tensor]:
+    """Pad tensors [..., K] to the largest of their last dims, rounded up to a multiple of HEAD_DIM_MULTIPLE."""
+    size = _padded_size(max(tensor.shape[-1] for tensor in x))
+    return [tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1])) for tensor in x]
 
 
 def _padded_size(head_dim: int) -> int:

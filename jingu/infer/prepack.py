@@ -20,6 +20,7 @@ from jingu.model.attention import SelfAttention
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.decoder import Decoder
 from jingu.model.experts import MoELayer
+from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, FeedForwardLayer, Linear, RMSNorm
 from jingu.model.matmul_kernels import matmul_dtype
 from jingu.model.quantized_weight import (
@@ -87,7 +88,7 @@ def prepack_weights(
 def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> None:
     """Concatenate the matrices of projections that have the same input."""
     for module in list(model.modules()):
-        if isinstance(module, SelfAttention):
+        if isinstance(module, SelfAttention) and _has_equal_heads(module):
             projections = (module.q, module.k, module.v)
             # Count the heads of this rank: with tensor parallelism it has only some of them.
             plain = [projection for projection in projections if type(projection) is Linear]
@@ -95,6 +96,12 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
             module.qkv = _join(projections, dtype, use_onednn, pack)
         elif isinstance(module, FeedForwardLayer) and module.gate is not None:
             module.gate_up = _join((module.gate, module.up), dtype, use_onednn, pack)
+
+
+def _has_equal_heads(module: SelfAttention) -> bool:
+    """Return whether queries, keys and values are projected from the same input to heads of one size."""
+    is_latent = isinstance(module, LatentSelfAttention)
+    return not is_latent and module.value_dim == module.head_dim and module.value_scale == 1.0
 
 
 def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:
@@ -125,9 +132,12 @@ def _prepack_quantized(model: Decoder, dtype: torch.dtype, pack: PackQuantized) 
     head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
     if head is not None and _has_kernel(head.weight):
         model.prepacked_head = pack(head.weight.kind, head.weight.values, head.weight.scales, prompt_rows=None)
+    latent = {module.kv for module in model.modules() if isinstance(module, LatentSelfAttention)}
     for module in list(model.modules()):
         weight = dict(module.named_children()).get("weight")
         if not isinstance(weight, QuantizedWeight) or not _has_kernel(weight) or isinstance(module, Embedding):
+            continue
+        if module in latent:
             continue
         if module is head:
             _free_weight(module)
@@ -164,10 +174,11 @@ def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None
         model.prepacked_head = PrepackedWeight.pack(weight.to(dtype))
         if model.head is not None:
             _free_weight(model.head)
-    # Routers compute in fp32, so they are not prepacked.
-    routers = {module.router for module in model.modules() if isinstance(module, MoELayer)}
+    # Routers compute in fp32, and latent attention reads the parts of its matrix, so they are not prepacked.
+    plain = {module.router for module in model.modules() if isinstance(module, MoELayer)}
+    plain |= {module.kv for module in model.modules() if isinstance(module, LatentSelfAttention)}
     for module in model.modules():
-        if type(module) is not Linear or module in routers or module is model.score:
+        if type(module) is not Linear or module in plain or module is model.score:
             continue
         if isinstance(module.weight, Tensor) and not module.weight.is_meta:
             _set_weight(module, PrepackedWeight.pack(module.weight.to(dtype)))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, GatherBackend, attend_padded
+from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, AttentionHeads, GatherBackend, attend_padded
 from jingu.infer.kv_cache import PagedKVCache, first_key, pad_heads
 from jingu.model.components import LayerSpec
 from jingu.model.decoder import Decoder
@@ -41,10 +41,19 @@ class _LayerRowAttention(LayerKVCache):
         self._backend = backend
         self._layer = layer
 
-    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
+    def attend(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGV: Tensor | None,
+        scale: float | None,
+        first_head: int,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         rows, tokens, heads, head_dim = q_BTHK.shape
-        scale = head_dim**-0.5 if scale is None else scale
-        q_BTHK, k_BTGK, v_BTGK = pad_heads(q_BTHK), pad_heads(k_BTGK), pad_heads(v_BTGK)
+        value_dim = k_BTGK.shape[3] if v_BTGV is None else v_BTGV.shape[3]
+        parameters = AttentionHeads(head_dim**-0.5 if scale is None else scale, first_head, sinks_H)
+        q_BTHK, k_BTGK, v_BTGK = pad_heads(q_BTHK, k_BTGK, k_BTGK if v_BTGV is None else v_BTGV)
         spans = []
         # Split queries at multiples of KV_SPAN positions, as the engine does, so that operands have the same sizes.
         for begin in range(0, tokens, KV_SPAN):
@@ -60,9 +69,9 @@ class _LayerRowAttention(LayerKVCache):
             head_range = range(first_head, first_head + heads)
             bias = self._backend.bias(group, self._layer, head_range, k_NGSK.shape[2], k_NGSK.shape[1], q_BTHK.dtype)
             q_BXHK = q_BTHK[:, begin:end].reshape(1, rows * (end - begin), heads, -1)
-            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, scale, self._layer.attention.softcap)
+            y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, parameters, self._layer.attention.softcap)
             spans.append(y_BXHK.view(rows, end - begin, heads, -1))
-        return torch.cat(spans, 1)[..., :head_dim]
+        return torch.cat(spans, 1)[..., :value_dim]
 
     def tokens(self, rows: int) -> int:
         return rows

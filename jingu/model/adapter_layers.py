@@ -96,7 +96,7 @@ class LoraGrouped(GroupedLinear):
     def __init__(self, plain: GroupedLinear, adapter: Lora) -> None:
         number, outputs, inputs = plain.weight.shape
         super().__init__(ModuleRow((number, outputs, inputs)))
-        self.weight = plain.weight
+        self.weight, self.bias = plain.weight, plain.bias
         self.scale = adapter.scale
         self.lora_a = nn.Parameter(torch.empty(number, adapter.rank, inputs))
         self.lora_b = nn.Parameter(torch.empty(number, outputs, adapter.rank))

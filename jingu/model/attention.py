@@ -1,6 +1,7 @@
 """Self-attention (causal or full) and cross-attention, with their masks and position biases.
 
-Shapes: B rows, T tokens, S keys, D hidden size, H heads, G key-value heads, K head size, N buckets of distances.
+Shapes: B rows, T tokens, S keys, D hidden size, H heads, G key-value heads, K head size, V size of a head's values,
+F = H · V, N buckets of distances.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from jingu.model.adapter_specs import DeepPrompt
 from jingu.model.components import AlibiPositions, LayerSpec, RelativeBias, RotaryPositions
 from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
-from jingu.model.layers import Linear, build_linear, build_norm, soft_cap
+from jingu.model.layers import Linear, Vector, apply_batch_invariant, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import dot_product_attention
-from jingu.model.parts import attention_rows, qk_norm, styles
+from jingu.model.parts import Rows, attention_rows, qk_norm, styles
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.spec import ModelSpec
@@ -68,18 +70,25 @@ class Attention(nn.Module):
         if self.scale == spec.head_dim**-0.5:
             self.scale = None  # the default, which all kernels support
         self.softcap = spec.softcap
+        self.value_dim, self.value_scale = spec.value_size, spec.value_scale
         self.norm_width, self.norm_last = spec.qk_norm_width, spec.qk_norm_after_rotary
         # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.
         self.first_head = 0
+        self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.build_projections(rows)
+        self.gate = build_linear(rows["gate"]) if "gate" in rows else None
+        self.output = build_linear(rows["output"])
+        self.sinks = Vector(rows["sinks"]) if "sinks" in rows else None
+        widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
+        self.q_norm, self.k_norm = (build_norm(qk_norm(layer), n) if spec.qk_norm else None for n in widths)
+
+    def build_projections(self, rows: Rows) -> None:
+        """Create the projections of queries, keys and values."""
         self.q = build_linear(rows["q"])
         self.k = build_linear(rows["k"])
         self.v = build_linear(rows["v"])
-        self.output = build_linear(rows["output"])
         # The three projections of self-attention as one matrix, if the model was prepacked for inference.
         self.qkv: Linear | None = None
-        self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
-        self.q_norm, self.k_norm = (build_norm(qk_norm(layer), n) if spec.qk_norm else None for n in widths)
 
     def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Split [B, T, H · K] into heads [B, T, H, K], and normalize them if there is a `norm`."""
@@ -90,34 +99,64 @@ class Attention(nn.Module):
         split = projected.view(*projected.shape[:-1], -1, self.head_dim)
         return split if norm is None else norm(split)
 
-    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
-        """Return [B, T, D]: attention of the queries to the keys, after the output projection."""
+    def split_values(self, projected: Tensor) -> Tensor:
+        """Split [B, T, G · V] into the values of heads [B, T, G, V], multiplied by their scale."""
+        split = projected.view(*projected.shape[:-1], -1, self.value_dim)
+        return split if self.value_scale == 1.0 else split * self.value_scale
+
+    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
+        """Return [B, T, F]: attention of the queries to the keys, before the output projection."""
+        scale = self.scale
+        if self.softcap is not None or self.sinks is not None:
+            return self._attend_with_scores(q_BHTK, k_BGSK, v_BGSV, mask, causal=causal)
+        if k_BGSK.shape[-1] != v_BGSV.shape[-1]:
+            # The fast kernels need keys and values of one size.
+            scale = self.head_dim**-0.5 if scale is None else scale
+            q_BHTK, k_BGSK, v_BGSV = pad_to_one_size(q_BHTK, k_BGSK, v_BGSV)
         if isinstance(mask, DocumentMask):
-            if self.softcap is None:
-                y_BHTK = mask.attend(q_BHTK, k_BGSK, v_BGSK, self.scale)
-            else:
-                y_BHTK = capped_attention(q_BHTK, k_BGSK, v_BGSK, mask.mask(), self.scale, self.softcap)
+            y_BHTV = mask.attend(q_BHTK, k_BGSK, v_BGSV, scale)
         else:
-            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-                # The mask has all heads of the model. Take those of this rank.
-                mask = mask.narrow(-3, self.first_head, q_BHTK.shape[1])
-            if self.softcap is None:
-                y_BHTK = dot_product_attention(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal, scale=self.scale)
-            else:
-                if mask is None and causal:
-                    tokens = q_BHTK.shape[2]
-                    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q_BHTK.device).tril()
-                y_BHTK = capped_attention(q_BHTK, k_BGSK, v_BGSK, mask, self.scale, self.softcap)
-        return self.output(y_BHTK.transpose(1, 2).flatten(2))
+            mask = self._own_heads(mask, q_BHTK.shape[1])
+            y_BHTV = dot_product_attention(q_BHTK, k_BGSK, v_BGSV, mask, causal=causal, scale=scale)
+        return y_BHTV[..., : self.value_dim].transpose(1, 2).flatten(2)
+
+    def _attend_with_scores(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, mask: AttentionMask, *, causal: bool
+    ) -> Tensor:
+        """Compute `attend` for layers whose scores have a soft cap or sinks, which no kernel of PyTorch supports."""
+        if isinstance(mask, DocumentMask):
+            mask = mask.mask()
+        mask = self._own_heads(mask, q_BHTK.shape[1])
+        if mask is None and causal:
+            tokens = q_BHTK.shape[2]
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q_BHTK.device).tril()
+        sinks_H11 = None
+        if self.sinks is not None:
+            sinks_H11 = self.rank_sinks(q_BHTK.shape[1]).view(-1, 1, 1)
+        y_BHTV = scored_attention(q_BHTK, k_BGSK, v_BGSV, mask, self.scale, self.softcap, sinks_H11)
+        return y_BHTV.transpose(1, 2).flatten(2)
+
+    def _own_heads(self, mask: Tensor | None, heads: int) -> Tensor | None:
+        """Return the part of a mask of all heads of the model that belongs to this rank's heads."""
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+            return mask.narrow(-3, self.first_head, heads)
+        return mask
+
+    def rank_sinks(self, heads: int) -> Tensor:
+        """Return the sinks [H] of the heads that this rank computes."""
+        assert self.sinks is not None
+        sinks: Tensor = self.sinks.weight
+        # Ulysses divides the heads of a rank of `tensor` further.
+        return sinks if len(sinks) == heads else sinks.narrow(0, self.first_head % len(sinks), heads)
 
     def attend_cache(self, cache_attention: Callable[..., Tensor], *x_BTHK: Tensor) -> Tensor:
-        """Return [B, T, D]: the result of a cache's attention method, after the output projection.
+        """Return [B, T, F]: the result of a cache's attention method, before the output projection.
 
         Args:
             cache_attention: `LayerKVCache.attend` or `LayerKVCache.attend_source`.
             x_BTHK: queries; for self-attention also keys and values.
         """
-        return self.output(cache_attention(*x_BTHK, self.scale).flatten(2))
+        return cache_attention(*x_BTHK, self.scale).flatten(2)
 
 
 class SelfAttention(Attention):
@@ -133,32 +172,42 @@ class SelfAttention(Attention):
 
     def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
         """Return [B, T, D]. With a cache, tokens attend to the keys and values that it stores, too."""
-        q_BTHK, k_BTGK, v_BTGK = self.project_qkv(x_BTD, context.rotary)
+        q_BTHK, k_BTGK, v_BTGV = self.project_qkv(x_BTD, context.rotary)
         if context.query_factor is not None:
             q_BTHK = (q_BTHK * context.query_factor).to(q_BTHK.dtype)
         if self.prompt is not None and context.tokens is not None:
-            k_BTGK, v_BTGK = self.prompt(k_BTGK, v_BTGK, context.tokens)
+            k_BTGK, v_BTGV = self.prompt(k_BTGK, v_BTGV, context.tokens)
         if cache is not None:
-            return self.attend_cache(partial(cache.attend, first_head=self.first_head), q_BTHK, k_BTGK, v_BTGK)
-        return self.attend_tokens(q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2), context.mask)
+            sinks_H = None if self.sinks is None else self.rank_sinks(q_BTHK.shape[2])
+            attend = partial(cache.attend, first_head=self.first_head, sinks_H=sinks_H)
+            return self.project_output(self.attend_cache(attend, q_BTHK, k_BTGK, v_BTGV), x_BTD)
+        q_BHTK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
+        return self.project_output(self.attend_tokens(q_BHTK, k_BGTK, v_BGTV, context.mask), x_BTD)
+
+    def project_output(self, y_BTF: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return [B, T, D]: the output projection of the result of attention, multiplied by its gate if it has one."""
+        if self.gate is not None:
+            y_BTF = y_BTF * apply_batch_invariant(torch.sigmoid, self.gate(x_BTD))
+        output: Tensor = self.output(y_BTF)
+        return output
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, K], keys and values [B, T, G, K], with rotary positions if the layer has them."""
+        """Return queries [B, T, H, K], keys [B, T, G, K] and values [B, T, G, V], with rotary positions."""
         before = (None, None) if self.norm_last else (self.q_norm, self.k_norm)
         if self.qkv is None:
             q_BTHK = self.split_heads(self.q(x_BTD), before[0])
             k_BTGK = self.split_heads(self.k(x_BTD), before[1])
-            v_BTGK = self.split_heads(self.v(x_BTD))
+            v_BTGV = self.split_values(self.v(x_BTD))
         else:
             heads, kv_heads, _ = self.sizes
             qkv = self.split_heads(self.qkv(x_BTD))
             if self.q_norm is None and rotary is not None:
                 # Queries and keys are adjacent in the joined projection, so rotate both at once.
-                qk, v_BTGK = qkv.split_with_sizes([heads + kv_heads, kv_heads], 2)
+                qk, v_BTGV = qkv.split_with_sizes([heads + kv_heads, kv_heads], 2)
                 qk = apply_rotary(qk, rotary, interleaved=self.interleaved)
                 q_BTHK, k_BTGK = qk.split_with_sizes([heads, kv_heads], 2)
-                return q_BTHK, k_BTGK, v_BTGK
-            q_BTHK, k_BTGK, v_BTGK = qkv.split_with_sizes(self.sizes, 2)
+                return q_BTHK, k_BTGK, v_BTGV
+            q_BTHK, k_BTGK, v_BTGV = qkv.split_with_sizes(self.sizes, 2)
             if before[0] is not None:
                 q_BTHK, k_BTGK = (
                     self.split_heads(x.flatten(2), norm) for x, norm in ((q_BTHK, before[0]), (k_BTGK, before[1]))
@@ -169,11 +218,11 @@ class SelfAttention(Attention):
         if self.norm_last and self.q_norm is not None and self.k_norm is not None:
             q_BTHK = self.q_norm(q_BTHK)
             k_BTGK = self.k_norm(k_BTGK)
-        return q_BTHK, k_BTGK, v_BTGK
+        return q_BTHK, k_BTGK, v_BTGV
 
-    def attend_tokens(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: AttentionMask) -> Tensor:
-        """Return [B, T, D]: attention of the tokens to each other."""
-        return self.attend(q_BHTK, k_BGTK, v_BGTK, mask, causal=self.causal and mask is None)
+    def attend_tokens(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, mask: AttentionMask) -> Tensor:
+        """Return [B, T, F]: attention of the tokens to each other."""
+        return self.attend(q_BHTK, k_BGTK, v_BGTV, mask, causal=self.causal and mask is None)
 
 
 class CrossAttention(Attention):
@@ -195,36 +244,51 @@ class CrossAttention(Attention):
             k_BSGK = self.split_heads(self.k(states_BSD), self.k_norm)[:, self.skipped :]
             v_BSGK = self.split_heads(self.v(states_BSD))[:, self.skipped :]
             if cache is None:
-                return self.attend(
-                    q_BTHK.transpose(1, 2),
-                    k_BSGK.transpose(1, 2),
-                    v_BSGK.transpose(1, 2),
-                    context.encoder_mask,
-                    causal=False,
-                )
+                q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+                return self.output(self.attend(q_BHTK, k_BGSK, v_BGSK, context.encoder_mask, causal=False))
             cache.read(k_BSGK, v_BSGK)
         if cache is None:
             raise ValueError("cross-attention needs an encoder's states, or a cache of them")
-        return self.attend_cache(cache.attend_source, q_BTHK)
+        return self.output(self.attend_cache(cache.attend_source, q_BTHK))
 
 
-def capped_attention(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, scale: float | None, cap: float
+def pad_to_one_size(*x: Tensor) -> list[Tensor]:
+    """Return tensors [..., K] padded with zeros to the largest of their last dims."""
+    size = max(tensor.shape[-1] for tensor in x)
+    return [tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])) for tensor in x]
+
+
+def scored_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention [B, H, T, K] whose scaled scores have a soft cap. It stores the scores.
+    """Return attention [B, H, T, V] whose scaled scores have a soft cap, or with sinks. It stores the scores.
 
     Args:
         mask: booleans (true where a query attends to a key) or biases that are added to the capped scores; None: all.
+        cap: the soft cap; None: there is none.
+        sinks: scores that broadcast to [B, H, T, 1]. They join the softmax, and have no value.
     """
     wide = torch.promote_types(q_BHTK.dtype, torch.float32)
     scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
     repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
-    k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k_BGSK, v_BGSK))
-    scores_BHTS = soft_cap((q_BHTK @ k_BHSK.transpose(2, 3)).to(wide) * scale, cap)
+    k_BHSK, v_BHSV = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k_BGSK, v_BGSV))
+    scores_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).to(wide) * scale
+    if cap is not None:
+        scores_BHTS = soft_cap(scores_BHTS, cap)
     if mask is not None:
         is_boolean = mask.dtype == torch.bool
         scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf) if is_boolean else scores_BHTS + mask
-    return scores_BHTS.softmax(-1).to(v_BHSK.dtype) @ v_BHSK
+    if sinks is None:
+        return scores_BHTS.softmax(-1).to(v_BHSV.dtype) @ v_BHSV
+    sinks_BHT1 = sinks.to(wide).expand(*scores_BHTS.shape[:-1], 1)
+    probabilities = torch.cat((scores_BHTS, sinks_BHT1), -1).softmax(-1)
+    return probabilities[..., :-1].to(v_BHSV.dtype) @ v_BHSV
 
 
 def has_biases(spec: ModelSpec) -> bool:

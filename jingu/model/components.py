@@ -197,6 +197,25 @@ class QueryScaling(Component):
     offset: Annotated[int, Field(ge=0)] = 0
 
 
+class LatentAttention(Component):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are projections of one small latent vector.
+
+    The last `rotary_dim` dims of each query are rotated, and meet a rotated key that all heads share. Only the latent
+    vector and this key are cached.
+
+    Attributes:
+        rank: size of the latent vector of keys and values.
+        rotary_dim: size of the rotated part of a head.
+        query_rank: size of the latent vector of queries; None: queries are projected directly.
+        eps: epsilon of the norms of the latent vectors.
+    """
+
+    rank: PositiveInt
+    rotary_dim: PositiveInt
+    query_rank: PositiveInt | None = None
+    eps: PositiveFloat = 1e-6
+
+
 class AttentionSpec(Component):
     """Multi-head attention, or grouped-query attention (Ainslie et al., 2023).
 
@@ -213,6 +232,11 @@ class AttentionSpec(Component):
         qk_norm_after_rotary: whether positions are rotated before queries and keys are normalized.
         qk_norm_weight: whether these norms have weights.
         query_scaling: how queries are multiplied by position; None: not at all.
+        sinks: whether each head has a trained sink: a score that joins the softmax and has no value (gpt-oss).
+        output_gate: whether the result of attention is multiplied by the sigmoid of a projection of the inputs.
+        value_dim: size of a head's values; None: `head_dim`.
+        value_scale: multiplies the values.
+        latent: how keys and values are computed from a latent vector; None: each has a projection of its own.
     """
 
     num_heads: PositiveInt
@@ -230,6 +254,21 @@ class AttentionSpec(Component):
     qk_norm_after_rotary: bool = optional(False)
     qk_norm_weight: bool = optional(True)
     query_scaling: QueryScaling | None = optional(None)
+    sinks: bool = optional(False)
+    output_gate: bool = optional(False)
+    value_dim: PositiveInt | None = optional(None)
+    value_scale: PositiveFloat = optional(1.0)
+    latent: LatentAttention | None = optional(None)
+
+    @property
+    def value_size(self) -> int:
+        """The size of a head's values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """The size of the part of a head that rotary positions apply to."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def reach(self) -> int | None:
@@ -261,11 +300,33 @@ class TopKRouter(Component):
     Attributes:
         softmax: `before`: softmax over all experts, then selection. `after`: softmax over the selected experts only.
         norm_topk_prob: whether the weights of the selected experts are divided by their sum (only for `before`).
+        scores: whether the scores are the softmax over all experts, or the sigmoid of each logit (only for `before`).
+        bias: whether the logits have a trained bias.
+        correction: whether a bias is added to the scores for the selection only, not for the weights (Wang et al.,
+            2024). It has no gradient; see `correction_rate`.
+        correction_rate: after each step of training, the correction of an expert with fewer tokens than the mean grows
+            by this, and that of one with more shrinks.
+        num_groups: number of groups that the experts are divided into.
+        num_groups_per_token: number of groups that the experts of a token are chosen from: those with the best scores.
+        group_score: whether the score of a group is the sum of its two best scores, or the best one.
+        min_sum: the sum that weights are divided by is at least this.
+        scaling_factor: multiplies the weights.
+        weights_inputs: whether the weights multiply the inputs of the experts instead of their outputs (Llama 4).
     """
 
     type: Literal["top_k"] = "top_k"
     softmax: Literal["before", "after"] = "before"
     norm_topk_prob: bool = True
+    scores: Literal["softmax", "sigmoid"] = optional("softmax")
+    bias: bool = optional(False)
+    correction: bool = optional(False)
+    correction_rate: Annotated[float, Field(ge=0)] = optional(0.0)
+    num_groups: PositiveInt = optional(1)
+    num_groups_per_token: PositiveInt = optional(1)
+    group_score: Literal["two_best", "best"] = optional("two_best")
+    min_sum: Annotated[float, Field(ge=0)] = optional(0.0)
+    scaling_factor: PositiveFloat = optional(1.0)
+    weights_inputs: bool = optional(False)
 
 
 class BalancedRouter(Component):
@@ -287,13 +348,26 @@ class RandomProjectionRouter(Component):
 Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(discriminator="type")]
 
 
+class ClampedGate(Component):
+    """The activation of gpt-oss's experts: g · sigmoid(alpha · g) · (u + 1), with clamped gate g and up-projection u.
+
+    Attributes:
+        limit: g is at most this, and u between its negative and it.
+        alpha: factor in the sigmoid.
+    """
+
+    limit: PositiveFloat = 7.0
+    alpha: PositiveFloat = 1.702
+
+
 class Experts(Component):
-    """A mixture of experts: gated feed-forwards without biases, of which a router selects a few per token.
+    """A mixture of experts: gated feed-forwards, of which a router selects a few per token.
 
     Attributes:
         intermediate_size: intermediate size of one expert.
         gated: always true; a dense feed-forward is gated or plain.
-        bias: always false; a dense feed-forward may have biases.
+        bias: whether the matrices of the experts have biases.
+        clamped_gate: replaces the activation and its product with the up-projection; None: it does not.
         shared_intermediate_size: intermediate size of a shared expert that every token uses; None: there is none.
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a trained score.
         capacity_factor: the most token-to-expert assignments that an expert accepts from a training sequence, relative
@@ -310,7 +384,8 @@ class Experts(Component):
     intermediate_size: PositiveInt
     activation: Activation = "silu"
     gated: Literal[True] = True
-    bias: Literal[False] = False
+    bias: bool = False
+    clamped_gate: ClampedGate | None = optional(None)
     router: Router = TopKRouter()
     shared_intermediate_size: PositiveInt | None = None
     shared_expert_gate: bool = False
@@ -333,7 +408,28 @@ class Experts(Component):
                 where="model.experts",
                 fix="Set num_experts_per_token to 1, or choose another router.",
             )
+        if isinstance(self.router, TopKRouter):
+            self._check_router(self.router)
         return self
+
+    def _check_router(self, router: TopKRouter) -> None:
+        """Raise JinguError if the router cannot choose among these experts."""
+        groups, chosen = router.num_groups, router.num_groups_per_token
+        problem = None
+        if router.softmax == "after" and (router.scores != "softmax" or router.correction or groups > 1):
+            problem = "softmax over the selected experts has no other scores, no correction and no groups"
+        elif self.num_experts % groups:
+            problem = f"{self.num_experts} experts cannot be divided into {groups} groups evenly"
+        elif chosen > groups:
+            problem = f"a token cannot use experts of {chosen} of {groups} groups"
+        elif self.num_experts // groups * chosen < self.num_experts_per_token:
+            problem = f"{chosen} of {groups} groups have fewer than {self.num_experts_per_token} experts"
+        elif groups > 1 and router.group_score == "two_best" and self.num_experts // groups < 2:
+            problem = "a group of one expert has no two best scores"
+        elif router.correction_rate and not router.correction:
+            problem = "the correction has a rate, and there is no correction"
+        if problem is not None:
+            raise JinguError(f"{problem}.", where="model.experts", fix="Change the router's fields.")
 
 
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]

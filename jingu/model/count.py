@@ -60,7 +60,7 @@ def generation_flops(spec: ModelSpec, shapes: Shapes, past: int, source: int = 0
         past: tokens before it.
         source: tokens of the encoder, whose hidden states are already computed.
     """
-    attended = sum(attention_width(layer) * (cached_tokens(layer, past) + source) for layer in spec.layers)
+    attended = sum(attention_width(layer, cached=True) * (cached_tokens(layer, past) + source) for layer in spec.layers)
     return 2.0 * _count_multiplications(spec, shapes)[0] + 4.0 * attended
 
 

@@ -31,6 +31,7 @@ from jingu.model.components import Experts, LayerSpec
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
+from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
 from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_rows, styles
@@ -63,7 +64,7 @@ class Block(nn.Module):
             for place, has_norm in zip(("_norm", "_output_norm"), norm_places(layer, branch), strict=True)
         }
         self.attention_norm = norms["attention_norm"]
-        self.attention = SelfAttention(spec, layer, causal=causal)
+        self.attention = build_attention(spec, layer, causal=causal)
         self.attention_output_norm = norms["attention_output_norm"]
         self.cross_attention_norm = norms["cross_attention_norm"] if cross else None
         self.cross_attention = CrossAttention(spec, layer) if cross else None
@@ -114,6 +115,13 @@ class Block(nn.Module):
             return output
         y_BTD, routing = self.feed_forward(x_BTD[:, :tokens])
         return pad(y_BTD, (0, 0, 0, rows - tokens)), routing
+
+
+def build_attention(spec: ModelSpec, layer: LayerSpec, *, causal: bool) -> SelfAttention:
+    """Return the self-attention of a layer."""
+    if layer.attention.latent is not None:
+        return LatentSelfAttention(spec, layer)
+    return SelfAttention(spec, layer, causal=causal)
 
 
 def _norm(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
@@ -278,7 +286,7 @@ class TransformerStack(nn.Module):
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
         for layer in self.kinds:
-            turns = layer.position, layer.attention.head_dim
+            turns = layer.position, layer.attention.rotary_size
             if turns not in rotary:
                 rotary[turns] = (
                     cache.rotary(layer, positions_BT, dtype)

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from jingu.model.assignment import balanced_assignment
-from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter
+from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
-from jingu.model.layers import FeedForwardLayer, activate, apply_batch_invariant, build_linear
+from jingu.model.layers import FeedForwardLayer, Vector, activate, apply_batch_invariant, build_linear
 from jingu.model.matmul_kernels import linear
 from jingu.model.parts import ModuleRow, Rows, child_rows, shared_expert, styles
 from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.spec import ModelSpec
 
 ExpertProjection = Callable[[Tensor], Tensor]
+# Beginning of the names of the terms that are loads of experts.
+LOAD_PREFIX = "load."
 
 
 class RoutingStats(NamedTuple):
@@ -45,11 +48,18 @@ class RoutingStats(NamedTuple):
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer without bias per expert, with all weights in one parameter [E, O, I]."""
+    """A linear layer per expert, with all weights in one parameter [E, O, I], and all biases in one [E, O].
+
+    Attributes:
+        bias_share: as in `Linear`.
+    """
+
+    bias_share = 1.0
 
     def __init__(self, row: ModuleRow) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(row.shape))
+        self.bias = nn.Parameter(torch.empty(row.shape[:-1])) if row.bias else None
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         """Return [M, O]: each row times the matrix of its expert.
@@ -72,13 +82,26 @@ class GroupedLinear(nn.Module):
         """Compute `forward` as one differentiable operation for all experts."""
         weight: Tensor | QuantizedWeight = self.weight
         if isinstance(weight, QuantizedWeight):
-            return QuantizedGroupedMatmul.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
-        return grouped_matmul(x_MI, weight.to(x_MI.dtype), ends_E)
+            y_MO: Tensor = QuantizedGroupedMatmul.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
+        else:
+            y_MO = grouped_matmul(x_MI, weight.to(x_MI.dtype), ends_E)
+        if self.bias is None:
+            return y_MO
+        # A product with zeros and ones: the gradient of a lookup would sum in any order on GPUs.
+        rows_M = torch.arange(len(x_MI), device=x_MI.device)
+        expert_M = torch.searchsorted(ends_E, rows_M, right=True)
+        is_own_ME = expert_M.unsqueeze(1) == torch.arange(len(ends_E), device=x_MI.device)
+        return y_MO + is_own_ME.to(y_MO.dtype) @ (self.bias * self.bias_share).to(y_MO.dtype)
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
         """Multiply rows that all belong to the same expert by its matrix."""
         weight: Tensor | QuantizedWeight = self.weight
-        return linear(x_MI, weight.whole(number) if isinstance(weight, QuantizedWeight) else weight[number])
+        whole = weight.whole(number) if isinstance(weight, QuantizedWeight) else weight[number]
+        return linear(x_MI, whole, self.bias_of(number))
+
+    def bias_of(self, number: int) -> Tensor | None:
+        """Return the bias of an expert; None if there are none."""
+        return None if self.bias is None else self.bias[number] * self.bias_share
 
 
 class MoELayer(nn.Module):
@@ -92,15 +115,14 @@ class MoELayer(nn.Module):
         self.gate = GroupedLinear(rows["gate"])
         self.up = GroupedLinear(rows["up"])
         self.down = GroupedLinear(rows["down"])
+        self.correction = Vector(rows["correction"]) if "correction" in rows else None
         shared = shared_expert(spec)
         self.shared = None if shared is None else FeedForwardLayer(shared, child_rows(rows, "shared"))
         self.shared_gate = build_linear(rows["shared_gate"]) if "shared_gate" in rows else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
         """Return the layer's output [B, T, D] and, in training, the router's statistics."""
-        # The router computes in at least fp32, but with its weight rounded to the dtype of the hidden states.
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        experts_BTK, weights_BTK, routing = self.route(linear(x_BTD.to(wide), self.router.weight.to(x_BTD.dtype)))
+        experts_BTK, weights_BTK, routing = self.route(self.router_logits(x_BTD))
         y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
         # Every token also uses the shared expert.
         if self.shared is not None:
@@ -110,12 +132,20 @@ class MoELayer(nn.Module):
             y_BTD = y_BTD + shared_BTD
         return y_BTD, routing
 
+    def router_logits(self, x_BTD: Tensor) -> Tensor:
+        """Return the logits of all experts [B, T, E], in at least fp32, but with weights rounded to the dtype of x."""
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        bias = self.router.bias
+        return linear(
+            x_BTD.to(wide), self.router.weight.to(x_BTD.dtype), None if bias is None else bias.to(x_BTD.dtype).to(wide)
+        )
+
     def route(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor, RoutingStats | None]:
         """Return each token's experts and their weights [B, T, K] and, in training, the router's statistics.
 
         The rows must be whole: capacity and statistics count all tokens of a row.
         """
-        experts_BTK, weights_BTK = self._choose(logits_BTE)
+        experts_BTK, weights_BTK = self.choose(logits_BTE)
         if not self.training:
             return experts_BTK, weights_BTK, None
         # Choices beyond an expert's capacity get weight 0. The expert still computes them.
@@ -129,13 +159,13 @@ class MoELayer(nn.Module):
         none_B = torch.zeros_like(count_BE[:, 0])
         routing = RoutingStats(
             load=count_BE / logits_BTE.shape[1],
-            probability=logits_BTE.softmax(-1).mean(1),
+            probability=self._probabilities(logits_BTE).mean(1),
             z=logits_BTE.logsumexp(-1).square().mean(1),
             dropped=none_B if dropped_BTK is None else dropped_BTK.flatten(1).to(count_BE.dtype).mean(1),
         )
         return experts_BTK, weights_BTK, routing
 
-    def _choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights [B, T, K], by the rule of the router's type."""
         router, active = self.spec.router, self.spec.num_experts_per_token
         if isinstance(router, BalancedRouter):
@@ -146,9 +176,31 @@ class MoELayer(nn.Module):
             return top_BTK, torch.full_like(top_BTK, 1.0 / active, dtype=logits_BTE.dtype)
         if router.softmax == "after":
             top = logits_BTE.topk(active, dim=-1)
-            return top.indices, top.values.softmax(-1)
-        top = logits_BTE.softmax(-1).topk(active, dim=-1)
-        return top.indices, top.values / top.values.sum(-1, keepdim=True) if router.norm_topk_prob else top.values
+            return top.indices, top.values.softmax(-1) * router.scaling_factor
+        # The scores of the chosen experts are their weights; the choice may use corrected scores of some groups.
+        scores_BTE = self._scores(logits_BTE)
+        choice_BTE = scores_BTE if self.correction is None else scores_BTE + self.correction.weight.to(scores_BTE.dtype)
+        if router.num_groups > 1:
+            choice_BTE = _keep_best_groups(choice_BTE, router)
+        experts_BTK = choice_BTE.topk(active, dim=-1).indices
+        weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if router.norm_topk_prob:
+            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True).clamp_min(router.min_sum)
+        return experts_BTK, weights_BTK if router.scaling_factor == 1.0 else weights_BTK * router.scaling_factor
+
+    def _probabilities(self, logits_BTE: Tensor) -> Tensor:
+        """Return probabilities of all experts, whose sum is one: sigmoid scores are divided by their sum."""
+        scores_BTE = self._scores(logits_BTE)
+        router = self.spec.router
+        is_sigmoid = isinstance(router, TopKRouter) and router.scores == "sigmoid"
+        return scores_BTE / scores_BTE.sum(-1, keepdim=True) if is_sigmoid else scores_BTE
+
+    def _scores(self, logits_BTE: Tensor) -> Tensor:
+        """Return the scores of all experts."""
+        router = self.spec.router
+        if isinstance(router, TopKRouter) and router.scores == "sigmoid":
+            return apply_batch_invariant(torch.sigmoid, logits_BTE)
+        return logits_BTE.softmax(-1)
 
     def _mix(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
         """Return for each token the weighted sum [B, T, D] of the outputs of its experts."""
@@ -160,10 +212,14 @@ class MoELayer(nn.Module):
             0, experts_BTK.flatten(), torch.ones_like(order_M)
         )
         x_MD = GatherRows.apply(x_BTD.flatten(0, 1), order_M // active, place_M, active)
+        router = self.spec.router
+        weights_inputs = isinstance(router, TopKRouter) and router.weights_inputs
+        if weights_inputs:
+            x_MD = x_MD * GatherRows.apply(weights_BTK.reshape(-1, 1), order_M, place_M, 1).to(x_MD.dtype)
         y_MD = GatherRows.apply(self.compute(x_MD, count_E), place_M, order_M, 1)
         # The outputs are in the order of the tokens again: weight and sum them.
-        y_BTKD = y_MD.view(*experts_BTK.shape, -1) * weights_BTK.unsqueeze(-1).to(y_MD.dtype)
-        return y_BTKD.sum(2)
+        y_BTKD = y_MD.view(*experts_BTK.shape, -1)
+        return (y_BTKD if weights_inputs else y_BTKD * weights_BTK.unsqueeze(-1).to(y_MD.dtype)).sum(2)
 
     def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
         """Run the experts on rows sorted by expert, of which each expert has `count_E`."""
@@ -173,7 +229,25 @@ class MoELayer(nn.Module):
 
     def run_experts(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
         """Run the gated feed-forward of one or several experts, with the given functions for its three matrices."""
-        return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
+        clamped = self.spec.clamped_gate
+        if clamped is None:
+            return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))
+        gate_MF = gate(x_MD).clamp(max=clamped.limit)
+        up_MF = up(x_MD).clamp(-clamped.limit, clamped.limit)
+        alpha = clamped.alpha
+        return down(apply_batch_invariant(lambda x: x * torch.sigmoid(alpha * x), gate_MF) * (up_MF + 1))
+
+
+def _keep_best_groups(scores_BTE: Tensor, router: TopKRouter) -> Tensor:
+    """Return the scores with -inf for all experts outside the best groups of each token (DeepSeek-V2 and V3)."""
+    groups_BTGX = scores_BTE.unflatten(-1, (router.num_groups, -1))
+    if router.group_score == "best":
+        group_scores_BTG = groups_BTGX.amax(-1)
+    else:
+        group_scores_BTG = groups_BTGX.topk(2, dim=-1).values.sum(-1)
+    best_BTN = group_scores_BTG.topk(router.num_groups_per_token, dim=-1).indices
+    is_best_BTG = torch.zeros_like(group_scores_BTG, dtype=torch.bool).scatter(-1, best_BTN, True)
+    return groups_BTGX.masked_fill(~is_best_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _beyond_capacity(experts_BTK: Tensor, number: int, factor: float) -> Tensor:
@@ -189,8 +263,25 @@ def _beyond_capacity(experts_BTK: Tensor, number: int, factor: float) -> Tensor:
     return (before >= ceil(factor * tokens * active / number)).view(rows, active, tokens).transpose(1, 2)
 
 
+def routing_terms(spec: ModelSpec) -> dict[str, float]:
+    """Return the terms that `auxiliary_losses` computes, with their weights in the loss; empty without experts.
+
+    The last of them are the loads of all experts of all layers, one term for each, by the number of the layer among
+    those with experts and the number of the expert.
+    """
+    experts = spec.experts
+    if experts is None:
+        return {}
+    layers = [*[spec.default_layer] * (spec.num_encoder_layers or 0), *spec.layers]
+    number = sum(isinstance(layer.feed_forward, Experts) for layer in layers)
+    terms = {"balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
+    loads = (f"{LOAD_PREFIX}{layer}.{expert}" for layer in range(number) for expert in range(experts.num_experts))
+    return {**terms, **dict.fromkeys(loads, 0.0)}
+
+
 def auxiliary_losses(routings: list[RoutingStats], spec: Experts, trained_B: Tensor) -> Tensor:
-    """Return load-balancing loss, z-loss and share of dropped choices [3], as sums over trained tokens.
+    """Return load-balancing loss, z-loss, share of dropped choices and the loads of all experts, as sums over trained
+    tokens: the terms of `routing_terms`.
 
     They are not yet multiplied by their coefficients. A row's value counts once per trained token of the row. These are
     therefore sums like the loss, are divided by the same global token count, and do not depend on micro-batches or
@@ -212,4 +303,6 @@ def auxiliary_losses(routings: list[RoutingStats], spec: Experts, trained_B: Ten
         balance_B = spec.num_experts * (load_LBE * probability_LBE).sum(-1).mean(0)
     z_B = torch.stack([routing.z for routing in routings]).mean(0)
     dropped_B = torch.stack([routing.dropped for routing in routings]).mean(0)
-    return torch.stack([balance_B, z_B, dropped_B]) @ trained_B.to(balance_B.dtype)
+    weight_B = trained_B.to(balance_B.dtype)
+    losses = torch.stack([balance_B, z_B, dropped_B]) @ weight_B
+    return torch.cat([losses, (load_LBE.movedim(1, -1) @ weight_B).flatten()])

@@ -1,6 +1,7 @@
 """The inputs of a model, as one object that passes unchanged from the task through every layout to blocks and cache.
 
-Shapes: B rows, T tokens, S tokens of an encoder, H heads, G key-value heads, K head size, N buckets of distances.
+Shapes: B rows, T tokens, S tokens of an encoder, H heads, G key-value heads, K head size, V size of a head's values, N
+buckets of distances.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from jingu.model.rotary import RotaryTables
 class LayerKVCache(Protocol):
     """The KV cache of one layer: keys and values of earlier tokens, and of an encoder's hidden states."""
 
-    def attend(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, scale: float | None, first_head: int) -> Tensor:
-        """Store keys and values, and return attention [B, T, H, K] of each token to its sequence up to itself.
+    def attend(
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGV: Tensor | None,
+        scale: float | None,
+        first_head: int,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """Store keys and values, and return attention [B, T, H, V] of each token to its sequence up to itself.
 
         Args:
+            v_BTGV: the values; None: they are the keys, which are stored once.
             scale: multiplies the scores; None: 1/√K.
             first_head: index of this rank's first head in the whole model.
+            sinks_H: scores of the heads that join the softmax without a value; None: there are none.
         """
 
     def tokens(self, rows: int) -> int:

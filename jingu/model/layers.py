@@ -172,12 +172,28 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
     return torch.where(x > 0, positive, negative)
 
 
-class Scalar(nn.Module):
-    """A trained number, as a module, so that it has the name of a weight."""
+class Vector(nn.Module):
+    """A vector that is a parameter, as a module, so that it has the name of a weight.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_trained: whether it is trained by gradients. Otherwise it keeps at least fp32; see `widen_vectors`.
+    """
+
+    def __init__(self, row: ModuleRow) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(1))
+        self.is_trained = row.is_trained
+        self.weight = nn.Parameter(torch.empty(row.shape), requires_grad=row.is_trained)
+
+
+def widen_vectors(model: nn.Module) -> None:
+    """Give the vectors of a model that have no gradients at least fp32, after a cast of the model to a narrower dtype.
+
+    A correction of router scores changes by a thousandth per step, which bf16 would round away.
+    """
+    for module in model.modules():
+        if isinstance(module, Vector) and not module.is_trained:
+            wide = torch.promote_types(module.weight.dtype, torch.float32)
+            module.weight = nn.Parameter(module.weight.to(wide), requires_grad=False)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -221,7 +237,7 @@ class FeedForwardLayer(nn.Module):
         self.up = build_linear(rows["up"])
         self.down = build_linear(rows["down"])
         # The trained numbers of xIELU.
-        self.alpha_p, self.alpha_n = (Scalar() if name in rows else None for name in ("alpha_p", "alpha_n"))
+        self.alpha_p, self.alpha_n = (Vector(rows[name]) if name in rows else None for name in ("alpha_p", "alpha_n"))
         # Gate and up as one matrix, if the model was prepacked for inference.
         self.gate_up: Linear | None = None
 

@@ -43,8 +43,16 @@ def parameter_table(spec: ModelSpec) -> Mapping[str, Entry]:
         std = spec.initializer_range if row.std is None else row.std
         table[f"{name}.weight"] = Entry(row.shape, row.style, row.initial, std, row.is_trained)
         if row.bias:
-            table[f"{name}.bias"] = Entry((row.shape[0],), row.style, 0.0, is_trained=row.is_trained)
+            # A norm has a vector of both.
+            shape = row.shape if len(row.shape) == 1 else row.shape[:-1]
+            table[f"{name}.bias"] = Entry(shape, row.style, 0.0, is_trained=row.is_trained)
     return table
+
+
+def keeps_wide(name: str, spec: ModelSpec) -> bool:
+    """Return whether a parameter keeps at least fp32 in a model of a narrower dtype: a vector that has no gradient."""
+    entry = parameter_table(spec.model_copy(update={"adapter": None, "quantization": None})).get(name)
+    return entry is not None and not entry.is_trained and len(entry.shape) == 1
 
 
 @lru_cache(maxsize=16)

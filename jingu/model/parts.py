@@ -11,9 +11,11 @@ from math import expm1, log
 from typing import NamedTuple
 
 from jingu.model.components import (
+    AttentionSpec,
     Experts,
     FeedForward,
     GatedFeedForward,
+    LatentAttention,
     LayerNorm,
     LayerSpec,
     LearnedPositions,
@@ -21,9 +23,11 @@ from jingu.model.components import (
     PlainFeedForward,
     RandomProjectionRouter,
     RelativeBias,
+    RmsNorm,
+    TopKRouter,
 )
 from jingu.model.sharding_table import ShardingStyle, ShardingTable
-from jingu.model.spec import ModelSpec
+from jingu.model.spec import ModelSpec, has_correction
 
 
 class ModuleRow(NamedTuple):
@@ -35,7 +39,8 @@ class ModuleRow(NamedTuple):
         bias: whether it has a bias.
         initial: initial value of all elements of the weight; None: they are normally distributed.
         std: their standard deviation; None: `ModelSpec.initializer_range`.
-        is_trained: whether it is ever trained.
+        is_trained: whether it is ever trained by gradients. A vector that is not keeps at least fp32, whatever the
+            dtype of the model, and ZeRO does not shard it.
     """
 
     shape: tuple[int, ...]
@@ -78,19 +83,47 @@ def attention_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
     """Return the rows of self-attention or cross-attention."""
     part, width = layer.attention, spec.hidden_size
     inner, kv_inner = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
-    # If scores are not scaled, the query matrix is.
-    q_std = None if part.scale_scores else spec.initializer_range * part.head_dim**-0.5
-    rows = {
-        "q": ModuleRow((inner, width), "heads", part.qkv_bias, std=q_std),
-        "k": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
-        "v": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
-        "output": ModuleRow((width, inner), "from_heads", part.output_bias, std=residual_std(spec)),
-    }
+    values = part.num_heads * part.value_size
+    if part.latent is not None:
+        rows = _latent_rows(part, part.latent, width)
+    else:
+        # If scores are not scaled, the query matrix is.
+        q_std = None if part.scale_scores else spec.initializer_range * part.head_dim**-0.5
+        rows = {
+            "q": ModuleRow((inner, width), "heads", part.qkv_bias, std=q_std),
+            "k": ModuleRow((kv_inner, width), "kv_heads", part.qkv_bias),
+            "v": ModuleRow((part.num_kv_heads * part.value_size, width), "kv_heads", part.qkv_bias),
+        }
+    if part.output_gate:
+        rows["gate"] = ModuleRow((values, width), "heads")
+    rows["output"] = ModuleRow((width, values), "from_heads", part.output_bias, std=residual_std(spec))
+    if part.sinks:
+        rows["sinks"] = ModuleRow((part.num_heads,), "heads")
     if part.qk_norm and part.qk_norm_width == "head":
         rows |= norm_rows("q_norm", qk_norm(layer), part.head_dim) | norm_rows("k_norm", qk_norm(layer), part.head_dim)
     elif part.qk_norm:
         rows |= norm_rows("q_norm", qk_norm(layer), inner, "heads")
         rows |= norm_rows("k_norm", qk_norm(layer), kv_inner, "kv_heads")
+    return rows
+
+
+def _latent_rows(part: AttentionSpec, latent: LatentAttention, width: int) -> dict[str, ModuleRow]:
+    """Return the rows of the projections of latent attention. Every rank has the whole latent vectors."""
+    norm = RmsNorm(eps=latent.eps)
+    rows: dict[str, ModuleRow] = {}
+    query_inputs = width
+    if latent.query_rank is not None:
+        rows["q_down"] = ModuleRow((latent.query_rank, width), bias=part.qkv_bias)
+        rows |= norm_rows("q_latent_norm", norm, latent.query_rank)
+        query_inputs = latent.query_rank
+    rows["q"] = ModuleRow((part.num_heads * part.head_dim, query_inputs), "heads")
+    rows["kv_down"] = ModuleRow((latent.rank, width), bias=part.qkv_bias)
+    rows["k_rotary"] = ModuleRow((latent.rotary_dim, width), bias=part.qkv_bias)
+    rows |= norm_rows("kv_latent_norm", norm, latent.rank)
+    # For each head the unrotated part of the key, then the value.
+    rows["kv"] = ModuleRow(
+        (part.num_heads * (part.head_dim - latent.rotary_dim + part.value_size), latent.rank), "heads"
+    )
     return rows
 
 
@@ -120,11 +153,17 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
         return {**gate, "up": up, "down": down, **alphas}
     experts = part.num_experts
     rows = {
-        "router": ModuleRow((experts, width), is_trained=not isinstance(part.router, RandomProjectionRouter)),
-        "gate": ModuleRow((experts, size, width), "column"),
-        "up": ModuleRow((experts, size, width), "column"),
-        "down": ModuleRow((experts, width, size), "row", std=std),
+        "router": ModuleRow(
+            (experts, width),
+            bias=isinstance(part.router, TopKRouter) and part.router.bias,
+            is_trained=not isinstance(part.router, RandomProjectionRouter),
+        ),
+        "gate": ModuleRow((experts, size, width), "column", part.bias),
+        "up": ModuleRow((experts, size, width), "column", part.bias),
+        "down": ModuleRow((experts, width, size), "row", part.bias, std=std),
     }
+    if has_correction(part):
+        rows["correction"] = ModuleRow((experts,), initial=0.0, is_trained=False)
     shared = shared_expert(part)
     if shared is not None:
         rows |= _prefixed("shared", feed_forward_rows(shared, width, std))
@@ -293,11 +332,21 @@ def cached_tokens(layer: LayerSpec, past: int) -> int:
     return min(layer.attention.reach or past, past)
 
 
-def attention_width(layer: LayerSpec) -> int:
-    """Return the number of elements of all query heads together."""
-    return layer.attention.num_heads * layer.attention.head_dim
+def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
+    """Return the number of elements of all query heads together: the mean of those of keys and those of values.
+
+    Args:
+        cached: in generation, where queries meet the latent vectors themselves.
+    """
+    part = layer.attention
+    if cached and part.latent is not None:
+        return part.num_heads * (part.latent.rank + part.latent.rotary_dim / 2)
+    return part.num_heads * (part.head_dim + part.value_size) / 2
 
 
 def cached_numbers(layer: LayerSpec) -> int:
-    """Return the numbers that a layer caches for each token: its keys and values."""
-    return 2 * layer.attention.num_kv_heads * layer.attention.head_dim
+    """Return the numbers that a layer caches for each token: its keys and values, or the latent vector of both."""
+    part = layer.attention
+    if part.latent is not None:
+        return part.latent.rank + part.latent.rotary_dim
+    return part.num_kv_heads * (part.head_dim + part.value_size)

@@ -168,6 +168,9 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
     # A router of the same type keeps the family's settings; another type gets its own defaults.
     if isinstance(part, Experts) and router not in (None, part.router.type):
         experts["router"] = {"type": router}
+    for name in ("scores", "correction", "correction_rate"):
+        if name in experts:
+            experts[f"router.{name}"] = experts.pop(name)
     values |= {f".{name}": value for name, value in experts.items()}
     return {f"feed_forward{path}": value for path, value in values.items()}
 

@@ -66,7 +66,7 @@ def layer_rotary(
     """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`."""
     if not isinstance(layer.position, RotaryPositions):
         return None
-    return rotary_tables(layer.position, layer.attention.head_dim, positions, dtype, per_position=per_position)
+    return rotary_tables(layer.position, layer.attention.rotary_size, positions, dtype, per_position=per_position)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:

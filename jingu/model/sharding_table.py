@@ -69,8 +69,8 @@ def divided_dims(style: ShardingStyle, leaf: str, shape: Sequence[int]) -> tuple
         shape: its shape.
     """
     dims = len(shape)
-    # A parameter with three dims has one matrix per expert.
-    experts = (ShardedDim("experts", 0),) if dims == 3 else ()
+    # A parameter with three dims has one matrix per expert, and a bias with two dims one vector.
+    experts = (ShardedDim("experts", 0),) if dims == 3 or (leaf == "bias" and dims == 2) else ()
     inputs = style in ("row", "from_heads")
     of_outputs = leaf in ("bias", "lora_bias", "lora_m", "ia3_out") or (leaf == "weight" and dims == 1)
     # Of the two small matrices of a LoRA adapter, only the one with the sharded dim of the weight is sharded.

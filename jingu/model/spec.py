@@ -30,6 +30,7 @@ from jingu.model.components import (
     PositiveInt,
     RelativeBias,
     RotaryPositions,
+    TopKRouter,
     optional,
 )
 from jingu.tables import flatten
@@ -155,21 +156,21 @@ class ModelSpec(Component):
                 where="model.num_kv_heads",
                 fix=f"Choose a divisor of {part.num_heads}: {', '.join(map(str, divisors(part.num_heads)))}.",
             )
-        rotated_dims = rotary_dim(layer.position, part.head_dim) if isinstance(layer.position, RotaryPositions) else 0
+        position = layer.position
+        rotated_dims = rotary_dim(position, part.rotary_size) if isinstance(position, RotaryPositions) else 0
         if rotated_dims % 2:
             raise JinguError(
-                f"rotary positions rotate pairs: {rotated_dims} of {part.head_dim} dims of a head is an odd number.",
+                f"rotary positions rotate pairs: {rotated_dims} of {part.rotary_size} dims of a head is an odd number.",
                 where="model.head_dim",
                 fix="Choose a hidden size and a number of heads whose quotient is even, or set model.head_dim.",
             )
         self._check_parts(layer)
-        bias = layer.position
-        if isinstance(bias, RelativeBias) and bias.max_distance <= bias.num_buckets // 2:
+        if isinstance(position, RelativeBias) and position.max_distance <= position.num_buckets // 2:
             raise JinguError(
-                f"with {bias.num_buckets} buckets, the largest distance must exceed {bias.num_buckets // 2}; it is "
-                f"{bias.max_distance}.",
+                f"with {position.num_buckets} buckets, the largest distance must exceed {position.num_buckets // 2}; "
+                f"it is {position.max_distance}.",
                 where="model.position",
-                fix=f"Choose a max_distance above {bias.num_buckets // 2}.",
+                fix=f"Choose a max_distance above {position.num_buckets // 2}.",
             )
         # Vectors of positions and buckets belong to the whole stack.
         is_shared = any(isinstance(place, LearnedPositions | RelativeBias) for place in (layer.position, self.position))
@@ -189,10 +190,18 @@ class ModelSpec(Component):
             problem = "attention and feed-forward are parallel, which needs norms before both and no encoder"
         elif part.qk_norm_width == "all_heads" and part.qk_norm_after_rotary:
             problem = "queries and keys are normalized over all heads, which must come before rotary positions"
+        elif part.latent is not None and part.latent.rotary_dim >= part.head_dim:
+            problem = f"{part.latent.rotary_dim} dims of a head of {part.head_dim} are rotated, which leaves none"
+        elif part.latent is not None and part.num_kv_heads != part.num_heads:
+            problem = f"latent attention has as many key-value heads as heads, not {part.num_kv_heads}"
+        elif part.latent is not None and (part.qk_norm or self.num_encoder_layers or part.value_scale != 1.0):
+            problem = "latent attention has no norm of queries and keys, no scale of values, and no encoder"
+        elif self.num_encoder_layers and has_correction(layer.feed_forward):
+            problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
             problem = "xielu needs a feed-forward of the type plain"
         elif isinstance(position, RotaryPositions) and isinstance(position.scaling, LongropeScaling):
-            pairs = rotary_dim(position, part.head_dim) // 2
+            pairs = rotary_dim(position, part.rotary_size) // 2
             factors = (len(position.scaling.short_factor), len(position.scaling.long_factor))
             if factors != (pairs, pairs):
                 problem = f"longrope has {factors[0]} short and {factors[1]} long factors, for {pairs} rotated pairs"
@@ -316,6 +325,11 @@ def _kinds(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     encoder = (spec.default_layer,) if spec.num_encoder_layers else ()
     kinds = (_kind(spec, name) for name in spec.layer_pattern) if spec.layer_pattern else (spec.default_layer,)
     return tuple(dict.fromkeys((*encoder, *kinds)))
+
+
+def has_correction(part: FeedForward) -> bool:
+    """Return whether a feed-forward is a mixture of experts whose router has corrections."""
+    return isinstance(part, Experts) and isinstance(part.router, TopKRouter) and part.router.correction
 
 
 def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:

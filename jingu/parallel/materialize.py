@@ -19,7 +19,7 @@ from jingu.compat.torch import apply_to_tensors, set_recompile_limit
 from jingu.compat.torch_distributed import overlap_tensor_parallel
 from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import GroupedLinear
-from jingu.model.layers import Embedding, Linear
+from jingu.model.layers import Embedding, Linear, Vector
 from jingu.model.quantized_weight import TensorReader, quantizing_reader
 from jingu.model.scaled_matmul import SIZE_MULTIPLE, Scaling
 from jingu.model.spec import ModelSpec
@@ -86,16 +86,17 @@ def materialize(
 def _assign(model: ParallelModel, read: TensorReader, dtype: torch.dtype) -> None:
     """Replace the parameters of a whole model by the tensors that `read` returns, cast to `dtype`.
 
-    Integer tensors (quantized weights) keep their dtype.
+    Integer tensors (quantized weights) keep their dtype, and vectors without gradients have at least fp32.
     """
     for stage in model.stages:
         for name, parameter in list(stage.named_parameters()):
             weight = read(name)
+            path, _, leaf = name.rpartition(".")
+            module = stage.get_submodule(path)
             if weight.is_floating_point():
-                weight = weight.to(dtype)
-            module, _, leaf = name.rpartition(".")
-            tensor = nn.Parameter(weight.contiguous(), requires_grad=parameter.requires_grad)
-            setattr(stage.get_submodule(module), leaf, tensor)
+                is_wide = isinstance(module, Vector) and not module.is_trained
+                weight = weight.to(torch.promote_types(dtype, torch.float32) if is_wide else dtype)
+            setattr(module, leaf, nn.Parameter(weight.contiguous(), requires_grad=parameter.requires_grad))
 
 
 # Sharding

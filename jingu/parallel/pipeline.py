@@ -24,6 +24,7 @@ from jingu.data.batch import Batch
 from jingu.model.components import Experts
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
 from jingu.model.inputs import Inputs, as_inputs
+from jingu.model.layers import widen_vectors
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.mesh import expert_size, fsdp_mesh
@@ -87,6 +88,7 @@ class ParallelModel(nn.Module):
                 stage = build_model(spec, blocks)
             prepare(stage)
             stages.append(stage.to(precision.masters))
+            widen_vectors(stage)
         if mesh is not None:
             # Ranks of `tensor` must not divide a group of weights that are quantized together.
             for stage in stages:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import is_dtensor, join_meshes, split_axis
+from jingu.model.layers import Vector
 from jingu.model.sharding_table import ShardedDim, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
@@ -312,8 +313,17 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
     experts = split_expert_mesh(fsdp, expert_ranks) if expert_ranks > 1 else None
     expert_mesh = None if experts is None else join_meshes([replicate, experts, tensor])
 
+    unsharded = {
+        f"{name}.weight"
+        for stage in stages
+        for name, module in stage.named_modules()
+        if isinstance(module, Vector) and not module.is_trained
+    }
+
     def plan(name: str, shape: torch.Size, sharded_dims: tuple[ShardedDim, ...]) -> ParameterSharding:
         """Return the sharding of one parameter, given the dims that its sharding table divides."""
+        if name in unsharded:
+            return ParameterSharding(shape, plain_mesh, (None, None, None))
         dims = {dim.kind: dim.dim for dim in sharded_dims}
         inner = dims.get("inner", dims.get("kv_heads"))
         # ZeRO shards along the first dim.

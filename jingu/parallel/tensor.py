@@ -30,12 +30,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import all_gather, all_reduce, all_to_all
 from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear
-from jingu.model.attention import Attention, AttentionMask, BlockContext, CrossAttention, SelfAttention
+from jingu.model.attention import (
+    Attention,
+    AttentionMask,
+    BlockContext,
+    CrossAttention,
+    SelfAttention,
+    pad_to_one_size,
+)
 from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
 from jingu.model.document_mask import DocumentMask
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.grouped_matmul import GatherRows
 from jingu.model.inputs import Inputs, as_inputs
+from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, RMSNorm
 from jingu.model.sharding_table import child_styles, iterate_styles
 from jingu.parallel.sharding import shard_range
@@ -132,8 +140,10 @@ def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: Toke
                 child.mean_square, partial(_mean_over_ranks, group=sharding.tensor_group)
             )
         # Such a norm comes after the projection and before the exchange.
-        if by_heads and isinstance(module, Attention) and f"{name}_norm" not in module.sharding:
-            _exchange_tokens_for_heads(child, style, sharding, key_sharding, module.head_dim)
+        is_exchanged = f"{name}_norm" not in module.sharding and name not in ("kv", "sinks")
+        if by_heads and isinstance(module, Attention) and is_exchanged:
+            head_dim = module.value_dim if name in ("v", "gate") else module.head_dim
+            _exchange_tokens_for_heads(child, style, sharding, key_sharding, head_dim)
     if isinstance(module, Attention):
         # The index of this rank's first head, for masks and caches that have all heads.
         ranks, rank = sharding.tensor, sharding.tensor_rank
@@ -142,9 +152,12 @@ def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: Toke
             rank = rank * sharding.context + sharding.context_rank
         module.first_head = rank * (module.sizes[0] // ranks)
         if ring and has_context:
-            # PyTorch's ring attention is slow to import.
-
             apply_ring_attention(module, sharding, key_sharding)
+    if isinstance(module, LatentSelfAttention) and by_heads:
+        # Every rank has the latent vectors of all tokens, and expands them to its heads.
+        for projection in (module.kv_down, module.k_rotary):
+            projection.forward = compose(projection.forward, sharding.gather_context)  # type: ignore[method-assign]
+        module.head_part = (sharding.context_rank, sharding.context)
     # Virtual tokens of prefix tuning: each rank needs those of its tokens (ring) or of its heads (Ulysses).
     if isinstance(module, SelfAttention) and module.prompt is not None and has_context:
         prompt: Any = module.prompt
@@ -359,6 +372,8 @@ def apply_ring_attention(attention: Attention, sharding: TokenSharding, key_shar
     """
     module: Any = attention
     module.attend_cache = partial(_attend_cache, sharding, attention)
+    if isinstance(attention, LatentSelfAttention):
+        module.attend_latent = partial(_attend_latent, sharding, attention.attend_latent)
     if isinstance(attention, CrossAttention):
         for projection in (attention.k, attention.v):
             projection.forward = compose(projection.forward, key_sharding.gather_context)  # type: ignore[method-assign]
@@ -408,7 +423,8 @@ def _attend_tokens(
     mask: AttentionMask,
 ) -> Tensor:
     """Replace `SelfAttention.attend_tokens`: this rank's queries attend to the keys of all ranks."""
-    if attention.causal and mask is None and attention.softcap is None and _has_ring_kernel(q_BHCK):
+    has_scores = attention.softcap is not None or attention.sinks is not None
+    if not has_scores and attention.causal and mask is None and _has_ring_kernel(q_BHCK):
         # PyTorch's ring attention does not support grouped-query attention, so repeat keys and values.
         groups = q_BHCK.shape[1] // k_BGCK.shape[1]
         k_BHCK = k_BGCK.repeat_interleave(groups, 1)
@@ -416,8 +432,10 @@ def _attend_tokens(
         # Imported late, because it takes longer to import than generation takes to start.
         from jingu.compat.torch_ring_attention import ring_attention
 
-        y_BHCK = ring_attention(q_BHCK, k_BHCK, v_BHCK, attention.scale, sharding.context_group)
-        return attention.output(y_BHCK.transpose(1, 2).flatten(2))
+        scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+        q_BHCK, k_BHCK, v_BHCK = pad_to_one_size(q_BHCK, k_BHCK, v_BHCK)
+        y_BHCK = ring_attention(q_BHCK, k_BHCK, v_BHCK, scale, sharding.context_group)
+        return y_BHCK[..., : attention.value_dim].transpose(1, 2).flatten(2)
     # Otherwise, gather all keys and values, and use the mask rows of this rank's queries.
     k_BGTK, v_BGTK = (sharding.gather_context(x.transpose(1, 2)).transpose(1, 2) for x in (k_BGCK, v_BGCK))
     if mask is None and attention.causal and sharding.tokens > 1:
@@ -430,7 +448,19 @@ def _attend_cache(
 ) -> Tensor:
     """Replace `Attention.attend_cache`: the KV cache of every rank holds the tokens of all ranks."""
     y_BTHK = cache_attention(*(sharding.gather_context(x) for x in x_BCHK), attention.scale)
-    return attention.output(sharding.shard_context(y_BTHK.movedim(1, -1)).movedim(-1, 1).flatten(2))
+    return sharding.shard_context(y_BTHK.movedim(1, -1)).movedim(-1, 1).flatten(2)
+
+
+def _attend_latent(
+    sharding: TokenSharding,
+    original: Callable[..., Tensor],
+    cache_attention: Callable[..., Tensor],
+    q_BCHL: Tensor,
+    kv_BC1L: Tensor,
+) -> Tensor:
+    """Replace `LatentSelfAttention.attend_latent`: the KV cache of every rank holds the tokens of all ranks."""
+    y_BTHL = original(cache_attention, sharding.gather_context(q_BCHL), sharding.gather_context(kv_BC1L))
+    return sharding.shard_context(y_BTHL.movedim(1, -1)).movedim(-1, 1)
 
 
 def _has_ring_kernel(q: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import GroupedLinear
-from jingu.model.layers import Embedding
+from jingu.model.layers import Embedding, Vector
 from jingu.parallel.layout import Precision
 from jingu.parallel.mesh import fsdp_mesh, hsdp_mesh
 from jingu.parallel.sharding import ShardingPlan
@@ -62,6 +62,10 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
         mp_policy=policy,
         offload_policy=offload_policy,
         shard_placement_fn=lambda parameter: Shard(dims[parameter]),
+        # They keep a wider dtype than FSDP's groups have.
+        ignored_params={
+            module.weight for module in model.modules() if isinstance(module, Vector) and not module.is_trained
+        },
     )
     for _, block in iterate_blocks(model):
         experts = [module for module in block.modules() if isinstance(module, GroupedLinear)]

@@ -16,7 +16,7 @@ from jingu.data.batch_prefetch import BatchPrefetcher
 from jingu.data.objective import batch_function
 from jingu.errors import pluralize
 from jingu.model.adapter_specs import Lora
-from jingu.model.experts import RoutingStats, auxiliary_losses
+from jingu.model.experts import RoutingStats, auxiliary_losses, routing_terms
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.tensor import VocabShard
@@ -87,10 +87,7 @@ class Pretraining(StatelessTask):
         return prepend_virtual_tokens(batch, self.spec)
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        experts = model.spec.experts
-        if experts is None:
-            return {"loss": 1.0}
-        return {"loss": 1.0, "balance_loss": experts.aux_loss_coef, "z_loss": experts.z_loss_coef, "dropped": 0.0}
+        return {"loss": 1.0, **routing_terms(model.spec)}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         # The model calls this with the head's weight, while that is gathered.

@@ -17,6 +17,7 @@ from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import local_tensor
 from jingu.runtime.device import copy_to_device
 from jingu.training.batch_transforms import to_device
+from jingu.training.expert_loads import load_metrics, split_loads, update_corrections
 from jingu.training.task import Task
 
 
@@ -109,6 +110,11 @@ def train_step(
     # 6. Average the loss terms over the global batch.
     means = dict(zip(terms, sum_losses(total_n, mesh) / units, strict=True))
     loss = means.pop("loss")
+    if model.spec.experts is not None:
+        means, load_LE = split_loads(means, model.spec.experts.num_experts)
+        if load_LE is not None:
+            means |= load_metrics(load_LE)
+            means |= {} if is_skipped else update_corrections(model, load_LE)
     # 7. Add what the task has measured.
     return StepResult(loss, norm, {**means, **task.end_step()}, is_skipped)
 

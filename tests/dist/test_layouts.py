@@ -209,6 +209,48 @@ MODELS["around"] = replace_fields(
     },
     layer_pattern=("window", "chunk", "full"),
 )
+# Sinks, gates and scales of attention, values of another size than keys, experts with biases and clamped gates.
+GATED = {
+    "attention.sinks": True,
+    "attention.output_gate": True,
+    "attention.value_dim": 6,
+    "attention.value_scale": 0.7,
+    "attention.output_bias": True,
+}
+MODELS["mixtral-gated"] = replace_fields(
+    MODELS["mixtral"],
+    **{
+        **GATED,
+        "feed_forward.bias": True,
+        "feed_forward.capacity_factor": None,
+        "feed_forward.clamped_gate": {"limit": 0.2},
+        "feed_forward.router": {"type": "top_k", "softmax": "after", "bias": True, "weights_inputs": True},
+        "layer_kinds": {"window": {"attention.sliding_window": 5, "attention.sinks": False}, "full": {}},
+        "layer_pattern": ("window", "full"),
+    },
+)
+# Latent attention, and a router with groups whose corrections follow the loads.
+MODELS["latent"] = replace_fields(
+    MODELS["mixtral"],
+    **{
+        "attention.num_kv_heads": 4,
+        "attention.head_dim": 10,
+        "attention.value_dim": 6,
+        "attention.qkv_bias": True,
+        "attention.latent": {"rank": 7, "rotary_dim": 4, "query_rank": 9},
+        "attention.query_scaling": {"beta": 0.3, "length": 3},
+        "feed_forward.shared_intermediate_size": 10,
+        "feed_forward.router": {
+            "type": "top_k",
+            "scores": "sigmoid",
+            "correction": True,
+            "correction_rate": 0.05,
+            "num_groups": 3,
+            "num_groups_per_token": 2,
+            "scaling_factor": 1.7,
+        },
+    },
+)
 
 
 def models(*quick: str) -> Any:
@@ -250,7 +292,9 @@ def test_pipeline_of_divided_stages(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=True)
 
 
-MIXTURES = [name for name in MODELS if name.startswith("mixtral") and name != "mixtral-different"]
+MIXTURES = [
+    name for name in MODELS if name.startswith("mixtral") and name not in ("mixtral-different", "mixtral-gated")
+]
 
 
 @pytest.mark.parametrize("model", [MIXTURES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])])
@@ -283,6 +327,20 @@ def test_components(model, ranks):
         {"pipeline": 2, "tensor": 2},
     ]
     check(ranks, MODELS[model], 4, layouts, documents=model == "around")
+
+
+@pytest.mark.parametrize("model", ["mixtral-gated", "latent"])
+def test_components_with_experts(model, ranks):
+    layouts = [
+        {"tensor": 4},
+        {"context": 2, "tensor": 2, "zero_stage": 3},
+        {"context": 4},
+        {"context": 2, "context_method": "ring", "tensor": 2},
+        {"context": 2, "context_method": "ring", "expert": 2},
+        {"expert": 2, "tensor": 2, "zero_stage": 3},
+        {"pipeline": 2, "expert": 2},
+    ]
+    check(ranks, MODELS[model], 4, layouts, documents=model == "latent")
 
 
 def load_and_save(

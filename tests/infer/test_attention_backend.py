@@ -14,6 +14,7 @@ from jingu.errors import JinguError
 from jingu.infer import attention_backend
 from jingu.infer.attention_backend import (
     AttentionBackend,
+    AttentionHeads,
     BackendName,
     FlashBackend,
     FlexBackend,
@@ -115,7 +116,7 @@ def attend(backend: GatherBackend, chunks: list[SequenceChunk], q_BTHK: Tensor, 
         {0} if layer.attention.reach is None else {0, 128}
     )
     with torch.inference_mode():
-        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in groups]
+        parts = [backend.attend(q_BTHK[:, group.rows], store, group, 0, AttentionHeads(0.25)) for group in groups]
     return torch.cat(parts, 1)
 
 
@@ -136,7 +137,10 @@ def test_prefixes_whose_tokens_see_each_other_are_gathered(kind: str, monkeypatc
         cache.plan([SequenceChunk(BlockTable([[4, 5]]), 0, [1] * 20, bidirectional=range(12))], None)
         assert all(group.bidirectional for group in cache.steps[0].groups)
         with torch.inference_mode():
-            parts = [other.attend(q_BTHK[:, group.rows], store, group, 0, 0.25, 0) for group in cache.steps[0].groups]
+            parts = [
+                other.attend(q_BTHK[:, group.rows], store, group, 0, AttentionHeads(0.25))
+                for group in cache.steps[0].groups
+            ]
         results.append(torch.cat(parts, 1))
     assert torch.equal(*results)
 

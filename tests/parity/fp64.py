@@ -22,10 +22,17 @@ class Fp64Torch(ModuleType):
 
 
 def randomize(model: Any, dtype: torch.dtype, scale: float, share: float = 1.0) -> Any:
-    """Return a model for evaluation whose parameters are a share of its own plus normal numbers of a scale."""
+    """Return a model for evaluation whose parameters are a share of its own plus normal numbers of a scale.
+
+    Corrections of router scores are larger.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(share).add_(torch.randn_like(parameter) * scale)
+        # Corrections of router scores are buffers, or start at zero.
+        for name, buffer in model.named_buffers():
+            if "bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.to(dtype).eval()
 
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 import jingu
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
+from jingu.model.families import FAMILIES
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity import test_components as components
+from tests.parity.expert_configs import EXPERT_CONFIGS
 from tests.parity.fp64 import randomize
 from tests.parity.test_layer_kinds import smollm3
 
@@ -52,6 +54,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "nanochat": lambda: components.nanochat()[0],
     "gpt_neox": lambda: components.neox()[0],
     "hunyuan_v1_dense": lambda: components.hunyuan()[0],
+    **EXPERT_CONFIGS,
 }
 EACH = pytest.mark.parametrize("name", CONFIGS)
 
@@ -67,7 +70,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(name: str, folder: Path) -> Any:
     """Write transformers' model with random parameters to a folder, and return it."""
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager", dtype=torch.float32)
+    config = CONFIGS[name]()
+    # AutoModelForCausalLM does not know all classes.
+    architecture = FAMILIES[name.partition("-")[0]].architectures[0]
+    model = getattr(transformers, architecture)._from_config(config, attn_implementation="eager", dtype=torch.float32)
     model = randomize(model, torch.float32, 0.1)
     model.save_pretrained(folder)
     return model
@@ -85,7 +91,7 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
         components.close(ours.logits(ours(ids)), expected)
         # Back to files: transformers reads the same model, and so do we, to the bit.
         export_hf(stored.spec, stored.read, tokenizer, tmp_path / "ours")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+        again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
         components.close(again(ids).logits, expected)
     back = open_hf(tmp_path / "ours")
     assert back.spec == stored.spec

@@ -24,6 +24,10 @@ class ExpertsSettings(Settings):
         aux_loss_coef: Weight of the load-balancing loss.
         aux_loss_scope: Whether to balance each layer by itself, or the mean over all layers (as transformers does).
         z_loss_coef: Weight of the router's z-loss.
+        scores: With the router top_k: scores are the softmax over all experts, or the sigmoid of each logit.
+        correction: Whether a bias without gradient is added to the scores for the selection, which balances the loads
+            (DeepSeek-V3).
+        correction_rate: How much that bias moves in a step, towards experts with fewer tokens than the mean.
     """
 
     num_experts: Positive | None = None
@@ -35,6 +39,9 @@ class ExpertsSettings(Settings):
     aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     aux_loss_scope: Literal["layer", "model"] | None = None
     z_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    scores: Literal["softmax", "sigmoid"] | None = None
+    correction: bool | None = None
+    correction_rate: Annotated[float, Field(ge=0)] | None = None
 
 
 class ModelSettings(Settings):

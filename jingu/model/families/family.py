@@ -45,12 +45,14 @@ def four_times_hidden_size(width: int) -> int:
 
 @cache
 def _published_models() -> Mapping[str, Mapping[str, SpecValues]]:
-    """Return the fields of the models in presets.toml, by family and name."""
+    """Return the fields of the models in presets.toml, by family and name; or `config`, the keys of a config."""
     fields: dict[str, dict[str, SpecValues]] = {}
     for series in read_table(__file__, "presets.toml").values():
         models = series.pop("models")
         family = fields.setdefault(series.pop("family"), {})
-        family |= {name: {**series, **values} for name, values in models.items()}
+        for name, values in models.items():
+            keys = {**series.get("config", {}), **values.get("config", {})}
+            family[name] = {**series, **values, **({"config": keys} if keys else {})}
     return fields
 
 
@@ -108,7 +110,10 @@ class Family:
     def presets(self) -> Mapping[str, ModelSpec]:
         """Published models, by name."""
         models = _published_models().get(self.name, {})
-        return {name: self._build_spec(values) for name, values in models.items()}
+        return {
+            name: self._read_config(values["config"]) if "config" in values else self._build_spec(values)
+            for name, values in models.items()
+        }
 
     @property
     def experts(self) -> Experts | None:
@@ -211,7 +216,6 @@ def config_key(place: str, *names: str, default: Any = "required") -> ConfigKeys
 
     def write(spec: ModelSpec) -> dict[str, Any]:
         value = field_value(spec, place)
-        # A spec does not list fields that have their usual value.
         if value is None and default not in ("required", "derived"):
             value = default
         return {names[0]: value}
@@ -238,7 +242,10 @@ def load_template(family: str) -> ModelSpec:
 
 def field_value(spec: ModelSpec, place: str) -> Any:
     """Return the value of a field by its path; None if the spec has no such field."""
-    return flatten_fields(spec).get(place)
+    value: Any = spec
+    for name in place.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def supported_options(**values: Sequence[Any]) -> ConfigKeys:

@@ -1,91 +1,160 @@
-"""Keys of a Hugging Face config that say how the layers of a stack differ: windows and positions by kind of layer.
+"""Keys of a Hugging Face config that say how the layers of a stack differ: windows, positions and feed-forwards.
 
-transformers 5 writes `layer_types`, and `rope_parameters` with one object for each type. Older files have
-`sliding_window_pattern`, `no_rope_layers` and `rope_local_base_freq` instead.
+transformers 5 writes `layer_types` and `mlp_layer_types`, and `rope_parameters` with one object for each type. Older
+files have `sliding_window_pattern`, `no_rope_layers`, `rope_local_base_freq` and others instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jingu.model.components import LayerSpec, NoPositions, RotaryPositions
-from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
+from jingu.model.components import GatedFeedForward, LayerSpec, NoPositions, RotaryPositions
+from jingu.model.families.dense_layers import DenseLayers
+from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
 from jingu.model.families.rope import RopeDefaults, write_rope
 from jingu.model.spec import ModelSpec
 
-_WINDOW, _FULL = "sliding_attention", "full_attention"
-_NO_ROPE = "_without_rope"
+_WINDOW, _CHUNK, _FULL = "sliding_attention", "chunked_attention", "full_attention"
+_NO_ROPE, _DENSE = "_without_rope", "_dense"
 
 
-def layer_keys(
-    *,
-    pattern: int = 1,
-    window: Literal["by_type", "uniform", "none"] = "by_type",
-    default_window: int | None = None,
-    nested_rope: bool = False,
-    local_theta: float | None = None,
-    without_rope: str | None = None,
-    no_rope_interval: int | None = None,
-    position: RopeDefaults | None = None,
-) -> ConfigKeys:
-    """Return the conversion of the keys of a family whose layers may differ.
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """How the layers of a family differ.
 
-    Args:
+    Attributes:
         pattern: without `layer_types` and `sliding_window_pattern`, one of so many layers has no window.
+        pattern_key: name of `sliding_window_pattern`.
+        first_is_full: whether the first layer has no window either.
+        full_first: key of the number of first layers without a window, in configs without `layer_types`.
         window: whether windows depend on the type of a layer, are the same in all layers (`sliding_window` alone), or
-            do not exist.
+            do not exist; or whether the type says which layers attend within chunks.
         default_window: window of a config without the key.
+        all_local: whether all layers have the window, without `layer_types`.
         nested_rope: whether `rope_parameters` has one object for each type of layer.
         local_theta: base of layers with a window in files that do not nest; None: that of the others.
         without_rope: type of the layers without rotary positions, in models that have layers with windows.
         no_rope_interval: without `no_rope_layers`, every so many layers one has no rotary positions; None: the family
             does not have the key.
+        window_fields: fields of the layers with a window, by their paths, that differ from the others'.
+        window_kv_heads: multiplies the number of key-value heads in layers with a window.
+        dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
+    """
+
+    pattern: int = 1
+    pattern_key: str = "sliding_window_pattern"
+    first_is_full: bool = False
+    full_first: str | None = None
+    window: Literal["by_type", "uniform", "none", "chunks"] = "by_type"
+    default_window: int | None = None
+    all_local: bool = False
+    nested_rope: bool = False
+    local_theta: float | None = None
+    without_rope: str | None = None
+    no_rope_interval: int | None = None
+    window_fields: Mapping[str, Any] = field(default_factory=dict)
+    window_kv_heads: int = 1
+    dense: DenseLayers | None = None
+
+    @property
+    def local(self) -> str:
+        """Type of the layers with a window, or that attend within chunks."""
+        return _CHUNK if self.window == "chunks" else _WINDOW
+
+    @property
+    def window_key(self) -> str:
+        """Key of the window or of the size of chunks."""
+        return "attention_chunk_size" if self.window == "chunks" else "sliding_window"
+
+    @property
+    def window_field(self) -> str:
+        """Field of the window or of the size of chunks."""
+        return "attention.chunk_size" if self.window == "chunks" else "attention.sliding_window"
+
+    def read_kinds(self, config: HFConfig) -> list[str]:
+        """Return the name of the kind of each layer."""
+        size = config.get(self.window_key, self.default_window)
+        types = self._read_types(config)
+        if size is not None and (self.window == "uniform" or (self.all_local and "layer_types" not in config)):
+            types = [_WINDOW] * len(types)
+        if self.no_rope_interval is not None:
+            every = config.get("no_rope_layer_interval") or self.no_rope_interval
+            flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
+            types = [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, flags, strict=True)]
+        if self.dense is not None:
+            dense = self.dense.read(config)
+            types = [name + (_DENSE if is_dense else "") for name, is_dense in zip(types, dense, strict=True)]
+        return types
+
+    def _read_types(self, config: HFConfig) -> list[str]:
+        """Return the type of each layer. Raises JinguError for types of layers that the family does not have."""
+        number = config["num_hidden_layers"]
+        types = config.get("layer_types")
+        if types is None and self.window == "chunks":
+            # Layers without rotary positions are those that attend to everything.
+            flags = config.get("no_rope_layers") or []
+            every = config.get("no_rope_layer_interval") or self.no_rope_interval or 1
+            flags = flags or [int((n + 1) % every != 0) for n in range(number)]
+            types = [_CHUNK if flag else _FULL for flag in flags]
+        if types is None:
+            period = config.get(self.pattern_key) or (self.pattern if self.window == "by_type" else 1)
+            types = [self.local if period > 1 and (layer + 1) % period else _FULL for layer in range(number)]
+            types[:1] = [_FULL] if self.first_is_full else types[:1]
+            if self.full_first is not None and config.get(self.window_key, self.default_window) is not None:
+                first = config.get(self.full_first, number)
+                types = [self.local if layer >= first else _FULL for layer in range(number)]
+        for name in types:
+            if name not in (_FULL, self.local):
+                raise unsupported_option("layer_types", name, f"known are {_FULL} and {self.local}")
+        if len(types) != number:
+            raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {number}")
+        return list(types)
+
+    def write_type(self, layer: LayerSpec) -> str:
+        """Return the type of a layer."""
+        return _FULL if layer.attention.reach is None else self.local
+
+
+def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
+    """Return the conversion of the keys of a family whose layers may differ.
+
+    Args:
         position: what the family's positions are where configs do not say it.
     """
-    defaults = position or RopeDefaults()
-    arguments = _Layers(pattern, window, default_window, without_rope, no_rope_interval)
 
     def read(config: HFConfig) -> SpecValues:
-        names = arguments.read(config)
-        if len(names) != config["num_hidden_layers"]:
-            layers = config["num_hidden_layers"]
-            raise ValueError(f"layer_types names {len(names)} layers, and num_hidden_layers is {layers}")
-        size = config.get("sliding_window", default_window)
-        positions, context = _read_positions(config, nested_rope, local_theta, defaults)
-        base = positions[_FULL]
-        kinds: dict[str, SpecValues] = {}
-        for name in sorted(set(names)):
-            kind = name.removesuffix(_NO_ROPE)
-            changes: SpecValues = {"attention.sliding_window": size} if kind == _WINDOW else {}
-            if name.endswith(_NO_ROPE) or (kind == without_rope and size is not None):
-                changes["position"] = NoPositions().model_dump()
-            elif positions[kind] != base:
-                changes["position"] = positions[kind].model_dump()
-            kinds[name] = changes
-        values: SpecValues = {"position": base, "max_position_embeddings": context, "attention.sliding_window": None}
-        values |= defaults.read_query_scaling(config)
+        names = options.read_kinds(config)
+        positions, context = _read_positions(config, options, position)
+        kinds = {name: _kind_fields(name, config, options, positions) for name in sorted(set(names))}
+        values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context}
+        values |= {options.window_field: None, **position.read_query_scaling(config)}
         if len(kinds) == 1:
             return {**values, **kinds.popitem()[1], "layer_kinds": {}, "layer_pattern": ()}
         return {**values, "layer_kinds": kinds, "layer_pattern": tuple(names)}
 
     def write(spec: ModelSpec) -> dict[str, Any]:
         layers = spec.layers
-        types = [_type(layer) for layer in layers]
-        windows = [layer.attention.sliding_window for layer in layers if layer.attention.sliding_window]
+        types = [options.write_type(layer) for layer in layers]
+        windows = [layer.attention.reach for layer in layers if layer.attention.reach]
         keys: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings}
-        if window != "none":
-            keys["sliding_window"] = windows[0] if windows else None
-        if window == "by_type":
+        if options.window != "none":
+            keys[options.window_key] = windows[0] if windows else None
+        if options.window in ("by_type", "chunks"):
             keys["layer_types"] = types
-        if no_rope_interval is not None:
+        if options.no_rope_interval is not None:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
+        if options.dense is not None:
+            keys |= options.dense.write(spec)
+        if options.window_kv_heads != 1:
+            full = [layer.attention.num_kv_heads for layer in layers if layer.attention.reach is None]
+            keys["num_key_value_heads"] = (full or [spec.attention.num_kv_heads])[0]
         if isinstance(spec.position, RotaryPositions):
-            keys |= defaults.write(spec)
-        if nested_rope:
+            keys |= position.write(spec)
+        if options.nested_rope:
             # A type that no layer has gets the positions of the model.
-            places = dict.fromkeys((_FULL, _WINDOW), spec.position) | {
+            places = dict.fromkeys((_FULL, options.local), spec.position) | {
                 name: layer.position for name, layer in zip(types, layers, strict=True)
             }
             ropes = {name: place for name, place in places.items() if isinstance(place, RotaryPositions)}
@@ -95,60 +164,46 @@ def layer_keys(
     return ConfigKeys(read, write)
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The arguments of `layer_keys` that decide the kind of each layer."""
-
-    pattern: int
-    window: str
-    default_window: int | None
-    without_rope: str | None
-    no_rope_interval: int | None
-
-    def read(self, config: HFConfig) -> list[str]:
-        """Return the name of the kind of each layer."""
-        size = config.get("sliding_window", self.default_window)
-        types = _read_types(config, self.pattern if self.window == "by_type" else 1)
-        if size is not None and (self.window == "uniform" or (self.default_window and "layer_types" not in config)):
-            types = [_WINDOW] * len(types)
-        if self.no_rope_interval is None:
-            return types
-        every = config.get("no_rope_layer_interval") or self.no_rope_interval
-        flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
-        return [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, flags, strict=True)]
-
-
-def _type(layer: LayerSpec) -> str:
-    return _FULL if layer.attention.sliding_window is None else _WINDOW
-
-
-def _read_types(config: HFConfig, pattern: int) -> list[str]:
-    """Return the type of each layer. Raises JinguError for types that are not attention with or without a window."""
-    types = config.get("layer_types")
-    if types is None:
-        period = config.get("sliding_window_pattern") or pattern
-        number = config["num_hidden_layers"]
-        types = [_WINDOW if period > 1 and (layer + 1) % period else _FULL for layer in range(number)]
-    for name in types:
-        if name not in (_FULL, _WINDOW):
-            raise unsupported_option("layer_types", name, f"known are {_FULL} and {_WINDOW}")
-    return list(types)
+def _kind_fields(
+    name: str, config: HFConfig, options: LayerOptions, positions: Mapping[str, RotaryPositions]
+) -> SpecValues:
+    """Return the fields in which a kind of layer differs from the model's own."""
+    type_name = name.removesuffix(_DENSE).removesuffix(_NO_ROPE)
+    size = config.get(options.window_key, options.default_window)
+    changes: SpecValues = {}
+    if type_name == options.local:
+        changes = {options.window_field: size, **options.window_fields}
+        if options.window_kv_heads != 1:
+            changes["attention.num_kv_heads"] = config["num_key_value_heads"] * options.window_kv_heads
+    if options.window == "chunks" and (type_name == _CHUNK) == (_NO_ROPE in name):
+        # Norms and scales depend on both, which kinds of layers do not express.
+        raise unsupported_option("no_rope_layers", config.get("no_rope_layers"), f"expected 1 for {_CHUNK} only")
+    has_rope = _NO_ROPE not in name and not (type_name == options.without_rope and size is not None)
+    if not has_rope:
+        changes["position"] = NoPositions().model_dump()
+    elif positions[type_name] != positions[_FULL]:
+        changes["position"] = positions[type_name].model_dump()
+    if name.endswith(_DENSE) and options.dense is not None:
+        activation = parse_activation("hidden_act", config.get("hidden_act") or "silu")
+        dense = GatedFeedForward(intermediate_size=config[options.dense.size], activation=activation)
+        changes["feed_forward"] = dense.model_dump()
+    return changes
 
 
 def _read_positions(
-    config: HFConfig, nested: bool, local_theta: float | None, defaults: RopeDefaults
+    config: HFConfig, options: LayerOptions, defaults: RopeDefaults
 ) -> tuple[dict[str, RotaryPositions], int]:
     """Return the positions of both types of layers, and the context length."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
-    if by_type and not nested:
+    if by_type and not options.nested_rope:
         raise unsupported_option("rope_parameters", by_type, "expected the same for all layers")
     if not by_type:
         # Files before release 5: scaling is for layers without a window.
-        theta = config.get("rope_local_base_freq") or local_theta or config.get("rope_theta")
-        local = {"rope_theta": theta, "rope_type": "default"} if nested else rope
-        by_type = {_FULL: rope, _WINDOW: local}
+        theta = config.get("rope_local_base_freq") or options.local_theta or config.get("rope_theta")
+        local = {"rope_theta": theta, "rope_type": "default"} if options.nested_rope else rope
+        by_type = {_FULL: rope, options.local: local}
     positions, context = {}, 0
-    for name in (_WINDOW, _FULL):
+    for name in (options.local, _FULL):
         positions[name], context = defaults.read(by_type.get(name) or by_type[_FULL], config)
     return positions, context

@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transform:
-    """A rearrangement of a tensor and its inverse. Both must also work on the meta device, where they give shapes."""
+    """A rearrangement of a tensor and its inverse. Both must also work on the meta device, where they give shapes.
+
+    Attributes:
+        of_experts: whether the tensor has the matrices, or biases, of all experts.
+    """
 
     to_jingu: Rearrange
     to_hf: Rearrange
+    of_experts: bool = False
 
 
 IDENTITY = Transform(lambda tensor, spec: tensor, lambda tensor, spec: tensor)
@@ -62,12 +67,53 @@ def _interleave_heads(tensor: Tensor, spec: ModelSpec) -> Tensor:
     return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
+def _split_pairs(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Rearrange rows [E, 2·F, ...] of gate and up in turns to all gates of all experts, then all ups: [2·E, F, ...]."""
+    return tensor.unflatten(1, (-1, 2)).movedim(2, 0).flatten(0, 1)
+
+
+def _join_pairs(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_split_pairs`."""
+    return tensor.unflatten(0, (2, -1)).movedim(0, 2).flatten(1, 2)
+
+
+def _split_gates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Rearrange rows [E, 2·F, ...] of an expert's gate and up to those of all experts' gates and ups: [2·E, F, ...]."""
+    return tensor.unflatten(1, (2, -1)).movedim(1, 0).flatten(0, 1)
+
+
+def _join_gates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_split_gates`."""
+    return tensor.unflatten(0, (2, -1)).movedim(0, 1).flatten(1, 2)
+
+
+def _transposed(split: Rearrange, join: Rearrange) -> Transform:
+    """Return the transform of matrices that are stored with inputs before outputs."""
+    return Transform(
+        lambda tensor, spec: split(tensor.transpose(1, 2), spec),
+        lambda tensor, spec: join(tensor, spec).transpose(1, 2),
+        of_experts=True,
+    )
+
+
+def _same(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    return tensor
+
+
 INTERLEAVED_HEADS = Transform(_join_heads, _interleave_heads)
 # Transforms by their names in families.toml.
 TRANSFORMS = {
     "swap_halves": Transform(_swap_halves, _swap_halves),
     "interleaved_heads": INTERLEAVED_HEADS,
     "transpose": TRANSPOSE,
+    # One more dim than the parameter.
+    "one_row": Transform(lambda tensor, spec: tensor.squeeze(0), lambda tensor, spec: tensor.unsqueeze(0)),
+    "experts": Transform(_same, _same, of_experts=True),
+    "experts_gates": Transform(_split_gates, _join_gates, of_experts=True),
+    "experts_pairs": Transform(_split_pairs, _join_pairs, of_experts=True),
+    "experts_transposed": _transposed(_same, _same),
+    "experts_gates_transposed": _transposed(_split_gates, _join_gates),
+    "experts_pairs_transposed": _transposed(_split_pairs, _join_pairs),
 }
 
 
@@ -174,12 +220,12 @@ def rules_of_names(
 ) -> tuple[NameRule, ...]:
     """Return the rules for weights and biases of modules, given jingu's names by those of Hugging Face.
 
-    A name of jingu that ends with `.weight` is that of a parameter instead of a module.
+    A name of jingu that ends with `.weight` or `.bias` is that of a parameter instead of a module.
     """
     rules: list[NameRule] = []
     for hf_name, jingu_name in names.items():
-        if jingu_name.endswith(".weight"):
-            rules.append(NameRule(hf_name, (jingu_name,), transform, when))
+        if jingu_name.endswith((".weight", ".bias")):
+            rules.append(NameRule(hf_name, tuple(_expand_braces(jingu_name)), transform, when))
             continue
         one, several = _expand_braces(hf_name), _expand_braces(jingu_name)
         pairs = [(one[0], several)] if len(one) == 1 else [(a, [b]) for a, b in zip(one, several, strict=True)]
@@ -195,6 +241,11 @@ def _expand_braces(names: str) -> list[str]:
     """Expand `a.{b,c}` to `a.b` and `a.c`."""
     before, *choice = re.split(r"[{}]", names)
     return [f"{before}{part}{choice[1]}" for part in choice[0].split(",")] if choice else [before]
+
+
+def _has_experts(name: str, shape: torch.Size) -> bool:
+    """Return whether a parameter belongs to all experts of a layer."""
+    return len(shape) == (2 if name.endswith(".bias") else 3)
 
 
 # Rules for the score head of reward models, in all families.
@@ -224,7 +275,9 @@ def expand_rules(
             hf_name = rule.hf_name.replace("*", layer, 1)
             names = tuple(name.replace("*", layer) for name in rule.jingu_names)
             # Skip rules for parameters that this model does not have, or has with (or without) an expert dim.
-            if any(name not in parameters for name in names) or ("*" in hf_name) != (len(parameters[names[0]]) == 3):
+            if any(name not in parameters for name in names):
+                continue
+            if ("*" in hf_name or rule.transform.of_experts) != _has_experts(names[0], parameters[names[0]]):
                 continue
             # One mapping per expert, or one mapping of the whole parameters.
             experts = range(parameters[names[0]][0]) if "*" in hf_name else (None,)

@@ -19,6 +19,7 @@ from jingu.model.components import (
     RotaryPositions,
 )
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
+from jingu.model.families.latent_keys import mscale_weight
 from jingu.model.spec import ModelSpec
 
 # Components of scaling by the value of `rope_type`.
@@ -135,6 +136,7 @@ class RopeDefaults:
         has_alpha: whether `dynamic` scaling with `alpha` has a fixed base (Hunyuan).
         names_original_context: whether the original context of longrope is a key of the config itself, too (Phi-3).
         has_query_scaling: whether `llama_4_scaling_beta` scales queries by their positions.
+        has_interleave_key: whether `rope_interleave` says if rotated pairs are neighbors.
     """
 
     theta: float = 10000.0
@@ -143,14 +145,18 @@ class RopeDefaults:
     has_alpha: bool = False
     names_original_context: bool = False
     has_query_scaling: bool = False
+    has_interleave_key: bool = False
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
         rope = {"rope_theta": config.get("rope_theta") or self.theta, **rope}
         # `rotary_pct` is the name in old files of GPT-NeoX.
         named = config.get("partial_rotary_factor") or config.get("rotary_pct")
+        if config.get("rotary_dim"):
+            named = config["rotary_dim"] / config["head_dim"]
         share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
-        rope["partial_rotary_factor"] = share
+        # Of latent attention, the rotated part of a head is a size of its own.
+        rope["partial_rotary_factor"] = 1.0 if "qk_rope_head_dim" in config else share
         alpha = rope.get("alpha") if self.has_alpha and rope.get("rope_type", rope.get("type")) == "dynamic" else None
         if alpha:
             rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
@@ -158,7 +164,10 @@ class RopeDefaults:
             rope["rope_type"] = "longrope"  # names of early releases of Phi-3
         position, context = read_rope(rope, config)
         scaling = AlphaScaling(alpha=alpha) if alpha else position.scaling
-        return position.model_copy(update={"interleaved": self.interleaved, "scaling": scaling}), context
+        interleaved = self.interleaved
+        if self.has_interleave_key and config.get("rope_interleave") is not None:
+            interleaved = bool(config["rope_interleave"])
+        return position.model_copy(update={"interleaved": interleaved, "scaling": scaling}), context
 
     def read_query_scaling(self, config: HFConfig) -> SpecValues:
         """Return the fields of queries that grow with the position."""
@@ -183,7 +192,11 @@ class RopeDefaults:
             keys["rope_parameters"]["partial_rotary_factor"] = position.partial_rotary_factor
         if self.names_original_context and isinstance(position.scaling, LongropeScaling):
             keys["original_max_position_embeddings"] = position.scaling.original_max_position_embeddings
-        if spec.attention.query_scaling is not None:
+        if self.has_interleave_key:
+            keys["rope_interleave"] = position.interleaved
+        if spec.attention.latent is not None and (weight := mscale_weight(spec)):
+            keys["rope_parameters"]["mscale_all_dim"] = weight
+        if spec.attention.query_scaling is not None and self.has_query_scaling:
             keys["rope_parameters"]["llama_4_scaling_beta"] = spec.attention.query_scaling.beta
             keys["rope_parameters"].setdefault("original_max_position_embeddings", spec.attention.query_scaling.length)
         return keys

@@ -5,8 +5,13 @@ An entry has
 - `architectures` and `model_type`: names of Hugging Face. The first architecture is written.
 - `template`: fields that differ from the template of Llama, by their paths.
 - `keys`: keys of `config.json` beside those of Llama; false removes one. An entry {key, default, as} converts a number:
-  `as` is inverse or inverse_sqrt.
-- `layers`: arguments of `layer_keys`, which reads windows and positions.
+  `as` is inverse, inverse_sqrt, or sqrt_hidden_size (a flag).
+- `layers`: fields of `LayerOptions`: how windows, positions and feed-forwards differ between layers.
+- `shared_experts`: size of the shared expert: the key of its size, or {key, default}: a key of its size as a multiple
+  of an expert's.
+- `router_groups`: key that says whether experts are chosen by groups, and the value that says so.
+- `latent`: whether attention is latent.
+- `like`: tables whose `template`, `keys`, `names` and `transforms` apply, too.
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
 - `ignored`: suffixes of the names of tensors that are not parameters.
@@ -21,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import (
     ConfigKeys,
     Family,
@@ -29,17 +35,32 @@ from jingu.model.families.family import (
     field_value,
     supported_options,
 )
-from jingu.model.families.layer_keys import layer_keys
+from jingu.model.families.latent_keys import LATENT_KEYS
+from jingu.model.families.layer_keys import LayerOptions, layer_keys
 from jingu.model.families.llama import LLAMA
 from jingu.model.families.name_map import IDENTITY, TABLES, TRANSFORMS, NameRule, rules_of_names
 from jingu.model.families.rope import RopeDefaults
-from jingu.model.spec import replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 
 # How a number of the config becomes the field of the spec, and back.
-_CONVERSIONS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+_CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "inverse": (lambda x: 1 / x, lambda x: 1 / x),
     "inverse_sqrt": (lambda x: x**-0.5, lambda x: x**-2),
+    "sqrt_hidden_size": (lambda flag: "sqrt_hidden_size" if flag else 1.0, lambda x: x == "sqrt_hidden_size"),
 }
+
+
+def _has_query_rank(spec: ModelSpec) -> bool:
+    return spec.attention.latent is not None and spec.attention.latent.query_rank is not None
+
+
+# The name of the projection of queries depends on its inputs.
+_QUERY_RULES = (
+    *rules_of_names({"model.layers.*.self_attn.q_b_proj": "blocks.*.attention.q"}, when=_has_query_rank),
+    *rules_of_names(
+        {"model.layers.*.self_attn.q_proj": "blocks.*.attention.q"}, when=lambda spec: not _has_query_rank(spec)
+    ),
+)
 
 
 def tabled_families() -> tuple[Family, ...]:
@@ -48,19 +69,32 @@ def tabled_families() -> tuple[Family, ...]:
 
 
 def _family(name: str, table: dict[str, Any]) -> Family:
-    places = {**TABLES["llama"]["keys"], **table.get("keys", {})}
+    # Later tables override earlier ones.
+    bases = [TABLES[base] for base in table.get("like", ())]
+    fields = {path: value for each in (*bases, table) for path, value in each.get("template", {}).items()}
+    transforms = {hf: name for each in (*bases, table) for hf, name in each.get("transforms", {}).items()}
+    template = replace_fields(LLAMA.template, family=name, **fields)
+    has_experts = template.experts is not None
+    tables = [TABLES["llama"], *([TABLES["experts"]] if has_experts else []), *bases, table]
+    places = {place: entry for each in tables for place, entry in each.get("keys", {}).items()}
     # The conversion of layers reads the context length.
     places.pop("max_position_embeddings", None)
-    inherited = {} if table.get("base", "model.") != "model." else TABLES["llama"]["names"]
-    names = {**inherited, **table.get("names", {})}
+    is_like_llama = table.get("base", "model.") == "model."
+    names = {hf: name for each in tables[not is_like_llama :] for hf, name in each.get("names", {}).items()}
+    rules = _rules(names, transforms)
+    if table.get("latent"):
+        rules += _QUERY_RULES
     return Family(
         architectures=tuple(table["architectures"]),
-        template=replace_fields(LLAMA.template, family=name, **table.get("template", {})),
+        template=template,
         feed_forward_size=LLAMA.feed_forward_size,
         model_type=table.get("model_type"),
         keys=(
             *(_keys(place, entry) for place, entry in places.items() if entry is not False),
             activation_key(table.get("activation_key", "hidden_act"), table.get("activation", "silu")),
+            *_shared_expert_keys(table, places),
+            *_group_keys(table),
+            *([LATENT_KEYS] if table.get("latent") else []),
             _layer_keys(table),
             supported_options(
                 **{
@@ -71,7 +105,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             # The default id of padding in transformers may be beyond a small vocabulary.
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
-        rules=_rules(names, table.get("transforms", {})),
+        rules=rules,
         base=table.get("base", "model."),
         constant_tensors=table.get("constant_tensors", {}),
         renamed=table.get("renamed", {}),
@@ -91,8 +125,62 @@ def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule,
 
 def _layer_keys(table: dict[str, Any]) -> ConfigKeys:
     """Return the conversion of an entry's `layers` and `rope`."""
-    rope = RopeDefaults(**table.get("rope", {}))
-    return layer_keys(**table.get("layers", {}), position=rope)
+    fields = dict(table.get("layers", {}))
+    if "dense" in fields:
+        fields["dense"] = DenseLayers(**fields["dense"])
+    if "window_fields" in fields:
+        # TOML has no null.
+        fields["window_fields"] = {
+            place: None if value == "none" else value for place, value in fields["window_fields"].items()
+        }
+    return layer_keys(LayerOptions(**fields), RopeDefaults(**table.get("rope", {})))
+
+
+def _shared_expert_keys(table: dict[str, Any], places: dict[str, Any]) -> list[ConfigKeys]:
+    """Return the conversion of an entry's `shared_experts`; none if it has no such entry."""
+    entry = table.get("shared_experts")
+    place = "feed_forward.shared_intermediate_size"
+    if entry is None:
+        return []
+    if isinstance(entry, str):
+        # The shared expert is as large as this key says, which may be that of an expert.
+        return [ConfigKeys(lambda config: {place: config[entry]}, lambda spec: {entry: field_value(spec, place)})]
+    key, default, size_key = entry["key"], entry["default"], places["feed_forward.intermediate_size"]
+
+    def read(config: Any) -> dict[str, Any]:
+        number = config.get(key)
+        return {place: (default if number is None else number) * config[size_key] or None}
+
+    def write(spec: Any) -> dict[str, Any]:
+        shared = field_value(spec, place) or 0
+        return {key: shared // spec.feed_forward.intermediate_size}
+
+    return [ConfigKeys(read, write)]
+
+
+def _group_keys(table: dict[str, Any]) -> list[ConfigKeys]:
+    """Return the conversion of an entry's `router_groups`; none if it has no such entry."""
+    if "router_groups" not in table:
+        return []
+    (key, by_groups) = table["router_groups"]
+
+    def read(config: Any) -> dict[str, Any]:
+        places = {"num_groups": "n_group", "num_groups_per_token": "topk_group"}
+        uses_groups = config.get(key, "greedy") == by_groups
+        return {
+            f"feed_forward.router.{place}": (config.get(name) or 1) if uses_groups else 1
+            for place, name in places.items()
+        }
+
+    def write(spec: Any) -> dict[str, Any]:
+        router = spec.feed_forward.router
+        return {
+            key: by_groups if router.num_groups > 1 else "greedy",
+            "n_group": router.num_groups,
+            "topk_group": router.num_groups_per_token,
+        }
+
+    return [ConfigKeys(read, write)]
 
 
 def _keys(place: str, entry: Any) -> ConfigKeys:
@@ -110,7 +198,10 @@ def _keys(place: str, entry: Any) -> ConfigKeys:
 
     def write(spec: Any) -> dict[str, Any]:
         value = field_value(spec, place)
-        number = 0.0 if value is None else round(to_config(value), 9)
+        number = to_config(1.0 if value is None else value)
+        if isinstance(number, bool):
+            return {entry["key"]: number}
+        number = round(number, 9)
         return {entry["key"]: int(number) if number.is_integer() else number}
 
     def read(config: Any) -> dict[str, Any]:
