@@ -134,7 +134,9 @@ def _open_weights(
     }
 
     # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
-    def read(name: str) -> Tensor:
+    def read(name: str, expert: int | None = None) -> Tensor:
+        if expert is not None:
+            return read(name)[expert]
         tensor = _read_tensor(path, library, tensors[name])
         if has_offset and name.endswith("norm.weight"):
             return tensor.float() - 1

@@ -53,12 +53,12 @@ class StoredWeights:
 
     Attributes:
         shapes: shape of each stored tensor by name.
-        read: returns a tensor by name.
+        read: `read(name)` returns a tensor, and `read(name, expert)` that of an expert, of a tensor [E, ...].
         dtype: dtype of most weights, judged by the largest tensor; fp32 if that is quantized.
     """
 
     shapes: Shapes
-    read: Callable[[str], Tensor]
+    read: Callable[..., Tensor]
     dtype: torch.dtype
 
 
@@ -124,8 +124,11 @@ def open_from_config(
         # The matrices of experts are stored as a tensor per expert, or in one tensor.
         separate = sources[name][0].expert is not None
         mapping = sources[name][expert if separate else 0]
-        tensor = mapping.to_jingu(weights.read(mapping.hf_name))[name]
-        return tensor if separate else tensor[expert]
+        if separate:
+            return mapping.to_jingu(weights.read(mapping.hf_name))[name]
+        shapes = {each: torch.Size((1, *shape[1:])) for each, shape in mapping.jingu_shapes.items()}
+        tensor = weights.read(mapping.hf_name, expert).unsqueeze(0)
+        return replace(mapping, jingu_shapes=shapes).to_jingu(tensor)[name][0]
 
     return StoredModel(spec, read, None, where, weights.dtype, config)
 
@@ -148,7 +151,9 @@ def _resolve_tied_head(
     if embedding not in shapes:
         shapes[embedding] = weights.shapes[head]
         return spec, replace(
-            weights, shapes=shapes, read=lambda name: weights.read(head if name == embedding else name)
+            weights,
+            shapes=shapes,
+            read=lambda name, expert=None: weights.read(head if name == embedding else name, expert),
         )
     if _are_equal(weights, embedding, head):
         return spec, replace(weights, shapes=shapes)
@@ -252,8 +257,11 @@ def _open_weights(
     turned = {mapping.hf_name for mapping in mappings if mapping.transform is TRANSPOSE}
     turned &= {name for name, (_, _, location) in by_name.items() if isinstance(location, PackedMatrix)}
 
-    def read(name: str) -> Tensor:
-        tensor = read_stored(by_name[name])
+    def read(name: str, expert: int | None = None) -> Tensor:
+        path, key, location = by_name[name]
+        if expert is not None:
+            location = location.part(expert)
+        tensor = read_stored((path, key, location))
         return tensor.t() if name in turned else tensor
 
     largest = max((location for _, _, location in by_name.values()), key=lambda location: location.bytes, default=None)

@@ -81,6 +81,7 @@ class PackedMatrix:
     Attributes:
         parts: the stored tensors by suffix.
         config: the model's `quantization_config`.
+        is_transposed: whether the parts have a row for each column.
         rows: the rows of the matrix that are meant; None: all.
     """
 
@@ -88,6 +89,7 @@ class PackedMatrix:
     parts: Mapping[str, Place]
     config: Config
     shape: torch.Size
+    is_transposed: bool = False
     rows: slice | None = None
     dtype: str = "quantized"
 
@@ -104,11 +106,11 @@ class PackedMatrix:
                 matrix = dequantize(self.form.codes(parts, self.config), threads)
             except ValueError as error:
                 raise _wrong_part(self.form, self.parts[self.form.first], str(error)) from None
-        if self.form.is_transposed and matrix.dim() == 3:
-            matrix = matrix.transpose(1, 2)
+        if self.is_transposed:
+            matrix = matrix.transpose(-2, -1)
         return matrix if self.rows is None else matrix[self.rows]
 
-    def part(self, expert: int, number: int, count: int) -> PackedMatrix:
+    def part(self, expert: int, number: int = 0, count: int = 1) -> PackedMatrix:
         """Return one of `count` equal ranges of rows of an expert's matrix, of a matrix [E, O, I]."""
         parts = dict(self.parts)
         for suffix, (path, key, location) in self.parts.items():
@@ -159,7 +161,8 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
         form = _choose_form(stem, plain, forms)
         parts = {suffix: plain.pop(stem + suffix) for suffix in form.parts if stem + suffix in plain}
         name = stem + form.suffix
-        matrix = PackedMatrix(form, parts, config, _check_parts(form, stem, parts, config))
+        shape = _check_parts(form, stem, parts, config)
+        matrix = PackedMatrix(form, parts, config, shape, form.is_transposed and len(shape) == 3)
         matrices[name] = (parts[form.first][0], name, matrix)
     return plain | matrices
 

@@ -103,11 +103,7 @@ def _expert_matrices(layer: str, part: str, tensor: Stored, model_names: Collect
     names = next(
         (names for names in _EXPERT_NAMES if f"{layer}.{names[0]}.experts.0.{names[1]}.weight" in model_names), None
     )
-    if (
-        names is None
-        or len(location.shape) != 3
-        or (isinstance(location, PackedMatrix) and location.form.is_transposed)
-    ):
+    if names is None or len(location.shape) != 3 or (isinstance(location, PackedMatrix) and location.is_transposed):
         return {}
     module, gate, up, down = names
     matrices: dict[str, Stored] = {}

@@ -6,6 +6,7 @@ GPTQ and AWQ are packed here by the published layout, number by number.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,37 @@ def test_mxfp4_of_experts(scale_dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(matrices[name], convert_moe_packed_tensors(blocks, scales)) and len(matrices) == 2
     with pytest.raises(JinguError, match=rf"{name}_blocks is no matrix in MXFP4: a scale is no number"):
         read({**parts, f"{name}_scales": torch.full_like(scales, 255)}, "mxfp4", tmp_path)
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads)).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    dense = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator())
+        scales = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8, generator=generator())
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    change(folder, dense, None)
+    expected = open_hf(folder)
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        their_logits = theirs(torch.arange(3, 15)[None]).logits
+    packed = shutil.copytree(folder, tmp_path / "packed")
+    change(packed, tensors, {"quant_method": "mxfp4"})
+    torch.testing.assert_close(logits(packed), their_logits, rtol=1e-4, atol=1e-5)
+    ours = open_hf(packed)
+    for part in ("gate", "up", "down"):
+        name = f"blocks.1.feed_forward.{part}.weight"
+        assert torch.equal(ours.read(name).float(), expected.read(name))
+        for expert in (0, 3):
+            assert torch.equal(ours.read(name, expert).float(), expected.read(name)[expert])
+            assert torch.equal(expected.read(name, expert), expected.read(name)[expert])
 
 
 def test_nvfp4_of_modelopt(tmp_path: Path) -> None:
