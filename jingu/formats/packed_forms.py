@@ -39,7 +39,6 @@ from jingu.formats.packed_matrices import (
     Config,
     Locations,
     PackedForm,
-    Part,
     Parts,
     ReadPart,
     dtype_name,
@@ -93,7 +92,7 @@ def _codes_of_gptq(parts: Parts, config: Config) -> Codes:
     num_groups, outputs = scale_SO.shape
     num_bits = 32 * zero_words.shape[1] // outputs
     inputs = 32 // num_bits * len(words_WO)
-    if _gptq_version(config) == 1:
+    if _gptq_format(config) == "gptq":
         # Version 1 stores zero points minus one, subtracted from the words, so that it may borrow from the next one.
         zero_words = zero_words + sum(1 << shift for shift in range(0, 31, num_bits))
     zero_SO = spread_bits(zero_words.contiguous().view(torch.uint8), num_bits)
@@ -112,10 +111,6 @@ def _check_index(index: Tensor, num_groups: int, size: int) -> Groups:
     if smallest < 0 or largest >= num_groups:
         raise ValueError(f"g_idx names group {largest if largest >= num_groups else smallest} of {num_groups}")
     return index.long()
-
-
-def _gptq_version(config: Config) -> int:
-    return 2 if _gptq_format(config) == "gptq_v2" else 1
 
 
 def _gptq_format(config: Config) -> str:
@@ -454,96 +449,77 @@ def _compressed_problem(config: Config) -> str | None:
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         return f"sparsity_config {sparsity!r}"
-    return None if config.get("format") in _COMPRESSED_FORMATS else f"format {config.get('format')!r}"
+    return None if config.get("format") in _FORMATS else f"format {config.get('format')!r}"
 
 
 # The table
 
 _STATE = ".quant_state.bitsandbytes__"
-_COMPRESSED_FORMATS = (
-    "float-quantized",
-    "int-quantized",
-    "naive-quantized",
-    "pack-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mixed-precision",
-)
-_GPTQ_PARTS = {"qweight": Part(_INT32), "qzeros": Part(_INT32), "scales": Part(FLOATS)}
-_GPTQ_INDEX = {"g_idx": Part((torch.int32, torch.int64), optional=True)}
-_FP8_SCALE = Part((*FLOATS, _E8M0, torch.uint8), optional=True)
-_GROUP_INDEX = {"weight_g_idx": Part((torch.int32, torch.int64), optional=True)}
+_PACKED_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_FORMATS = (*_PACKED_FORMATS, "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
+_INDEX = (torch.int32, torch.int64)
+_FP8_SCALE = (*FLOATS, _E8M0, torch.uint8)
+_FP32 = (torch.float32,)
 
-GPTQ = PackedForm("GPTQ", _GPTQ_PARTS | _GPTQ_INDEX, _gptq_shape, _codes_of_gptq, "weight")
-AWQ = PackedForm("AWQ", _GPTQ_PARTS, _awq_shape, _codes_of_awq, "weight")
-FP8 = PackedForm("FP8", {"": Part(_FP8), "_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _codes_of_fp8)
+GPTQ = PackedForm(
+    "GPTQ",
+    {"qweight": _INT32, "qzeros": _INT32, "scales": FLOATS},
+    {"g_idx": _INDEX},
+    _gptq_shape,
+    _codes_of_gptq,
+    "weight",
+)
+AWQ = PackedForm(
+    "AWQ", {"qweight": _INT32, "qzeros": _INT32, "scales": FLOATS}, {}, _awq_shape, _codes_of_awq, "weight"
+)
+FP8 = PackedForm("FP8", {"": _FP8}, {"_scale_inv": _FP8_SCALE, "_scale": _FP8_SCALE}, _fp8_shape, _codes_of_fp8)
 MXFP4 = PackedForm(
-    "MXFP4",
-    {"_blocks": Part(_BYTES), "_scales": Part((torch.uint8, _E8M0))},
-    _mxfp4_shape,
-    _codes_of_mxfp4,
-    is_transposed=True,
+    "MXFP4", {"_blocks": _BYTES, "_scales": (torch.uint8, _E8M0)}, {}, _mxfp4_shape, _codes_of_mxfp4, is_transposed=True
 )
 MODELOPT_NVFP4 = PackedForm(
     "NVFP4",
-    {"weight": Part(_BYTES), "weight_scale": Part(_FP8), "weight_scale_2": Part((torch.float32,))},
+    {"weight": _BYTES, "weight_scale": _FP8, "weight_scale_2": _FP32},
+    {},
     _fp4_shape,
     _codes_of_modelopt,
     "weight",
 )
+_NESTED = {".nested_absmax": _FP32, ".nested_quant_map": _FP32}
 BNB_4BIT = PackedForm(
     "bitsandbytes' 4 bits",
-    {
-        "": Part((*_BYTES, *FLOATS)),
-        ".absmax": Part((torch.float32, torch.uint8)),
-        ".quant_map": Part((torch.float32,)),
-        f"{_STATE}nf4": Part(_BYTES, optional=True),
-        f"{_STATE}fp4": Part(_BYTES, optional=True),
-        ".nested_absmax": Part((torch.float32,), optional=True),
-        ".nested_quant_map": Part((torch.float32,), optional=True),
-    },
+    {"": (*_BYTES, *FLOATS), ".absmax": (torch.float32, torch.uint8), ".quant_map": _FP32},
+    {f"{_STATE}nf4": _BYTES, f"{_STATE}fp4": _BYTES, **_NESTED},
     _bnb4_shape,
     _codes_of_bnb4,
 )
 BNB_8BIT = PackedForm(
     "bitsandbytes' int8",
-    {"weight": Part(_INT8), "SCB": Part((torch.float32,)), "weight_format": Part(_BYTES, optional=True)},
+    {"weight": _INT8, "SCB": _FP32},
+    {"weight_format": _BYTES},
     _bnb8_shape,
     _codes_of_bnb8,
     "weight",
 )
 COMPRESSED_INTEGERS = PackedForm(
     "pack-quantized",
-    {
-        "weight_packed": Part(_INT32),
-        "weight_scale": Part(FLOATS),
-        "weight_shape": Part((torch.int64, torch.int32)),
-        "weight_zero_point": Part((torch.int32, torch.int8), optional=True),
-        **_GROUP_INDEX,
-    },
+    {"weight_packed": _INT32, "weight_scale": FLOATS, "weight_shape": _INDEX},
+    {"weight_zero_point": (torch.int32, torch.int8), "weight_g_idx": _INDEX},
     _integer_shape,
     _codes_of_compressed,
     "weight",
 )
 COMPRESSED_FP4 = PackedForm(
     "FP4 of compressed-tensors",
-    {
-        "weight_packed": Part(_BYTES),
-        "weight_scale": Part((*_FP8, torch.uint8)),
-        "weight_global_scale": Part((torch.float32,), optional=True),
-    },
+    {"weight_packed": _BYTES, "weight_scale": (*_FP8, torch.uint8)},
+    {"weight_global_scale": _FP32},
     _fp4_shape,
     _codes_of_compressed,
     "weight",
 )
 COMPRESSED_BYTES = PackedForm(
     "8 bits of compressed-tensors",
-    {
-        "weight": Part((*_FP8, *_INT8)),
-        "weight_scale": Part(FLOATS),
-        "weight_zero_point": Part((torch.int8, *_FP8, *FLOATS), optional=True),
-        **_GROUP_INDEX,
-    },
+    {"weight": (*_FP8, *_INT8), "weight_scale": FLOATS},
+    {"weight_zero_point": (*_INT8, *_FP8, *FLOATS), "weight_g_idx": _INDEX},
     _byte_shape,
     _codes_of_compressed,
     "weight",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from jingu.formats.safetensors import TensorLocation
 from jingu.runtime.device import single_thread
 
 Config = Mapping[str, Any]
+Dtypes = tuple[torch.dtype, ...]
 Parts = Mapping[str, Tensor]
 Locations = Mapping[str, TensorLocation]
 # A stored tensor: the file, its key there, and its location.
@@ -40,21 +41,15 @@ _POWERS = "F8_E8M0"
 ReadPart = Callable[[str], Tensor]
 
 
-class Part(NamedTuple):
-    """A tensor of a form: the dtypes that it can have, and whether it may be missing."""
-
-    dtypes: tuple[torch.dtype, ...]
-    optional: bool = False
-
-
 @dataclass(frozen=True)
 class PackedForm:
     """A form of matrices.
 
     Attributes:
         name: for messages.
-        parts: the tensors of a matrix by suffix. The first one holds the codes. If its suffix is also that of plain
-            matrices, its dtype tells them apart.
+        parts: the dtypes of the tensors of a matrix, by suffix. The first one holds the codes. If its suffix is also
+            that of plain matrices, its dtype tells them apart.
+        optional: those of the tensors that may be missing.
         shape: checks the places of the tensors and returns the shape of the matrix. Raises ValueError.
         codes: returns the codes with their scales. Raises ValueError.
         suffix: what follows the stem in the name of the matrix.
@@ -62,11 +57,17 @@ class PackedForm:
     """
 
     name: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Dtypes]
+    optional: Mapping[str, Dtypes]
     shape: Callable[[Locations, ReadPart, Config], torch.Size]
     codes: Callable[[Parts, Config], Codes]
     suffix: str = ""
     is_transposed: bool = False
+
+    @property
+    def dtypes(self) -> dict[str, Dtypes]:
+        """The dtypes of all tensors by suffix."""
+        return {**self.parts, **self.optional}
 
     @property
     def first(self) -> str:
@@ -159,7 +160,7 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
     matrices: dict[str, Stored] = {}
     for stem in dict.fromkeys(stem for key in plain if (stem := _find_stem(key, plain, forms)) is not None):
         form = _choose_form(stem, plain, forms)
-        parts = {suffix: plain.pop(stem + suffix) for suffix in form.parts if stem + suffix in plain}
+        parts = {suffix: plain.pop(stem + suffix) for suffix in form.dtypes if stem + suffix in plain}
         name = stem + form.suffix
         shape = _check_parts(form, stem, parts, config)
         matrix = PackedMatrix(form, parts, config, shape, form.is_transposed and len(shape) == 3)
@@ -169,19 +170,19 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
 
 def marks(forms: Iterable[PackedForm]) -> set[str]:
     """Return the suffixes that only parts of quantized matrices have."""
-    return {suffix for form in forms for suffix in form.parts if suffix not in ("", "weight", "_scale")}
+    return {suffix for form in forms for suffix in form.dtypes if suffix not in ("", "weight", "_scale")}
 
 
 def _find_stem(key: str, tensors: Mapping[str, Place], forms: Sequence[PackedForm]) -> str | None:
     """Return the stem of a tensor if it is a part of a quantized matrix."""
-    for suffix in (suffix for form in forms for suffix in form.parts):
+    for suffix in (suffix for form in forms for suffix in form.dtypes):
         stem = key.removesuffix(suffix)
         if key.endswith(suffix) and (suffix in marks(forms) or (suffix == "_scale" and stem in tensors)):
             return stem
     # What remains is named like a plain matrix.
     dtype = tensors[key][2].dtype
     for form in forms:
-        if key.endswith(form.first) and dtype in form.parts[form.first].dtypes and dtype not in FLOATS:
+        if key.endswith(form.first) and dtype in form.parts[form.first] and dtype not in FLOATS:
             return key.removesuffix(form.first)
     return None
 
@@ -190,12 +191,12 @@ def _choose_form(stem: str, tensors: Mapping[str, Place], forms: Sequence[Packed
     """Return the form of the tensors with a stem. Raises JinguError if they have none."""
     present = [form for form in forms if stem + form.first in tensors]
     for form in present:
-        if tensors[stem + form.first][2].dtype in form.parts[form.first].dtypes:
+        if tensors[stem + form.first][2].dtype in form.parts[form.first]:
             return form
     if present:
         place = tensors[stem + present[0].first]
         raise _wrong_part(present[0], place, f"it is stored as {dtype_name(place[2])}")
-    part = next(stem + suffix for form in forms for suffix in form.parts if stem + suffix in tensors)
+    part = next(stem + suffix for form in forms for suffix in form.dtypes if stem + suffix in tensors)
     codes_names = " or ".join(dict.fromkeys(stem + form.first for form in forms))
     what = f"{part} is a part of a quantized matrix, whose tensor {codes_names} is missing."
     raise JinguError(what, where=tensors[part][0], fix=_GET_AGAIN)
@@ -208,13 +209,13 @@ def dtype_name(location: TensorLocation) -> str:
 
 def _check_parts(form: PackedForm, stem: str, parts: Mapping[str, Place], config: Config) -> torch.Size:
     """Return the shape of a matrix. Raises JinguError if its parts do not fit together."""
-    for suffix, part in form.parts.items():
-        if suffix not in parts and not part.optional:
+    for suffix, dtypes in form.dtypes.items():
+        if suffix in parts and parts[suffix][2].dtype not in dtypes:
+            raise _wrong_part(form, parts[form.first], f"{stem}{suffix} is stored as {dtype_name(parts[suffix][2])}")
+        if suffix not in parts and suffix in form.parts:
             path, key, _ = parts[form.first]
             what = f"{key} is a matrix in {form.name}, and its tensor {stem}{suffix} is missing."
             raise JinguError(what, where=path, fix=_GET_AGAIN)
-        if suffix in parts and parts[suffix][2].dtype not in part.dtypes:
-            raise _wrong_part(form, parts[form.first], f"{stem}{suffix} is stored as {dtype_name(parts[suffix][2])}")
     locations = {suffix: location for suffix, (_, _, location) in parts.items()}
     try:
         return form.shape(locations, lambda suffix: _read_place(parts[suffix]), config)
