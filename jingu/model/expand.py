@@ -161,7 +161,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
     Raises:
         JinguError: the width is not a multiple of the hidden size, or the model has ALiBi, whose slopes depend on the
-            number of the head.
+            number of the head, or latent attention, whose latent vectors do not grow.
     """
     spec = model.spec
     times, rest = divmod(width, spec.hidden_size)
@@ -177,6 +177,12 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
             where="--hidden-size",
             fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
         )
+    if any(layer.attention.latent is not None for layer in spec.kinds):
+        raise JinguError(
+            "the latent vectors of attention have norms and sizes of their own, which do not grow by repetition.",
+            where="--hidden-size",
+            fix="Grow the depth or the vocabulary.",
+        )
     kinds = {name: {**changes, **_wider(spec.kind(name), times)} for name, changes in spec.layer_kinds.items()}
     sizes = {"hidden_size": width, **_wider(spec.default_layer, times), "layer_kinds": kinds}
     # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
@@ -191,9 +197,12 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
     def read(name: str) -> Tensor:
         old = model.read(name)
-        # The norms of a head are the same for all heads, and the numbers of an activation for all dims.
-        if name.endswith((".alpha_p.weight", ".alpha_n.weight")):
+        # There are as many experts as before, and the numbers of an activation are the same for all dims.
+        if name.endswith((".alpha_p.weight", ".alpha_n.weight", ".correction.weight", ".router.bias")):
             return old
+        if name.endswith(".bias") and old.ndim == 2:
+            return old.repeat(1, times)
+        # The norms of a head are the same for all heads.
         if ".q_norm." in name or ".k_norm." in name:
             return old if spec.layer_of(name).attention.qk_norm_width == "head" else old.repeat(times)
         # Biases and norms are repeated. The final norm also divides for the head.

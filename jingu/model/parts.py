@@ -260,7 +260,6 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     """
     part, feed_forward = layer.attention, layer.feed_forward
     stacks = 1 + (spec.num_encoder_layers is not None)
-    inner = part.num_heads * part.head_dim
     # Tensors saved by norms, and the inputs of matmuls.
     branches = ["attention"] * stacks + ["feed_forward"]
     norms = sum(sum(norm_places(layer, branch)) for branch in branches)
@@ -268,14 +267,37 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     saved = norms * _saved_by_norm(layer.norm, spec.hidden_size, 1, size) + inputs * spec.hidden_size * size
     if layer.block_order == "parallel" and isinstance(layer.norm, LayerNorm):
         saved -= spec.hidden_size * size  # both norms save the same input
-    # Queries, keys and values repeated for all heads, in fp32 as without a fused kernel; and the input of the output
-    # projection.
-    saved += stacks * inner * (3 * (size if part.softcap else max(size, 4.0)) + size)
+    saved += stacks * _saved_by_attention(part, size)
     if part.qk_norm:
         heads = part.num_heads + part.num_kv_heads
         groups = heads if part.qk_norm_width == "head" else 2
         saved += stacks * _saved_by_norm(qk_norm(layer), heads * part.head_dim, groups, size)
     return saved + _saved_by_feed_forward(dense_equivalent(feed_forward), size) + routed_bytes(spec, layer, size)
+
+
+def _saved_by_attention(part: AttentionSpec, size: float) -> float:
+    """Return the bytes per token that attention saves beside its input and its norms of queries and keys."""
+    wide = max(size, 4.0)
+    stores_scores = part.softcap is not None or part.sinks
+    values = part.num_heads * part.value_size
+    # Queries, keys and values repeated for all heads and padded to one size, in fp32 as without a fused kernel; and the
+    # input of the output projection.
+    largest = part.num_heads * max(part.head_dim, part.value_size)
+    if stores_scores:
+        saved = (2 * part.num_heads * part.head_dim + 2 * values) * size
+    else:
+        saved = 3 * largest * wide + values * size
+    # A gate saves both factors.
+    saved += 2 * values * size if part.output_gate else 0.0
+    saved += part.num_heads * wide if part.sinks else 0.0
+    latent = part.latent
+    if latent is not None:
+        ranks = [latent.rank, *([] if latent.query_rank is None else [latent.query_rank])]
+        saved += sum(_saved_by_norm(RmsNorm(), rank, 1, size) + rank * size for rank in ranks)
+        # Values are a part of the projection's result, which is saved as a whole, unless they are padded or cast.
+        if part.value_size == part.head_dim and size >= 4:
+            saved += part.num_heads * (part.head_dim - latent.rotary_dim) * size
+    return saved
 
 
 def dense_equivalent(part: FeedForward) -> PlainFeedForward | GatedFeedForward:
@@ -304,10 +326,11 @@ def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: floa
 
 def score_bytes(layer: LayerSpec, size: float) -> float:
     """Return the bytes that a layer saves for each attention score of a head: none with the kernels of PyTorch."""
-    if layer.attention.softcap is None:
+    part = layer.attention
+    if part.softcap is None and not part.sinks:
         return 0.0
     # The results of tanh and of softmax, and the probabilities in the compute dtype.
-    return 2 * max(size, 4.0) + (size if size < 4 else 0.0)
+    return (1 + (part.softcap is not None)) * max(size, 4.0) + (size if size < 4 else 0.0)
 
 
 def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:

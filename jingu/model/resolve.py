@@ -47,7 +47,9 @@ def spec_from_settings(
     _check_family(settings, template, family)
     # The head size follows from the hidden size and the number of heads, if the user changes one of them.
     head_size = settings.head_dim
-    if head_size is None and (settings.hidden_size or settings.num_heads):
+    # A head of latent attention has sizes of its own.
+    is_latent = template.attention.latent is not None
+    if head_size is None and (settings.hidden_size or settings.num_heads) and not is_latent:
         heads = settings.num_heads or template.attention.num_heads
         head_size = _head_size(settings.hidden_size or template.hidden_size, heads)
     # Fields that are None keep the value of the template.
@@ -61,7 +63,7 @@ def spec_from_settings(
         "norm.eps": settings.norm_eps,
         "position.theta": settings.rope_theta,
         "attention.num_heads": settings.num_heads,
-        "attention.num_kv_heads": settings.num_kv_heads or settings.num_heads,
+        "attention.num_kv_heads": (None if is_latent else settings.num_kv_heads) or settings.num_heads,
         "attention.head_dim": head_size,
         "tie_word_embeddings": settings.tie_word_embeddings,
         "scale_lm_head": template.scale_lm_head and settings.tie_word_embeddings is not False,
@@ -79,6 +81,13 @@ def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) 
     for setting, has, what, where, example in (
         (settings.num_encoder_layers, has_encoder, "encoder", "model.num_encoder_layers", "one (t5)"),
         (settings.rope_theta, has_rotary, "rotary positions", "model.rope_theta", "them (llama)"),
+        (
+            settings.num_kv_heads,
+            template.attention.latent is None,
+            "key-value heads",
+            "model.num_kv_heads",
+            "them (llama)",
+        ),
         (experts, family.experts, "experts", f"model.experts.{next(iter(experts), None)}", "them (mixtral)"),
     ):
         if setting and not has:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, generation_flops
 from jingu.model.parameter_table import parameter_sizes
-from jingu.model.parts import cached_tokens
+from jingu.model.parts import cached_numbers, cached_tokens
 from jingu.model.spec import ModelSpec
 from jingu.plan.machine import Machine
 
@@ -64,9 +64,12 @@ def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, wei
 
 def cache_bytes(spec: ModelSpec, tokens: int, gpus: int = 1, number_bytes: float = 2.0) -> float:
     """Return the bytes of the KV cache of a sequence on a GPU. Layers with a window keep only its tokens."""
-    # With more ranks than key-value heads, these are replicated.
-    parts = ((layer.attention, cached_tokens(layer, tokens)) for layer in spec.layers)
-    return sum(2.0 * number_bytes * max(1.0, part.num_kv_heads / gpus) * part.head_dim * count for part, count in parts)
+    total = 0.0
+    for layer in spec.layers:
+        # With more ranks than key-value heads, these are replicated; so is a latent vector.
+        ranks = 1 if layer.attention.latent is not None else min(gpus, layer.attention.num_kv_heads)
+        total += number_bytes * cached_numbers(layer) / ranks * cached_tokens(layer, tokens)
+    return total
 
 
 def decode_seconds(

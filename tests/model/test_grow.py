@@ -37,6 +37,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "experts": {"num_experts": 5, "shared_intermediate_size": 7, "shared_expert_gate": True},
     },
 }
+for name, experts in {
+    "gpt_oss": {},
+    "afmoe": {"shared_intermediate_size": 7},
+    "glm4_moe": {},
+    "llama4_text": {},
+}.items():
+    FAMILIES[name] = {"family": name, "experts": {"num_experts": 6, "num_experts_per_token": 2, **experts}}
 EACH = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -109,6 +116,13 @@ def test_wider_models_say_the_same(family: str, times: int, noise: float) -> Non
     assert grown.spec.attention.head_dim == old.spec.attention.head_dim
     # Epsilon counts the same in each: norms of repeated numbers are the same.
     assert equal(logits(grown), logits(old))
+
+
+def test_latent_vectors_do_not_grow() -> None:
+    settings = {"family": "deepseek_v3", "hidden_size": 24, "num_heads": 3, "num_layers": 2, "intermediate_size": 19}
+    spec = spec_from_settings(ModelSettings(**settings), 53, 16)
+    with pytest.raises(JinguError, match="the latent vectors of attention"):
+        expand_width(LazyModel(spec, lambda name: torch.empty(0)), 48)
 
 
 def test_noise_sets_copies_apart() -> None:

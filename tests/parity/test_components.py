@@ -428,3 +428,25 @@ def test_saved_bytes_are_those_that_autograd_counts(name: str, size: int) -> Non
         # The factor 1 + w of a norm, and constants of the soft cap, are saved once for all tokens.
         counted = _count_saved(our_spec.uniform(layer), size)
         assert saved_bytes(our_spec, layer, size) == pytest.approx(counted, rel=0.02)
+
+
+LATENT = {"num_kv_heads": 3, "latent": {"rank": 22, "rotary_dim": 6, "query_rank": 18}}
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"output_gate": True},
+        {"value_dim": 10},
+        {"value_dim": 24},
+        {"sinks": True},
+        LATENT,
+        {**LATENT, "value_dim": 14},
+        {**LATENT, "value_dim": 14, "latent": {"rank": 22, "rotary_dim": 6}},
+    ],
+    ids=["gate", "narrow values", "wide values", "sinks", "latent", "latent, narrow", "latent, without query rank"],
+)
+def test_saved_bytes_of_attention(attention: dict[str, Any], size: int) -> None:
+    ours = spec(attention=attention)
+    assert saved_bytes(ours, ours.default_layer, size) == pytest.approx(_count_saved(ours, size), rel=0.001)
