@@ -132,13 +132,17 @@ def spread_bits(code_bytes: Tensor, num_bits: int) -> Tensor:
     return code_bytes
 
 
-def integers(bytes_OB: Tensor, num_bits: int, zero: int = 0) -> ReadCodes:
-    """Return the function that reads unsigned integers, which follow each other in a row, and subtracts a number."""
+def integers(bytes_OB: Tensor, num_bits: int, columns: int, zero: int = 0) -> ReadCodes:
+    """Return the function that reads unsigned integers, which follow each other in a row, and subtracts a number.
+
+    Args:
+        columns: number of integers in a row, whose last byte may have more.
+    """
 
     def read(rows: slice) -> Tensor:
         if num_bits == 4:
-            return unpack_halves(bytes_OB[rows], zero)
-        return spread_bits(bytes_OB[rows], num_bits).float().sub_(zero)
+            return unpack_halves(bytes_OB[rows], zero)[:, :columns]
+        return spread_bits(bytes_OB[rows], num_bits)[:, :columns].float().sub_(zero)
 
     return read
 
@@ -149,7 +153,7 @@ def words_of_inputs(words_WO: Tensor, num_bits: int) -> ReadCodes:
     def read(rows: slice) -> Tensor:
         # Copied before it is transposed, a part of the rows is in the cache.
         bytes_OB = words_WO[:, rows].contiguous().t().contiguous().view(torch.uint8)
-        return integers(bytes_OB, num_bits)(slice(None))
+        return integers(bytes_OB, num_bits, 8 * bytes_OB.shape[1] // num_bits)(slice(None))
 
     return read
 

@@ -163,26 +163,32 @@ def _fp8_shape(parts: Locations, _read: ReadPart, config: Config) -> torch.Size:
     weight = next(parts[name] for name in ("", "weight") if name in parts)
     shape = matrix_shape(weight, "weight", (2, 3))
     scale = parts[suffix].shape
-    if scale.numel() > 1:
+    if scale.numel() != 1:
         *before, rows, columns = shape
         # A scale for each row, or for each expert.
         grids = [(*before, rows), (*before, rows, 1), (*before, 1, 1), tuple(before)]
         block = _block(config)
         if block is not None:
             grids.insert(0, (*before, -(-rows // block[0]), -(-columns // block[1])))
-        elif len(scale) == len(shape) and not (rows % scale[-2] or columns % scale[-1]):
+        elif len(scale) == len(shape) and scale.numel() and not (rows % scale[-2] or columns % scale[-1]):
             grids.append((*before, *scale[-2:]))
         expect(parts, suffix, *(grid for grid in grids if grid))
     return shape
+
+
+def _mapping(values: Any, key: str) -> Config:
+    """Return the object under a key; an empty one if there is none."""
+    value = values.get(key) if isinstance(values, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
 
 
 def _block(config: Config) -> tuple[int, int] | None:
     """Return rows and columns of the blocks that share a scale; None: the config does not say. Raises ValueError."""
     block = config.get("weight_block_size")
     if block is None:
-        groups = (config.get("config_groups") or {}).values()
-        blocks = {tuple(each) for group in groups if (each := (group.get("weights") or {}).get("block_structure"))}
-        block = blocks.pop() if len(blocks) == 1 else None
+        groups = _mapping(config, "config_groups").values()
+        blocks = [each for group in groups if (each := _mapping(group, "weights").get("block_structure"))]
+        block = blocks[0] if blocks and all(each == blocks[0] for each in blocks) else None
     if block is None:
         return None
     sizes = tuple(block) if isinstance(block, list | tuple) else ()
@@ -387,15 +393,21 @@ def _integer_shape(parts: Locations, read: ReadPart, _config: Config) -> torch.S
     packed = matrix_shape(parts["weight_packed"], "weight_packed")
     expect(parts, "weight_shape", (2,))
     rows, columns = (int(size) for size in read("weight_shape"))
-    if rows != packed[0] or columns < 1 or 32 * packed[1] // columns not in (2, 4, 8):
+    num_bits = _num_bits(packed[1], columns)
+    if rows != packed[0] or num_bits is None:
         raise ValueError(f"weight_packed has the shape {list(packed)}, and weight_shape is {[rows, columns]}")
     scale = matrix_shape(parts["weight_scale"], "weight_scale")
     if scale[0] not in (1, rows) or columns % scale[1]:
         raise ValueError(f"weight_scale has the shape {list(scale)} for a matrix {[rows, columns]}")
-    num_bits = 32 * packed[1] // columns
     expect(parts, "weight_zero_point", tuple(scale), (-(-rows * num_bits // 32), scale[1]))
     expect(parts, "weight_g_idx", (columns,))
     return torch.Size((rows, columns))
+
+
+def _num_bits(words: int, columns: int) -> int | None:
+    """Return the bits of the integers in a row, of which the last word may be cut; None if no number fits."""
+    fitting = [bits for bits in (2, 4, 8) if columns > 0 and -(-columns * bits // 32) == words]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _byte_shape(parts: Locations, read: ReadPart, config: Config) -> torch.Size:
@@ -429,7 +441,8 @@ def compressed_codes(parts: Parts, block: tuple[int, int] | None = None) -> Code
         code_bytes = parts["weight_packed"]
         return _fp4_with_scales(code_bytes, _unpacked_shape(code_bytes), scale_OS, torch.float32)
     rows, columns = (int(size) for size in parts["weight_shape"])
-    num_bits = 32 * parts["weight_packed"].shape[1] // columns
+    num_bits = _num_bits(parts["weight_packed"].shape[1], columns)
+    assert num_bits is not None
     zero = parts.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
         # Zero points are packed along the rows.
@@ -437,7 +450,7 @@ def compressed_codes(parts: Parts, block: tuple[int, int] | None = None) -> Code
         zero = zero_SO[:, :rows].t().float() - 2 ** (num_bits - 1)
     size = columns // scale.shape[1]
     groups = size if index is None else _check_index(index, scale.shape[1], size)
-    read_codes = integers(parts["weight_packed"].view(torch.uint8), num_bits, 2 ** (num_bits - 1))
+    read_codes = integers(parts["weight_packed"].view(torch.uint8), num_bits, columns, 2 ** (num_bits - 1))
     return Codes(torch.Size((rows, columns)), scale.dtype, read_codes, scale, groups, zero)
 
 
@@ -446,7 +459,7 @@ def _codes_of_compressed(parts: Parts, config: Config) -> Codes:
 
 
 def _compressed_problem(config: Config) -> str | None:
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _mapping(config, "sparsity_config").get("format", "dense")
     if sparsity != "dense":
         return f"sparsity_config {sparsity!r}"
     return None if config.get("format") in _FORMATS else f"format {config.get('format')!r}"
