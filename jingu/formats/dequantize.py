@@ -28,8 +28,8 @@ FP4_NUMBERS = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
 FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _EXPONENT_BIAS = 127
 
-# A function that returns the codes of some rows.
-ReadCodes = Callable[[slice], Tensor]
+# A function that returns some rows of a matrix: their codes, or the bytes that hold these.
+ReadRows = Callable[[slice], Tensor]
 # The number of columns in a group; or the group of each column.
 Groups = int | Tensor
 
@@ -43,6 +43,7 @@ class Codes:
         dtype: of the numbers.
         read: returns the codes of some rows [rows, I] in fp32, as new memory.
         scale: scales [O, S], of any dtype. If one group holds all rows, its scales have one row; likewise for columns.
+            None: the codes are multiplied already.
         groups: number of columns in a group, of which the last one may be cut; or the group of each column.
         zero: zero points [O, S]; None: 0.
         columns: I, if rows are not those of the matrix; the last one may then be cut.
@@ -51,8 +52,8 @@ class Codes:
 
     shape: torch.Size
     dtype: torch.dtype
-    read: ReadCodes
-    scale: Tensor
+    read: ReadRows
+    scale: Tensor | None
     groups: Groups
     zero: Tensor | None = None
     columns: int = 0
@@ -69,8 +70,7 @@ def dequantize(codes: Codes, threads: int = 1) -> Tensor:
     columns = codes.columns or codes.shape[-1]
     rows = -(-codes.shape.numel() // columns)
     matrix_OI = _empty_matrix(rows, columns, codes.dtype)
-    scale_OS = codes.scale.float().expand(rows, -1)
-    zero_OS = None if codes.zero is None else codes.zero.float().expand(rows, -1)
+    scale_OS, zero_OS = (None if each is None else each.float().expand(rows, -1) for each in (codes.scale, codes.zero))
     step = max(1, _CHUNK // columns // _ROWS) * _ROWS
 
     def convert(begin: int, end: int) -> None:
@@ -79,11 +79,14 @@ def dequantize(codes: Codes, threads: int = 1) -> Tensor:
             values = codes.read(part)
             if zero_OS is not None:
                 _apply(torch.sub, values, zero_OS[part], codes.groups, values)
-            target = matrix_OI[part] if codes.dtype == torch.float32 else values
-            _apply(torch.mul, values, scale_OS[part], codes.groups, target)
+            if scale_OS is not None:
+                # Write numbers in fp32 to their place.
+                target = matrix_OI[part] if codes.dtype == torch.float32 else values
+                _apply(torch.mul, values, scale_OS[part], codes.groups, target)
+                values = target
             if codes.factor != 1.0:
-                target.mul_(codes.factor)
-            if target is values:
+                values.mul_(codes.factor)
+            if scale_OS is None or codes.dtype != torch.float32:
                 matrix_OI[part] = values
 
     share = -(-rows // step // threads) * step
@@ -132,33 +135,54 @@ def spread_bits(code_bytes: Tensor, num_bits: int) -> Tensor:
     return code_bytes
 
 
-def integers(bytes_OB: Tensor, num_bits: int, columns: int, zero: int = 0) -> ReadCodes:
-    """Return the function that reads unsigned integers, which follow each other in a row, and subtracts a number.
+def integers(
+    shape: torch.Size, read_bytes: ReadRows, num_bits: int, scale: Tensor, groups: Groups, zero: Tensor | int
+) -> Codes:
+    """Return a matrix of unsigned integers, which follow each other in the bytes of a row, in the scales' dtype.
 
     Args:
-        columns: number of integers in a row, whose last byte may have more.
+        read_bytes: returns the bytes of some rows, of which the last one may have more integers.
+        zero: zero points [O, S], or that of all integers.
     """
+    rows, columns = shape
+    if isinstance(zero, Tensor) and bool((zero == zero[0, 0]).all()):
+        zero = int(zero[0, 0])
+    constant = zero if isinstance(zero, int) else 0
 
-    def read(rows: slice) -> Tensor:
+    def read(part: slice) -> Tensor:
+        code_bytes = read_bytes(part)
         if num_bits == 4:
-            return unpack_halves(bytes_OB[rows], zero)[:, :columns]
-        return spread_bits(bytes_OB[rows], num_bits)[:, :columns].float().sub_(zero)
+            pair = torch.tensor([1.0, -constant], dtype=torch.float16)
+            return unpack_halves(code_bytes, pair[:1], pair[1:])[:, :columns]
+        return spread_bits(code_bytes, num_bits)[:, :columns].float().sub_(constant)
 
-    return read
+    scale_OS = scale.half().expand(rows, -1)
+    is_exact = torch.equal(scale_OS.float(), scale.float().expand(rows, -1))
+    if num_bits != 4 or isinstance(groups, Tensor) or columns % groups or groups % 2 or not is_exact:
+        return Codes(shape, scale.dtype, read, scale, groups, zero if isinstance(zero, Tensor) else None)
+    # PyTorch's kernel can multiply, too. All of these products have at most 15 bits, and so have their sums: where they
+    # fit into fp16, the zero points are subtracted as well.
+    product_OS = scale_OS.float() * zero
+    offset_OS = product_OS.neg().half()
+    if not torch.equal(offset_OS.float(), -product_OS):
+        offset_OS = torch.zeros_like(offset_OS)
+
+    def read_products(part: slice) -> Tensor:
+        code_bytes = read_bytes(part).reshape(-1, groups // 2)
+        numbers = unpack_halves(code_bytes, scale_OS[part].flatten(), offset_OS[part].flatten())
+        return numbers.view(-1, columns)
+
+    is_subtracted = bool(offset_OS.any()) or not bool(product_OS.any())
+    return Codes(shape, scale.dtype, read_products, None, groups, None if is_subtracted else product_OS)
 
 
-def words_of_inputs(words_WO: Tensor, num_bits: int) -> ReadCodes:
-    """Return the function that reads a matrix of GPTQ, whose words hold integers of successive inputs."""
-
-    def read(rows: slice) -> Tensor:
-        # Copied before it is transposed, a part of the rows is in the cache.
-        bytes_OB = words_WO[:, rows].contiguous().t().contiguous().view(torch.uint8)
-        return integers(bytes_OB, num_bits, 8 * bytes_OB.shape[1] // num_bits)(slice(None))
-
-    return read
+def words_of_inputs(words_WO: Tensor) -> ReadRows:
+    """Return the function that reads the bytes of a matrix of GPTQ, whose words hold integers of successive inputs."""
+    # Copied before it is transposed, a part of the rows is in the cache.
+    return lambda rows: words_WO[:, rows].contiguous().t().contiguous().view(torch.uint8)
 
 
-def words_of_outputs(words_IW: Tensor) -> ReadCodes:
+def words_of_outputs(words_IW: Tensor) -> ReadRows:
     """Return the function that reads a matrix of AWQ, whose words hold 4-bit integers of eight outputs.
 
     From the lowest bits, these are the outputs 0, 2, 4, 6, 1, 3, 5, 7.
@@ -192,7 +216,7 @@ def code_table(numbers: Tensor, *, low_first: bool = True) -> Tensor:
     return (pairs.flip(1) if low_first else pairs).contiguous()
 
 
-def look_up(bytes_OB: Tensor, table: Tensor) -> ReadCodes:
+def look_up(bytes_OB: Tensor, table: Tensor) -> ReadRows:
     """Return the function that reads the numbers of bytes from a table (`code_table`)."""
     # A pair of numbers is looked up as one of 64 bits.
     items = table.view(torch.int64 if table.shape[1] == 2 else torch.int32).flatten()

@@ -25,7 +25,7 @@ from jingu.formats.dequantize import (
     FP8_NUMBERS,
     Codes,
     Groups,
-    ReadCodes,
+    ReadRows,
     code_table,
     exponents,
     integers,
@@ -100,7 +100,7 @@ def _codes_of_gptq(parts: Parts, config: Config) -> Codes:
     size = _group_size(inputs, num_groups, config) or 1
     groups = _check_index(parts["g_idx"], num_groups, size) if _has_index(parts) else size
     shape = torch.Size((outputs, inputs))
-    return Codes(shape, scale_SO.dtype, words_of_inputs(words_WO, num_bits), scale_SO.t(), groups, zero_SO.t())
+    return integers(shape, words_of_inputs(words_WO), num_bits, scale_SO.t(), groups, zero_SO.t())
 
 
 def _check_index(index: Tensor, num_groups: int, size: int) -> Groups:
@@ -250,7 +250,7 @@ def _bytes_with_scales(
     return Codes(weight.shape, dtype, read_codes, expand(scale), groups, zero_OS)
 
 
-def _signed_bytes(values_OI: Tensor) -> ReadCodes:
+def _signed_bytes(values_OI: Tensor) -> ReadRows:
     return lambda rows: values_OI[rows].float()
 
 
@@ -443,15 +443,21 @@ def compressed_codes(parts: Parts, block: tuple[int, int] | None = None) -> Code
     rows, columns = (int(size) for size in parts["weight_shape"])
     num_bits = _num_bits(parts["weight_packed"].shape[1], columns)
     assert num_bits is not None
-    zero = parts.get("weight_zero_point")
-    if zero is not None and zero.dtype == torch.int32:
-        # Zero points are packed along the rows.
-        zero_SO = spread_bits(zero.t().contiguous().view(torch.uint8), num_bits)
-        zero = zero_SO[:, :rows].t().float() - 2 ** (num_bits - 1)
+    # Codes and zero points are stored as unsigned integers.
+    half = 2 ** (num_bits - 1)
+    zero: Tensor | int = half
+    if "weight_zero_point" in parts:
+        zero = parts["weight_zero_point"]
+        if zero.dtype == torch.int32:
+            # They are packed along the rows.
+            zero = spread_bits(zero.t().contiguous().view(torch.uint8), num_bits)[:, :rows].t()
+        else:
+            zero = zero.float() + half
     size = columns // scale.shape[1]
     groups = size if index is None else _check_index(index, scale.shape[1], size)
-    read_codes = integers(parts["weight_packed"].view(torch.uint8), num_bits, columns, 2 ** (num_bits - 1))
-    return Codes(torch.Size((rows, columns)), scale.dtype, read_codes, scale, groups, zero)
+    packed_bytes = parts["weight_packed"].view(torch.uint8)
+    shape = torch.Size((rows, columns))
+    return integers(shape, lambda part: packed_bytes[part], num_bits, scale, groups, zero)
 
 
 def _codes_of_compressed(parts: Parts, config: Config) -> Codes:

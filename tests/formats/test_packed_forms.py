@@ -90,8 +90,10 @@ def pack_gptq(
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("order", ["sorted", "by activations", "without an index", "one group", "cut"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "order", ["sorted", "symmetric", "tiny", "by activations", "without index", "one group", "cut"]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gptq(order: str, bits: int, version: int, dtype: torch.dtype, tmp_path: Path) -> None:
     inputs, size = (80, 32) if order == "cut" else (96, 32)
     if order == "one group":
@@ -99,11 +101,13 @@ def test_gptq(order: str, bits: int, version: int, dtype: torch.dtype, tmp_path:
     index = torch.arange(inputs) // size
     groups = int(index.max()) + 1
     codes, zeros, scales = integers(48, inputs, bits, groups)
+    if order == "symmetric":
+        zeros = torch.full_like(zeros, 2 ** (bits - 1))
+    if order == "tiny":
+        scales /= 10000
     if order == "by activations":
         index = index[torch.randperm(inputs, generator=generator())]
-    parts = pack_gptq(
-        codes, zeros, scales.to(dtype), None if order == "without an index" else index.int(), bits, version
-    )
+    parts = pack_gptq(codes, zeros, scales.to(dtype), None if order == "without index" else index.int(), bits, version)
     config = {"bits": bits, "group_size": -1 if order == "one group" else size}
     config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     matrix = read({f"m.{name}": part for name, part in parts.items()}, "gptq", tmp_path, **config)["m.weight"]
