@@ -64,8 +64,8 @@ def _gptq_shape(parts: Locations, _read: ReadPart, config: Config) -> torch.Size
     num_bits, remainder = divmod(32 * matrix_shape(parts["qzeros"], "qzeros")[1], outputs)
     if remainder or num_bits not in (2, 4, 8):
         raise ValueError(f"qzeros {list(parts['qzeros'].shape)} means {num_bits} bits, and 2, 4 and 8 are known")
-    # Modules may differ from the config ("dynamic").
-    if not config.get("dynamic") and config.get("bits") != num_bits:
+    # Modules may differ from the config.
+    if not (config.get("dynamic") or config.get("extra_config")) and config.get("bits") != num_bits:
         raise ValueError(f"it has {num_bits} bits, and {config.get('bits')} in config.json")
     inputs = 32 * num_words // num_bits
     expect(parts, "scales", (num_groups, outputs))
@@ -114,6 +114,9 @@ def _check_index(index: Tensor, num_groups: int, size: int) -> Groups:
 
 
 def _gptq_format(config: Config) -> str:
+    if "packing_format" in config:
+        # AutoRound stores zero points minus one only in AutoGPTQ's layout.
+        return "gptq" if "auto_gptq" in str(config["packing_format"]) else "gptq_v2"
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
@@ -565,19 +568,33 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+# Methods of AutoRound, by `packing_format`.
+_AUTO_ROUND = dict.fromkeys(("auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel"), "gptq")
+_AUTO_ROUND["auto_round:auto_awq"] = "awq"
+
+
+def _method_name(config: Config) -> str:
+    """Return the key in `METHODS` of the method that a config describes; another word if it is not known."""
+    name = str(config.get("quant_method"))
+    return _AUTO_ROUND.get(str(config.get("packing_format")), name) if name == "auto-round" else name
+
+
 def check_method(config: Config, where: Path | str) -> None:
     """Raise JinguError if a model's `quantization_config` describes a form that is not read; it is named."""
-    method = str(config.get("quant_method"))
-    problem = f"quant_method {method!r}"
+    method = _method_name(config)
+    problem = f"quant_method {str(config.get('quant_method'))!r}"
+    if method == "auto-round":
+        problem += f" with packing_format {config.get('packing_format')!r}"
     if method in METHODS:
         detail = METHODS[method].problem(config)
         if detail is None:
             return
         problem += f" with {detail}"
+    names = ", ".join((*METHODS, "auto-round"))
     raise JinguError(
         f"the weights are quantized in a form that jingu does not read: {problem}.",
         where=where,
-        fix=f"Use a release of the model in floating point, or in one of the forms {', '.join(METHODS)}.",
+        fix=f"Use a release of the model in floating point, or in one of the forms {names}.",
     )
 
 
@@ -592,7 +609,7 @@ def find_forms(config: Config, names: Iterable[str], where: Path) -> tuple[Packe
         JinguError: the config describes no form, and some tensors are parts of quantized matrices.
     """
     if config:
-        return METHODS[str(config["quant_method"])].forms
+        return METHODS[_method_name(config)].forms
     suffixes = tuple(marks(form for method in METHODS.values() for form in method.forms))
     part = next((name for name in names if name.endswith(suffixes)), None)
     if part is not None:

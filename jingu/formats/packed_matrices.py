@@ -35,6 +35,8 @@ _ACTIVATION_SCALES = (
     *(".k_scale", ".v_scale"),
 )
 _GET_AGAIN = "Get the files again."
+# Another name of a scale, and the usual one.
+_RENAMED = (".qscale_weight", ".weight_scale_inv")
 # The dtype of scales that are powers of two. Other readers refuse it.
 _POWERS = "F8_E8M0"
 # `PackedForm.shape` gets this function, which reads a part by its suffix.
@@ -156,7 +158,7 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
     for key, (path, name, location) in tensors.items():
         if not key.endswith(_ACTIVATION_SCALES):
             dtype = torch.float8_e8m0fnu if location.dtype == _POWERS else location.dtype
-            plain[key] = (path, name, replace(location, dtype=dtype))
+            plain[key.replace(*_RENAMED)] = (path, name, replace(location, dtype=dtype))
     matrices: dict[str, Stored] = {}
     for stem in dict.fromkeys(stem for key in plain if (stem := _find_stem(key, plain, forms)) is not None):
         form = _choose_form(stem, plain, forms)

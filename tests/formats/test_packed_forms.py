@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jingu.errors import JinguError
 from jingu.formats.huggingface import open_hf, read_stored, spec_from_config
-from jingu.formats.packed_forms import METHODS
+from jingu.formats.packed_forms import METHODS, find_forms
 from jingu.formats.packed_matrices import join_packed
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import load_model
@@ -116,6 +116,19 @@ def test_gptq(order: str, bits: int, version: int, dtype: torch.dtype, tmp_path:
     assert matrix.dtype == dtype and torch.equal(matrix, expected)
 
 
+@pytest.mark.parametrize(
+    ("packing", "version"), [("auto_round:auto_gptq", 1), ("auto_round", 2), ("auto_round:gptqmodel", 2)]
+)
+def test_gptq_of_auto_round(packing: str, version: int, tmp_path: Path) -> None:
+    codes, zeros, scales = integers(48, 96, 4, 3)
+    parts = pack_gptq(codes, zeros, scales.half(), None, 4, version)
+    config = {"bits": 4, "group_size": 32, "packing_format": packing}
+    assert find_forms({"quant_method": "auto-round", **config}, (), tmp_path) == METHODS["gptq"].forms
+    matrix = read({f"m.{name}": part for name, part in parts.items()}, "gptq", tmp_path, **config)["m.weight"]
+    index = torch.arange(96) // 32
+    assert torch.equal(matrix, (scales.half()[index] * (codes - zeros[index]).half()).t())
+
+
 def test_zero_points_of_0_borrow_in_version_1(tmp_path: Path) -> None:
     """GPTQModel subtracts 1 from whole words, and adds it to them again."""
     codes, zeros, scales = integers(16, 32, 4, 1)
@@ -168,8 +181,10 @@ def test_blocks_of_fp8_that_the_matrix_cuts(tmp_path: Path) -> None:
     assert torch.equal(matrix, values.float() * scale[:, rows][:, :, columns])
 
 
-def test_fp8_of_fbgemm_and_modelopt(tmp_path: Path) -> None:
+def test_fp8_of_mistral_fbgemm_and_modelopt(tmp_path: Path) -> None:
     values, row_scale = fp8(48, 36), torch.rand(48, 1, generator=generator())
+    parts = {"m.weight": values, "m.qscale_weight": row_scale}
+    assert torch.equal(read(parts, "fp8", tmp_path)["m.weight"], values.float() * row_scale)
     parts = {"m.weight": values, "m.weight_scale": row_scale, "m.input_scale_ub": torch.ones(1)}
     assert torch.equal(read(parts, "fbgemm_fp8", tmp_path)["m.weight"], values.float() * row_scale)
     one_scale = torch.tensor(0.37)
@@ -514,6 +529,10 @@ def test_damages_of_other_forms_are_named(damage: str, tmp_path: Path) -> None:
         ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "quant_method 'aqlm'"),
         ({"quant_method": "gptq", "bits": 3}, "quant_method 'gptq' with 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq' with checkpoint_format 'marlin'"),
+        (
+            {"quant_method": "auto-round", "packing_format": "mlx"},
+            "quant_method 'auto-round' with packing_format 'mlx'",
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quant_method 'awq' with version 'gemv'"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "quant_method 'fp8' with expert_dtype 'fp4'"),
         ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask"}, "with format 'sparse-24-bitmask'"),
