@@ -99,6 +99,11 @@ def open_from_config(
     # A tied head may be stored too.
     untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
     weights = open_weights(family, untied_map)
+    further = [entry.hf_name for entry in untied_map if next(iter(entry.jingu_shapes)).startswith("mtp.")]
+    if further and not any(name in weights.shapes for name in further):
+        # transformers leaves these layers out, whatever the config says.
+        spec = spec.model_copy(update={"mtp_layers": 0})
+        untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
     if spec.tie_word_embeddings and not spec.score_head:
         spec, weights = _resolve_tied_head(spec, weights, untied_map, where)
     mappings = map_tensors(spec)

@@ -31,6 +31,7 @@ from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk, pool_bytes
 from jingu.infer.model_runner import ModelRunner
+from jingu.infer.prediction_speculator import PredictionSpeculator
 from jingu.infer.request import (
     Event,
     Pooling,
@@ -98,6 +99,8 @@ class Engine:
         self._speculator: Speculator = NgramSpeculator()
         if draft_model is not None:
             self._speculator = DraftModelSpeculator(draft_model, model, max(num_blocks), block_size, chunk_size)
+        if self.settings.use_predictions:
+            self._speculator = PredictionSpeculator(model, max(num_blocks), block_size, chunk_size)
         self._grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, model.eos_token_ids[0])
         self._groups: dict[int, SequenceGroup] = {}
         self._events: list[Event] = []
@@ -447,13 +450,22 @@ class Engine:
         # 3. Run the forward pass with the adapter of each row.
         device = self._runner.cache.device
         num_rows = tokens_BT.shape[1]
+        num_tokens = sum(len(chunk.ids) for chunk in chunks)
         prompt_rows = self.model.prompt_rows
         select_rows = prompt_rows.select(dequantized_rows, num_rows) if prompt_rows is not None else nullcontext()
         with self.model.adapters.select(adapter_rows, num_rows, device), select_rows:
             source_BS = copy_to_device([encoding.group.encoder_ids], device) if encoding else None
             begin = time.perf_counter()
-            logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, pooled_rows, source_BS)
+            # A layer of multi-token prediction needs the hidden states of all tokens.
+            all_rows = list(range(num_tokens)) if self.settings.use_predictions else pooled_rows
+            logits_NV, hidden_ND = self._runner.compute(tokens_BT, positions_BT, rows, all_rows, source_BS)
             self._stats.forward_seconds += time.perf_counter() - begin
+        if self.settings.use_predictions:
+            dtype = self.model.parameter.dtype
+            for item, chunk, start in zip(scheduled, chunks, starts, strict=True):
+                states_ND = hidden_ND[start : start + len(chunk.ids)].to(dtype)
+                self._speculator.observe(item.sequence, chunk.first, states_ND)
+            hidden_ND = hidden_ND[pooled_rows]
         # 4. Split logits and hidden states by sequence.
         is_pooling = [item.sequence.group.request.pooling is not None for item in scheduled]
         logits = logits_NV.split([0 if pools else count for pools, count in zip(is_pooling, counts, strict=True)])

@@ -28,7 +28,9 @@ class EngineSettings:
             at most a quarter of the memory. CPUs use memory only as blocks are first written.
         prefill_chunk_size: maximum number of prompt tokens in a step (chunked prefill).
         num_speculative_tokens: draft tokens of a sequence in a step. A draft model proposes them, or prompt lookup if
-            there is none. They do not change outputs. 0 disables speculation; None: 4 with a draft model, else 0.
+            there is none. They do not change outputs. 0 disables speculation; None: 4 with a draft model, 1 with
+            `use_predictions`, else 0.
+        use_predictions: whether the model's own layer of multi-token prediction proposes the draft tokens.
         attention_backend: gather runs on every device; flash is FlashAttention-3 on CUDA; flex is FlexAttention on
             CUDA; auto is the first of flash, flex and gather that can be used.
     """
@@ -38,6 +40,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None
     prefill_chunk_size: int = 512
     num_speculative_tokens: int | None = None
+    use_predictions: bool = False
     attention_backend: BackendName = "auto"
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class EngineSettings:
         """Return the number of draft tokens of a sequence in a step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
+        if self.use_predictions:
+            return 1
         return 0 if draft_model is None else 4
 
     def tokens_per_block(self, model: InferenceModel) -> int:

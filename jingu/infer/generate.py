@@ -30,6 +30,10 @@ from jingu.runtime.signals import EXIT_INTERRUPTED, defer_interrupt
 KV_CACHE_OPTION = "--kv-cache"
 
 
+# Stands for a draft model: the model's own layer of multi-token prediction.
+OWN_PREDICTIONS = Path("mtp")
+
+
 @dataclass(frozen=True)
 class InferenceOptions:
     """Options of inference that commands have in common.
@@ -39,7 +43,8 @@ class InferenceOptions:
         resident_experts: how much of a model's experts is in memory (25%, 3GB); None keeps all of them.
         kv_cache: size of the KV cache (25% of the memory, 4GB); None: see `EngineSettings.kv_cache_bytes`.
         pipeline: pipeline stages over the launched ranks; the ranks of a stage use tensor parallelism.
-        draft_model: a smaller model with the same tokenizer, which proposes draft tokens. It does not change outputs.
+        draft_model: a smaller model with the same tokenizer, which proposes draft tokens; `mtp`: the model's own layer
+            of multi-token prediction does. They do not change outputs.
         num_speculative_tokens: draft tokens in a step; None: see `EngineSettings`. Without a draft model they are
             looked up in the text so far.
         cuda_graphs: whether to capture decoding steps as CUDA graphs.
@@ -81,7 +86,7 @@ class InferenceOptions:
         self._kv_cache_bytes(place)
         if not allow_rewards:
             check_language_model(model)
-        if self.draft_model is not None:
+        if self.draft_model not in (None, OWN_PREDICTIONS):
             check_language_model(self.draft_model)
         inference_model = load(
             model,
@@ -142,13 +147,19 @@ class InferenceOptions:
         Args:
             kv_cache_tokens: capacity of the KV cache in tokens, unless the options have a size.
         """
-        draft_model = None if self.draft_model is None else load(self.draft_model, self.precision, self.device)
+        use_predictions = self.draft_model == OWN_PREDICTIONS
+        draft_model = None
+        if self.draft_model is not None and not use_predictions:
+            draft_model = load(self.draft_model, self.precision, self.device)
         graphs = CudaGraphRunner() if self.cuda_graphs else None
         kv_cache_bytes = self._kv_cache_bytes(model.parameter.device)
         if kv_cache_bytes is None and kv_cache_tokens is not None:
             kv_cache_bytes = kv_cache_tokens * block_bytes(model.spec, 1, model.parameter.itemsize)
         settings = EngineSettings(
-            max_num_seqs, kv_cache_bytes=kv_cache_bytes, num_speculative_tokens=self.num_speculative_tokens
+            max_num_seqs,
+            kv_cache_bytes=kv_cache_bytes,
+            num_speculative_tokens=self.num_speculative_tokens,
+            use_predictions=use_predictions,
         )
         return Engine(model, settings, draft_model, graphs)
 

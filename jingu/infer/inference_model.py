@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jingu.chat.chat_format import ChatFormat, find_chat_format
 from jingu.compat.torch import has_byte_kernels
@@ -21,7 +21,9 @@ from jingu.infer.expert_offload import ExpertOffloader
 from jingu.infer.multi_lora import LoraAdapters, LoraWeights, read_lora_adapter
 from jingu.infer.prepack import prepack_weights
 from jingu.infer.sampling import SamplingOptions, SamplingParams
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Block, Decoder
+from jingu.model.layers import widen_vectors
+from jingu.model.prediction import PredictionLayer
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
 from jingu.model.quantized_weight import PromptRows, has_int4_kernel
 from jingu.model.spec import ModelSpec, QuantizationFormat
@@ -64,6 +66,8 @@ class InferenceModel:
         default_sampling: sampling parameters that its generation_config.json recommends, by name.
         world_size: number of ranks that share the model.
         is_compiled: whether its blocks are compiled for inference.
+        load_prediction_layer: reads the model's first layer of multi-token prediction, which only speculation needs;
+            None: there is none.
     """
 
     module: Model
@@ -81,6 +85,7 @@ class InferenceModel:
     prompt_rows: PromptRows | None = None
     world_size: int = 1
     is_compiled: bool = False
+    load_prediction_layer: Callable[[], PredictionLayer] | None = None
 
     def __post_init__(self) -> None:
         if not self.eos_token_ids:
@@ -141,6 +146,19 @@ def _open_supported_model(path: Path, ranks: RankInfo | None) -> StoredModel:
     return stored_model
 
 
+def _load_prediction_layer(stored_model: StoredModel, dtype: torch.dtype, device: torch.device) -> PredictionLayer:
+    """Read the first layer of multi-token prediction of a model."""
+    spec = stored_model.spec
+    with torch.device("meta"):
+        layer = PredictionLayer(spec, Block(spec, spec.layers[-1])).to(dtype)
+    widen_vectors(layer)
+    for name, parameter in list(layer.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        weight = stored_model.read(f"mtp.0.{name}").to(device, parameter.dtype)
+        setattr(layer.get_submodule(path), leaf, nn.Parameter(weight, requires_grad=False))
+    return layer.eval()
+
+
 def _choose_dtype(precision: Precision, device: torch.device, use_bytes: bool) -> torch.dtype:
     """Return the dtype of activations. Raise JinguError if the device does not compute in the precision."""
     if precision == "fp8":
@@ -178,7 +196,11 @@ def load(
         JinguError: the model cannot be read, or does not support an option.
     """
     _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
-    stored_model = _open_supported_model(path, ranks)
+    whole_model = _open_supported_model(path, ranks)
+    # Only speculation needs layers of multi-token prediction; it reads them itself.
+    stored_model = replace(
+        whole_model, spec=whole_model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0})
+    )
     # Adapters are read and checked before the model, whose loading takes long.
     lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
@@ -226,6 +248,9 @@ def load(
         default_sampling=stored_model.default_sampling,
         prompt_rows=prompt_rows,
         world_size=1 if ranks is None else ranks.world,
+        load_prediction_layer=partial(_load_prediction_layer, whole_model, dtype, place)
+        if whole_model.spec.mtp_layers and ranks is None
+        else None,
     )
 
 

@@ -29,11 +29,15 @@ from jingu.infer.sequence import Sequence
 class Speculator(Protocol):
     """Proposes draft tokens."""
 
+    def observe(self, sequence: Sequence, first: int, states_ND: Tensor) -> None:
+        """Receive the hidden states of the tokens that the model has computed, from position `first` on."""
+        return
+
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Return draft tokens for the sequences that are keys, at most as many as the values."""
 
 
-class NgramSpeculator:
+class NgramSpeculator(Speculator):
     """Prompt lookup (Saxena, 2023): proposes the tokens after an earlier occurrence of the last three or two tokens."""
 
     def propose(self, max_tokens: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -76,7 +80,7 @@ class _Draft:
     complete: bool = True
 
 
-class DraftModelSpeculator:
+class DraftModelSpeculator(Speculator):
     """Proposes the tokens of a smaller decoder, which has the same tokenizer and a KV cache of its own.
 
     Args:

@@ -35,6 +35,7 @@ from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
 from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_rows, styles
+from jingu.model.prediction import PredictionLayer, shift_left
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
 from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
@@ -42,6 +43,9 @@ from jingu.model.spec import ModelSpec
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+# Computes a loss from the hidden states of a layer of multi-token prediction, the head's weight, and the number of
+# tokens that the layer predicts beyond the next one.
+FurtherLoss = Callable[[Tensor, Tensor, int], Tensor]
 # Computes losses [n] from the statistics of all routers.
 AuxiliaryLoss = Callable[[list[RoutingStats]], Tensor]
 
@@ -254,10 +258,7 @@ class TransformerStack(nn.Module):
     def _embed(self, embedding: Embedding | None, inputs: Inputs, positions_BT: Tensor) -> Tensor:
         """Return the hidden states before the first block."""
         assert embedding is not None
-        x_BTD: Tensor = embedding(inputs.tokens)
-        scale = self.spec.embedding_factor
-        if scale != 1.0:
-            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
+        x_BTD = self.embed_tokens(embedding, inputs.tokens)
         if self.prompt is not None:
             x_BTD = x_BTD + self.prompt(inputs.tokens).to(x_BTD.dtype)
         if inputs.embedding_noise is not None and self.noise is not None:
@@ -266,6 +267,14 @@ class TransformerStack(nn.Module):
             x_BTD = x_BTD + self.positions(positions_BT)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
+        return x_BTD
+
+    def embed_tokens(self, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
+        """Return the scaled embeddings of tokens."""
+        x_BTD: Tensor = embedding(tokens_BT)
+        scale = self.spec.embedding_factor
+        if scale != 1.0:
+            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
         return x_BTD
 
     def _contexts(
@@ -349,6 +358,10 @@ class Decoder(TransformerStack):
         self.score = build_linear(end_rows(spec)["score"]) if has_score else None
         # The head's weight in the layout of a kernel, if the model was prepacked for inference.
         self.prepacked_head: PrepackedWeight | PrepackedQuantizedWeight | ByteWeight | None = None
+        # Layers of multi-token prediction have blocks like the last one.
+        self.mtp = nn.ModuleList()
+        for _ in range(spec.mtp_layers if is_last else 0):
+            self.mtp.append(PredictionLayer(spec, Block(spec, spec.layers[-1])))
         self.encoder = None
         if encoder_layers:
             self.encoder = TransformerStack(
@@ -361,6 +374,7 @@ class Decoder(TransformerStack):
         loss: LossFunction | None = None,
         auxiliary: AuxiliaryLoss | None = None,
         received: StageOutput | None = None,
+        further: FurtherLoss | None = None,
     ) -> Tensor | StageOutput | None:
         """Run the model, or one stage of it.
 
@@ -370,10 +384,12 @@ class Decoder(TransformerStack):
                 forward, because only here FSDP has gathered the weight.
             auxiliary: computes auxiliary losses from the router statistics, in training.
             received: output of the previous stage; None in the first stage.
+            further: computes the loss of multi-token prediction, in training.
 
         Returns:
             From the last stage: the final hidden states [B, T, D], from which `logits` computes logits. With `loss`,
-            its result instead (a number or [m]); with auxiliary losses [n], both as one tensor [m + n].
+            its result instead (a number or [m]); with the loss of multi-token prediction and auxiliary losses [n], all
+            as one tensor [m + 1 + n].
             From other stages: the input of the next stage. It is None if the stage is of an encoder and the inputs have
             no `source`, as when generation reads the encoder's keys and values from a cache.
         """
@@ -403,9 +419,31 @@ class Decoder(TransformerStack):
         if loss is None:
             return x_BTD
         total = loss(*self.head_operands(x_BTD))
+        if further is not None and self.training and self.spec.mtp_loss_weight:
+            total = torch.cat([total.view(-1), self._predict_further(inputs, x_BTD, further).view(1)])
         if auxiliary is not None and output.routings:
             return torch.cat([total.view(-1), auxiliary(output.routings)])
         return total
+
+    def _predict_further(self, inputs: Inputs, x_BTD: Tensor, further: FurtherLoss) -> Tensor:
+        """Return the mean loss of the layers of multi-token prediction."""
+        assert self.embedding is not None
+        context = self.last_context(inputs, x_BTD)
+        losses = []
+        for depth, layer in enumerate(self.mtp, 1):
+            # Attention knows only differences of positions, so those of the tokens before do as well.
+            embedded_BTD = self.embed_tokens(self.embedding, shift_left(inputs.tokens, depth, 0))
+            x_BTD = layer(x_BTD, embedded_BTD, context)
+            losses.append(further(*self.head_operands(x_BTD), depth))
+        return torch.stack(losses).mean()
+
+    def last_context(self, inputs: Inputs, x_BTD: Tensor) -> BlockContext:
+        """Return the context of the last kind of block."""
+        positions_BT = inputs.positions
+        if positions_BT is None:
+            positions_BT = torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device)
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        return self._contexts(inputs, positions_BT, wide, BlockContext())[self.kind_numbers[-1]]
 
     @property
     def stages(self) -> list[Decoder]:
@@ -466,7 +504,11 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def iterate_blocks(model: Decoder) -> Iterator[tuple[int, nn.Module]]:
-    """Yield each block with its number in its stack, in the order of the forward pass."""
+    """Yield each block with its number in its stack, in the order of the forward pass; then those of multi-token
+    prediction, whose numbers go on."""
     stacks = (model,) if model.encoder is None else (model.encoder, model)
     for stack in stacks:
         yield from zip(stack.block_range, stack.blocks, strict=True)
+    for number, layer in enumerate(model.mtp, model.spec.num_layers):
+        assert isinstance(layer, PredictionLayer)
+        yield number, layer.block

@@ -224,12 +224,22 @@ def end_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     return rows
 
 
+def prediction_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
+    """Return the rows of a layer of multi-token prediction, without its block."""
+    width = spec.hidden_size
+    rows = norm_rows("embedding_norm", spec.norm, width) | norm_rows("hidden_norm", spec.norm, width)
+    return {**rows, "projection": ModuleRow((width, 2 * width))}
+
+
 def model_rows(spec: ModelSpec) -> Iterator[tuple[str, ModuleRow]]:
     """Yield the rows of a model by their full names, in module order."""
     ends = end_rows(spec)
     yield "embedding", ends.pop("embedding")
     yield from _stack(spec, spec.layers, has_source=spec.num_encoder_layers is not None)
     yield from ends.items()
+    for number in range(spec.mtp_layers):
+        rows = prediction_rows(spec) | _prefixed("block", block_rows(spec, spec.layers[-1], has_source=False))
+        yield from _prefixed(f"mtp.{number}", rows | norm_rows("norm", spec.norm, spec.hidden_size)).items()
     if spec.num_encoder_layers:
         encoder = _stack(spec, (spec.default_layer,) * spec.num_encoder_layers, has_source=False)
         yield from ((f"encoder.{name}", row) for name, row in encoder)

@@ -68,6 +68,8 @@ def spec_from_settings(
         "tie_word_embeddings": settings.tie_word_embeddings,
         "scale_lm_head": template.scale_lm_head and settings.tie_word_embeddings is not False,
         "initializer_range": settings.initializer_range,
+        "mtp_layers": settings.mtp_layers,
+        "mtp_loss_weight": settings.mtp_loss_weight,
         **_feed_forward(settings, template, family),
     }
     return replace_fields(template, **{path: value for path, value in values.items() if value is not None})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from jingu.config.batch_plan import divisors
@@ -70,6 +70,8 @@ class ModelSpec(Component):
         round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
         logit_scale: multiplies the logits.
         logit_softcap: logits l become softcap · tanh(l / softcap); None: they stay.
+        mtp_layers: number of layers of multi-token prediction, which are like the last layer of the decoder.
+        mtp_loss_weight: weight of their loss; with 0, they are kept as they are.
         layer_kinds: by the name of a kind of layer, the fields in which it differs from the model's, by their paths,
             such as `attention.sliding_window`.
         layer_pattern: name of the kind of each layer of the decoder; empty if all layers are equal.
@@ -102,6 +104,8 @@ class ModelSpec(Component):
     round_embedding_scale: bool = optional(False)
     logit_scale: PositiveFloat = optional(1.0)
     logit_softcap: PositiveFloat | None = optional(None)
+    mtp_layers: Annotated[int, Field(ge=0)] = optional(0)
+    mtp_loss_weight: Annotated[float, Field(ge=0)] = optional(0.0)
     layer_kinds: dict[str, dict[str, Any]] = optional({})
     layer_pattern: tuple[str, ...] = optional(())
 
@@ -127,6 +131,17 @@ class ModelSpec(Component):
                 where="model.layer_pattern",
                 fix="Name one kind for each layer.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _predictions_fit(self) -> ModelSpec:
+        problem = None
+        if self.mtp_loss_weight and not self.mtp_layers:
+            problem = "mtp_loss_weight weighs layers that predict further tokens, and the model has none (mtp_layers)"
+        elif self.mtp_layers and self.num_encoder_layers:
+            problem = "layers that predict further tokens need a model without encoder"
+        if problem is not None:
+            raise JinguError(f"{problem}.", where="model.mtp_layers", fix="Change one of the two.")
         return self
 
     @model_validator(mode="after")
@@ -219,6 +234,8 @@ class ModelSpec(Component):
 
     def layer_of(self, name: str) -> LayerSpec:
         """Return the layer that a parameter belongs to; for parameters outside the decoder, `default_layer`."""
+        if name.startswith("mtp."):
+            return self.layers[-1]
         return self.layer(int(name.split(".", 2)[1])) if name.startswith("blocks.") else self.default_layer
 
     def kind(self, name: str) -> LayerSpec:

@@ -28,6 +28,8 @@ def is_adapter(name: str) -> bool:
 def is_trained(name: str, spec: ModelSpec) -> bool:
     """Return whether a parameter of a model is trained. With adapters, other parameters are frozen by default."""
     adapter = spec.adapter
+    if name.startswith("mtp.") and not spec.mtp_loss_weight:
+        return False
     if adapter is None:
         return not matches_any(name, spec.frozen_parameters)
     saved = adapter.modules_to_save if isinstance(adapter, Lora) else ()

@@ -135,6 +135,14 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
     """
     for layer in spec.kinds:
         _check_layer(sizes, spec, layer, by_heads=by_heads)
+    # Layers that predict further tokens need the embeddings of the tokens after those of a rank.
+    for axis, size in (("pipeline", sizes.pipeline), ("context", sizes.context)):
+        if spec.mtp_loss_weight and size > 1:
+            raise JinguError(
+                f"multi-token prediction is trained without {axis} parallelism, and parallel.{axis} is {size}.",
+                where=f"parallel.{axis}",
+                fix="Set it to 1, or model.mtp_loss_weight to 0, which keeps the layers as they are.",
+            )
     # Experts and the ranks that share them must divide evenly.
     if sizes.expert > 1:
         number = 0 if spec.experts is None else spec.experts.num_experts

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
 from jingu.model.components import Experts
-from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput, build_model
+from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunction, StageOutput, build_model
 from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.layers import widen_vectors
 from jingu.model.spec import ModelSpec
@@ -265,14 +265,18 @@ class ParallelModel(nn.Module):
     # Evaluation and generation
 
     def forward(
-        self, inputs: Inputs | Tensor, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None
+        self,
+        inputs: Inputs | Tensor,
+        loss: LossFunction | None = None,
+        auxiliary: AuxiliaryLoss | None = None,
+        further: FurtherLoss | None = None,
     ) -> Any:
         """Compute `Decoder.forward` through all stages; every rank of the pipeline returns the result.
 
         With several stages, no gradient flows between them: use `train_micro_batches` to train.
         """
         if len(self.ranges) == 1:
-            return self._stages[0](inputs, loss, auxiliary)
+            return self._stages[0](inputs, loss, auxiliary, further=further)
         group, owners = self._group, self.owners
         inputs = as_inputs(inputs)
         device = inputs.tokens.device

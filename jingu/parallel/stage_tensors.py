@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jingu.data.batch import Batch
-from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
+from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunction, StageOutput
 from jingu.model.experts import RoutingStats
 from jingu.model.inputs import Inputs
 from jingu.model.spec import ModelSpec
@@ -39,8 +39,14 @@ class StageModel:
     def stages(self) -> list[Decoder]:
         return [self.stage]
 
-    def __call__(self, inputs: Inputs, loss: LossFunction | None = None, auxiliary: AuxiliaryLoss | None = None) -> Any:
-        return self.stage(inputs, loss, auxiliary, self.received)
+    def __call__(
+        self,
+        inputs: Inputs,
+        loss: LossFunction | None = None,
+        auxiliary: AuxiliaryLoss | None = None,
+        further: FurtherLoss | None = None,
+    ) -> Any:
+        return self.stage(inputs, loss, auxiliary, self.received, further)
 
 
 def pack(output: StageOutput) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ from jingu.model.attention import (
     SelfAttention,
     pad_to_one_size,
 )
-from jingu.model.decoder import AuxiliaryLoss, Decoder, LossFunction, StageOutput
+from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunction, StageOutput
 from jingu.model.document_mask import DocumentMask
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.grouped_matmul import GatherRows
@@ -110,7 +110,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, ring: bool = Fals
     for stack, own_sharding in ((model, sharding), (model.encoder, source_sharding)):
         if stack is None:
             continue
-        for block in stack.blocks:
+        further = [layer.block for layer in model.mtp] if stack is model else []
+        for block in (*stack.blocks, *further):
             for module in block.children():
                 if hasattr(module, "sharding"):
                     is_cross = isinstance(module, CrossAttention)
@@ -211,6 +212,7 @@ def _forward(
     loss: LossFunction | None = None,
     auxiliary: AuxiliaryLoss | None = None,
     received: StageOutput | None = None,
+    further: FurtherLoss | None = None,
 ) -> Any:
     """Replace `Decoder.forward`.
 
@@ -230,6 +232,10 @@ def _forward(
             return vocab.gather(loss(sharding.gather_all(hidden_BSD), weight_VD))
         return loss(sharding.gather(hidden_BSD), weight_VD)
 
+    def further_of_shard(hidden_BSD: Tensor, weight_VD: Tensor, depth: int) -> Tensor:
+        assert further is not None
+        return further(sharding.gather(hidden_BSD), weight_VD, depth)
+
     def auxiliary_of_rank(routings: list[RoutingStats]) -> Tensor:
         # All ranks of `context` and `tensor` compute the same losses, and their gradients are summed, so each rank's
         # gradient is divided by the number of both. Values are summed over `context` only; so the part that the
@@ -243,6 +249,7 @@ def _forward(
         loss=None if loss is None else loss_of_shard,
         auxiliary=None if auxiliary is None else auxiliary_of_rank,
         received=received,
+        further=None if further is None else further_of_shard,
     )
     if loss is None and isinstance(result, Tensor):
         return sharding.gather_all(result)

@@ -17,6 +17,7 @@ from jingu.data.objective import batch_function
 from jingu.errors import pluralize
 from jingu.model.adapter_specs import Lora
 from jingu.model.experts import RoutingStats, auxiliary_losses, routing_terms
+from jingu.model.prediction import shift_labels, shift_left
 from jingu.model.spec import ModelSpec
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.tensor import VocabShard
@@ -87,13 +88,19 @@ class Pretraining(StatelessTask):
         return prepend_virtual_tokens(batch, self.spec)
 
     def loss_terms(self, model: ParallelModel) -> dict[str, float]:
-        return {"loss": 1.0, **routing_terms(model.spec)}
+        weight = model.spec.mtp_loss_weight if model.spec.mtp_layers else 0.0
+        return {"loss": 1.0, **({"mtp_loss": weight} if weight else {}), **routing_terms(model.spec)}
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         # The model calls this with the head's weight, while that is gathered.
-        def head(hidden_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-            labels_BT = self._tokens.shard_context(batch.labels, fill=IGNORE_INDEX)
-            factors_BT = None if batch.weights is None else self._tokens.shard_context(batch.weights)
+        def head(hidden_BTD: Tensor, weight_VD: Tensor, depth: int = 0) -> Tensor:
+            labels_BT = batch.labels
+            if depth:
+                labels_BT = shift_labels(labels_BT, batch.documents, depth, IGNORE_INDEX)
+            labels_BT = self._tokens.shard_context(labels_BT, fill=IGNORE_INDEX)
+            factors_BT = batch.weights
+            if factors_BT is not None:
+                factors_BT = self._tokens.shard_context(shift_left(factors_BT, depth, 0))
             chunk = self._train_loss if torch.is_grad_enabled() else self._eval_loss
             cap = self.spec.logit_softcap
             return linear_cross_entropy(hidden_BTD, weight_VD, labels_BT, chunk, self._vocab.most, factors_BT, cap)
@@ -102,7 +109,8 @@ class Pretraining(StatelessTask):
             assert model.spec.experts is not None
             return auxiliary_losses(routings, model.spec.experts, (batch.labels >= 0).sum(1))
 
-        total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary)
+        further = {"further": head} if model.spec.mtp_loss_weight else {}
+        total: Tensor = model(model_inputs(batch), loss=head, auxiliary=auxiliary, **further)
         return total
 
     def evaluate(self, model: ParallelModel, micro_batch_size: int, *, final: bool) -> Evaluation:

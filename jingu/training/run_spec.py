@@ -38,6 +38,12 @@ def build_run_spec(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> Mod
     """
     settings = config.model
     length = config.document_length
+    if settings.mtp_loss_weight and config.task.type != "pretraining":
+        raise JinguError(
+            f"multi-token prediction is trained with the task pretraining, and this one is {config.task.type}.",
+            where="model.mtp_loss_weight",
+            fix="Leave it out; the layers are then kept as they are.",
+        )
     # 1. Random weights: the settings alone determine the spec.
     if config.initialize.from_ is None:
         return spec_from_settings(settings, tokenizer.vocab_size, length)

@@ -37,6 +37,8 @@ KINDS: dict[str, dict[str, object]] = {
     "bloom": {"family": "bloom", "hidden_size": 48, "num_heads": 3},
     "gpt2": {"family": "gpt2", "hidden_size": 30, "num_heads": 3},
     "mixtral": {"family": "mixtral", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
+    "gpt_oss": {"family": "gpt_oss", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
+    "latent": {"family": "glm4_moe_lite", "hidden_size": 24, "num_heads": 3, "intermediate_size": 20},
     "t5": {"family": "t5", "hidden_size": 36, "num_heads": 3, "num_encoder_layers": 2},
 }
 PREPACKED = {

@@ -66,6 +66,10 @@ class ModelSettings(Settings):
         rope_theta: Base of the rotary frequencies; null: the preset's, or the family's.
         norm_eps: Epsilon added to the variance in norms; null: the preset's, or the family's.
         initializer_range: Standard deviation of the initial weights.
+        mtp_layers: Layers of multi-token prediction (DeepSeek-V3), each of which predicts one token further; null: the
+            initial model's, or none.
+        mtp_loss_weight: Weight of their mean loss beside that of the next token. With 0, the layers of an initial model
+            are kept as they are.
     """
 
     family: str | None = None
@@ -84,6 +88,8 @@ class ModelSettings(Settings):
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     norm_eps: Annotated[float, Field(gt=0)] | None = None
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    mtp_layers: Positive | None = None
+    mtp_loss_weight: Annotated[float, Field(ge=0)] = 0.0
 
 
 class InitializeSettings(Settings):

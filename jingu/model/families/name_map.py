@@ -12,7 +12,7 @@ A map pairs a module name of Hugging Face with a module name of jingu.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -268,12 +268,10 @@ def expand_rules(
     """
     mappings: list[TensorMapping] = []
     rules = (*rules, *_CLASSIFIER_RULES)
-    layers = range(max(spec.num_layers, spec.num_encoder_layers or 0))
     for rule in (rule for rule in rules if rule.when(spec)):
-        for layer in map(str, layers if "*" in rule.hf_name else (0,)):
+        for number, names in _numbered_names(rule, spec):
             # Insert the number of the block. A `*` that remains stands for the expert.
-            hf_name = rule.hf_name.replace("*", layer, 1)
-            names = tuple(name.replace("*", layer) for name in rule.jingu_names)
+            hf_name = rule.hf_name.replace("*", str(number), 1)
             # Skip rules for parameters that this model does not have, or has with (or without) an expert dim.
             if any(name not in parameters for name in names):
                 continue
@@ -289,6 +287,24 @@ def expand_rules(
         raise LookupError(f"family {spec.family}: names mapped wrongly: {set(mapped) ^ set(parameters)}")
     order = {name: number for number, name in enumerate(parameters)}
     return sorted(mappings, key=lambda entry: order[next(iter(entry.jingu_shapes))])
+
+
+def _numbered_names(rule: NameRule, spec: ModelSpec) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the number in Hugging Face's name of a rule, and jingu's names, for each block and each layer of
+    multi-token prediction. The numbers of the latter follow those of the blocks."""
+    first = rule.jingu_names[0]
+    further = range(spec.mtp_layers)
+    if "*" not in rule.hf_name:
+        yield 0, tuple(name.replace("*", "0") for name in rule.jingu_names)
+    elif first.startswith("mtp."):
+        for number in further:
+            yield spec.num_layers + number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
+    else:
+        for number in range(max(spec.num_layers, spec.num_encoder_layers or 0)):
+            yield number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
+        for number in further if first.startswith("blocks.") else ():
+            block = f"mtp.{number}.block"
+            yield spec.num_layers + number, tuple(name.replace("blocks.*", block) for name in rule.jingu_names)
 
 
 def read_parameter(name: str, holders: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> dict[str, Tensor]:

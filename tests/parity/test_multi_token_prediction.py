@@ -1,0 +1,118 @@
+"""Layers of multi-token prediction: read, kept, and equal to those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.stored_model import load_model
+from jingu.model.inputs import Inputs
+from jingu.text.tokenizer_training import train_tokenizer
+from tests.parity import test_components as components
+from tests.parity.expert_configs import EXPERT_CONFIGS
+from tests.parity.fp64 import randomize
+
+CLASSES = {"deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+LAYERS = 2
+
+
+def written(name: str, folder: Path) -> tuple[Any, Any]:
+    """Write a model with two layers of multi-token prediction; return transformers' model and these layers."""
+    torch.manual_seed(4)
+    config = EXPERT_CONFIGS[name]()
+    config.num_mtp_layers = LAYERS
+    model = getattr(transformers, CLASSES[name])._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = randomize(model, torch.float32, 0.1)
+    further = MtpModel(model, LAYERS)
+    for parameter in further.layers.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    further = randomize(further, torch.float32, 0.1)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key, tensor in further.state_dict().items():
+        _, number, part = key.split(".", 2) if key.startswith("layers.") else ("", "", "")
+        if number:
+            tensors |= stored(f"model.layers.{config.num_hidden_layers + int(number)}.", part, tensor)
+    # Published files repeat the embedding and the head.
+    tensors[f"model.layers.{config.num_hidden_layers}.embed_tokens.weight"] = tensors[
+        "model.embed_tokens.weight"
+    ].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change(folder, num_nextn_predict_layers=LAYERS)
+    return model, further
+
+
+def stored(prefix: str, part: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files: transformers has one for the gates of all experts."""
+    part = part.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+    if part == "mlp.experts.gate_up_proj":
+        gates = [expert.chunk(2) for expert in tensor]
+        return {
+            f"{prefix}mlp.experts.{number}.{name}_proj.weight": half.contiguous()
+            for number, halves in enumerate(gates)
+            for name, half in zip(("gate", "up"), halves, strict=True)
+        }
+    if part == "mlp.experts.down_proj":
+        return {f"{prefix}mlp.experts.{n}.down_proj.weight": expert.clone() for n, expert in enumerate(tensor)}
+    return {prefix + part: tensor.contiguous()}
+
+
+def change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_they_predict_what_they_predict_in_transformers_and_are_exported(name: str, tmp_path: Path) -> None:
+    theirs, further = written(name, tmp_path / "theirs")
+    stored_model = open_hf(tmp_path / "theirs")
+    ours = load_model(stored_model, torch.float32).eval()
+    ids = components.sample()
+    with torch.no_grad():
+        states = theirs(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
+        position = torch.arange(1, ids.shape[1]).unsqueeze(0)
+        x = ours(Inputs(ids[:, :-1]))
+        components.close(x, states)
+        tokens = ids[:, 1:]
+        for number, layer in enumerate(ours.mtp):
+            states = further.forward_layer(number, states, position, None, input_ids=tokens)
+            assert ours.embedding is not None
+            x = layer(x, ours.embedding(tokens), ours.last_context(Inputs(ids[:, :-1]), x))
+            components.close(ours.logits(x), further.shared_head(states))
+            tokens = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    # Nothing is lost on the way out.
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(iter(["some text"]), 290, ["<|endoftext|>"]).save(tokenizer)
+    export_hf(stored_model.spec, stored_model.read, tokenizer, tmp_path / "ours")
+    before, after = (
+        load_file(tmp_path / "theirs" / "model.safetensors"),
+        load_file(tmp_path / "ours" / "model.safetensors"),
+    )
+    copies = {key for key in before if "layers.5.embed_tokens" in key}
+    assert before.keys() - copies == after.keys()
+    assert all(torch.equal(after[key], before[key]) for key in after)
+
+
+def test_files_without_them_or_with_unknown_ones(tmp_path: Path) -> None:
+    """transformers writes no such layers, whatever the config says; tensors of another layout are not dropped."""
+    written("glm4_moe", tmp_path)
+    assert open_hf(tmp_path).spec.mtp_layers == LAYERS
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = {
+        key: tensor for key, tensor in tensors.items() if not key.startswith(("model.layers.5.", "model.layers.6."))
+    }
+    save_file(plain, tmp_path / "model.safetensors")
+    assert open_hf(tmp_path).spec.mtp_layers == 0
+    save_file({**plain, "mtp.layers.0.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
+    with pytest.raises(JinguError, match=r"mtp\.layers\.0\.norm\.weight"):
+        open_hf(tmp_path)
