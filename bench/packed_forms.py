@@ -28,7 +28,6 @@ from jingu.formats.huggingface import read_stored
 from jingu.formats.packed_forms import METHODS
 from jingu.formats.packed_matrices import Stored, join_packed
 from jingu.formats.safetensors import read_header
-from jingu.runtime.device import retain_freed_memory
 
 ROUNDS = 7
 MATRICES = 8
@@ -191,8 +190,6 @@ def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, f
 
 def run(argument: str = "") -> str:
     """Return the table as Markdown."""
-    # As in all commands that load a model.
-    retain_freed_memory()
     size, rounds = (256, 2) if argument == "tiny" else (4096, ROUNDS)
     lines = [
         "| form | packed, MB | `cp`, GB per CPU s | read | ratio | from disk: `cp`, GB/s | read | ratio | memory |",

@@ -64,8 +64,8 @@ def dequantize(codes: Codes, threads: int = 1) -> Tensor:
     """Return the matrix (codes - zero points) * scales.
 
     Args:
-        threads: number of threads, each of which computes a range of rows. They limit PyTorch to one thread for each
-            operation: small operations on several threads mostly wait for each other.
+        threads: number of threads, each of which computes a range of rows. With more than one, the caller limits
+            PyTorch to one thread for each operation: small operations on several threads mostly wait for each other.
     """
     columns = codes.columns or codes.shape[-1]
     rows = -(-codes.shape.numel() // columns)
