@@ -211,7 +211,6 @@ def load(
     """
     _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
     stored_model, load_prediction_layer = _open_without_predictions(path, ranks)
-    # Adapters are read and checked before the model, whose loading takes long.
     lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
@@ -220,7 +219,7 @@ def load(
     dtype = _choose_dtype(precision, place, use_bytes)
     if kind is not None:
         _warn_of_slow_matmuls(kind, stored_model.spec, dtype, place)
-    offloader: ExpertOffloader | None = None
+    offloader = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
 
