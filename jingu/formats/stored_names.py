@@ -26,6 +26,7 @@ _DECODER_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.": "model.",
     "lm_head.": "lm_head.",
+    "mtp.": "mtp.",
 }
 _FUSED = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
 # Names of an expert's matrices in the files of each family: module, gate, up, down.

@@ -91,6 +91,7 @@ class Engine:
         self.settings = settings or EngineSettings()
         block_size = self.settings.tokens_per_block(model)
         chunk_size = self.settings.prefill_chunk_size
+        self._check_states(draft_model)
         self._pools = self.settings.pools(model)
         num_blocks = [pool.num_blocks for pool in self._pools]
         self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
@@ -109,6 +110,17 @@ class Engine:
         self._block_sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
         total_bytes = sum(pool.num_usable * size for pool, size in zip(self._pools, self._block_sizes, strict=True))
         self._stats = EngineStats(total_blocks=sum(pool.num_usable for pool in self._pools), total_bytes=total_bytes)
+
+    def _check_states(self, draft_model: InferenceModel | None) -> None:
+        """Raise JinguError if settings do not fit layers that keep a state instead of keys and values."""
+        if not self.model.spec.has_state:
+            return
+        if self.settings.draft_tokens(draft_model):
+            raise JinguError(
+                "the model has layers with a state, which cannot return to a token before rejected draft tokens.",
+                where="draft tokens",
+                fix="Generate without draft tokens.",
+            )
 
     # Complete results
 
@@ -304,6 +316,7 @@ class Engine:
             num_prompt_tokens=len(prompt) if encoder_ids is None else len(request.prompt) + 1,
             adapter=model.adapters.find(request.adapter),
             num_virtual_tokens=spec.prompts[0],
+            has_state=spec.has_state,
         )
         if model.prompt_rows is not None and len(prompt_ids) >= model.prompt_rows.min_tokens:
             group.num_dequantized = len(prompt_ids)
@@ -426,7 +439,8 @@ class Engine:
             sequence = item.sequence
             first = sequence.num_computed
             ids = [*sequence.token_ids[first : first + item.num_tokens], *item.draft_tokens]
-            chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional))
+            is_generated = first >= len(sequence.group.prompt_ids)
+            chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional, is_generated))
         tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, encoding.table if encoding else None)
         # 2. Select the rows of logits: those of a sequence's last token and of its draft tokens, and none for a prompt
         # that continues in the next chunk. Log-probabilities of a prompt or a continuation need every row. An embedding

@@ -73,7 +73,8 @@ class EngineSettings:
         """
         # 1. Find how many blocks each pool can use, and those of one sequence while it is computed and afterwards.
         block_size = self.tokens_per_block(model)
-        sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
+        # A model without attention needs no memory for blocks.
+        sizes = [max(size, 1) for size in pool_bytes(model.spec, block_size, model.parameter.itemsize)]
         pools = [BlockManager(0, block_size, reach) for reach in cache_reaches(model.spec)]
         context = model.spec.max_position_embeddings
         computed = [pool.most_blocks(context, self.prefill_chunk_size) for pool in pools]

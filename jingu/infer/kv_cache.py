@@ -28,6 +28,7 @@ from jingu.infer.attention_backend import (
 )
 from jingu.infer.block_manager import SCRATCH_BLOCK, ZERO_BLOCK
 from jingu.model.components import LayerSpec, RotaryPositions
+from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces
 from jingu.model.parts import cached_numbers
 from jingu.model.rotary import RotaryTables, rotary_tables
 from jingu.model.spec import ModelSpec
@@ -49,10 +50,13 @@ class BlockTable:
     Attributes:
         blocks: by pool, indices of its blocks, in the order of positions; the zero block stands for blocks behind the
             window.
+        states: by layer, the state after the last computed token, of mixers that keep one. They are replaced, never
+            changed in place, so forks may share them.
         cross_kv: by layer, the cross-attention keys and values of the encoder's states [1, S, G, K].
     """
 
     blocks: list[list[int]]
+    states: dict[int, MixerState] = field(default_factory=dict)
     cross_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -63,12 +67,14 @@ class SequenceChunk:
     Attributes:
         first: position of the first token.
         bidirectional: positions that attend to each other in both directions; they are all computed in one step.
+        is_generated: whether a model with states computes its tokens one by one, as when they were generated.
     """
 
     table: BlockTable
     first: int
     ids: Sequence[int]
     bidirectional: range = range(0)
+    is_generated: bool = False
 
 
 # Largest share of the memory that the blocks take, unless their size is set.
@@ -78,7 +84,9 @@ MAX_MEMORY_SHARE = 0.25
 def cache_reaches(spec: ModelSpec) -> list[int | None]:
     """Return the pools of a model by how far back their layers attend (`AttentionSpec.reach`); None, for all tokens,
     comes first."""
-    return sorted({_reach(spec, layer) for layer in spec.kinds}, key=lambda reach: reach or 0)
+    reaches = {_reach(spec, layer) for layer in spec.kinds if layer.mixer is None}
+    # Without attention, the scheduler still counts blocks, which take no memory.
+    return sorted(reaches, key=lambda reach: reach or 0) or [None]
 
 
 def _reach(spec: ModelSpec, layer: LayerSpec) -> int | None:
@@ -90,7 +98,7 @@ def pool_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> list[int]:
     """Return for each pool the bytes of a block in all of its layers together; `itemsize` is the size of an element."""
     reaches = cache_reaches(spec)
     sizes = [0] * len(reaches)
-    for layer in spec.layers:
+    for layer in (layer for layer in spec.layers if layer.mixer is None):
         size = stored_numbers(layer) * block_size * itemsize
         sizes[reaches.index(_reach(spec, layer))] += size
     return sizes
@@ -137,6 +145,7 @@ class PagedKVCache:
         num_rows: rows of the current step, with padding.
         steps: the current step by pool.
         tables: block tables of the sequences of each attention group.
+        pieces: the chunks of the step in the order of its rows, with their block tables.
         use_slices: whether contiguous blocks and slots are addressed as slices rather than by index.
         row_multiple: a step's rows are padded to a multiple of this, a power of two; see `pad`.
         encoding: the block table that receives the encoder's keys and values in this step; None: no encoder runs.
@@ -159,12 +168,18 @@ class PagedKVCache:
         self.encoding: BlockTable | None = None
         self.steps: list[PoolStep] = []
         self.tables: list[list[BlockTable]] = []
+        self.pieces: list[tuple[RowPiece, BlockTable]] = []
         self.num_tokens = 0
         self.num_rows = 0
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
         self.layers = [
-            _LayerKVCache(self, number, spec.kinds.index(layer), self.reaches.index(_reach(spec, layer)))
+            _LayerKVCache(
+                self,
+                number,
+                spec.kinds.index(layer),
+                self.reaches.index(_reach(spec, layer)) if layer.mixer is None else 0,
+            )
             for number, layer in enumerate(spec.layers)
         ]
         self._rotary: dict[Hashable, RotaryTables] = {}
@@ -208,6 +223,10 @@ class PagedKVCache:
                     starts[number] = len(ids)
                 ids += chunk.ids[begin - chunk.first : begin - chunk.first + num_tokens]
                 positions += range(begin, begin + num_tokens)
+        order = sorted(range(len(chunks)), key=starts.__getitem__)
+        self.pieces = [
+            (RowPiece(len(chunks[number].ids), chunks[number].is_generated), chunks[number].table) for number in order
+        ]
         # Padding rows compute token 0 at position 0.
         self.num_tokens = len(ids)
         self.num_rows = self.pad(len(ids))
@@ -426,6 +445,23 @@ class _LayerKVCache:
             y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)
         return y_BTHK if value_dim == y_BTHK.shape[3] else y_BTHK[..., :value_dim]
 
+    def mix(self, mixer: Mixer, x_BTD: Tensor) -> Tensor:
+        cache = self._cache
+        num_tokens = cache.num_tokens
+        parts, gate = mixer.project(x_BTD)
+        before = _stack_states([table.states.get(self._number) for _, table in cache.pieces])
+        pieces = [piece for piece, _ in cache.pieces]
+        y, after = mix_pieces(mixer, [part[:, :num_tokens] for part in parts], pieces, before)
+        for number, (_, table) in enumerate(cache.pieces):
+            # A copy, so that a sequence does not keep the states of all others.
+            table.states[self._number] = MixerState(
+                *(None if part is None else part[number : number + 1].clone() for part in after)
+            )
+        # Padding rows become zeros.
+        padding = x_BTD.shape[1] - num_tokens
+        y = torch.cat([y, y.new_zeros(1, padding, *y.shape[2:])], 1) if padding else y
+        return mixer.finish(y, gate)
+
     def tokens(self, rows: int) -> int:
         # With sequence parallelism a rank has only a part of the rows, and none of them count as padding.
         return self._cache.num_tokens if rows == self._cache.num_rows else rows
@@ -448,6 +484,18 @@ class _LayerKVCache:
                 k, v = (x.transpose(1, 2) for x in table.cross_kv[self._number])
                 y_BTHK[:, rows] = attention_backend.attend_padded(q_BTHK[:, rows], k, v, None, AttentionHeads(scale))
         return y_BTHK[..., :head_dim]
+
+
+def _stack_states(states: Sequence[MixerState | None]) -> MixerState:
+    """Return the states [P, …] of sequences as one; those of sequences without a state are zeros."""
+    tensors: list[Tensor | None] = []
+    for parts in zip(*(state or MixerState() for state in states), strict=True):
+        like = next((part for part in parts if part is not None), None)
+        if like is None:
+            tensors.append(None)
+        else:
+            tensors.append(torch.cat([torch.zeros_like(like) if part is None else part for part in parts]))
+    return MixerState(*tensors)
 
 
 def pad_heads(*x: Tensor) -> list[Tensor]:

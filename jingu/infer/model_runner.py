@@ -148,10 +148,11 @@ def _check_dense_decoder(model: InferenceModel, option: str) -> None:
     """Raise JinguError unless steps of the model differ only in the contents of tensors."""
     spec = model.spec
     dense = isinstance(model.module, Decoder) and spec.num_encoder_layers is None and not any(spec.prompts)
-    dynamic = spec.experts is not None or has_biases(spec)
+    dynamic = spec.experts is not None or has_biases(spec) or spec.has_state
     if not dense or dynamic or model.adapters.names or model.read_adapter or model.world_size > 1:
         raise JinguError(
-            "supports only single-process dense decoders without adapters, prompt tuning and position biases.",
+            "supports only single-process dense decoders without adapters, prompt tuning, position biases and layers "
+            "with a state.",
             where=option,
             fix="Leave it out.",
         )

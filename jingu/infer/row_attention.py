@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jingu.errors import JinguError
 from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, AttentionHeads, GatherBackend, attend_padded
 from jingu.infer.kv_cache import PagedKVCache, first_key, pad_heads
 from jingu.model.components import LayerSpec
 from jingu.model.decoder import Decoder
 from jingu.model.inputs import LayerKVCache
+from jingu.model.mixer_parts import Mixer
 from jingu.model.spec import ModelSpec
 
 
@@ -72,6 +74,13 @@ class _LayerRowAttention(LayerKVCache):
             y_BXHK = attend_padded(q_BXHK, k_NGSK, v_NGSK, bias, parameters, self._layer.attention.softcap)
             spans.append(y_BXHK.view(rows, end - begin, heads, -1))
         return torch.cat(spans, 1)[..., :value_dim]
+
+    def mix(self, mixer: Mixer, x_BTD: Tensor) -> Tensor:
+        raise JinguError(
+            "layers with a state cannot be trained with the numbers of generation: their chunks round differently.",
+            where="task",
+            fix="Turn off the exact mode of rollouts.",
+        )
 
     def tokens(self, rows: int) -> int:
         return rows

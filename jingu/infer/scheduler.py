@@ -19,6 +19,10 @@ from jingu.infer.block_manager import ZERO_BLOCK, BlockManager, hash_block
 from jingu.infer.kv_cache import BlockTable, PagedKVCache
 from jingu.infer.sequence import Sequence, SequenceGroup
 
+# Layers with a state compute a prompt in chunks of this number of tokens, or of a divisor. Steps end there, so that the
+# numbers do not depend on how a prompt is divided.
+STATE_CHUNK_SIZE = 64
+
 
 @dataclass(frozen=True)
 class ScheduledSequence:
@@ -147,7 +151,7 @@ class Scheduler:
             if is_bidirectional or sequence.num_uncomputed == 1:
                 num_tokens = sequence.num_uncomputed
             else:
-                num_tokens = min(sequence.num_uncomputed, budget)
+                num_tokens = _next_tokens(sequence, budget)
             # The sequence may have been preempted by an earlier one.
             if num_tokens < 1 or sequence not in self.running:
                 continue
@@ -278,3 +282,18 @@ class Scheduler:
             if block != ZERO_BLOCK and position * block_size < sequence.num_computed
         }
         return sum(tokens_of_block.values())
+
+
+def _next_tokens(sequence: Sequence, budget: int) -> int:
+    """Return how many tokens of a sequence the next step computes.
+
+    The prompt of a model with states is divided at whole chunks, and a step ends with it, since generated tokens are
+    computed one by one.
+    """
+    num_tokens = min(sequence.num_uncomputed, budget)
+    group = sequence.group
+    num_prompt = len(group.prompt_ids) - sequence.num_computed
+    if group.has_state and num_prompt > 0:
+        # A whole chunk may exceed the budget.
+        num_tokens = min(max(budget - budget % STATE_CHUNK_SIZE, STATE_CHUNK_SIZE), num_prompt)
+    return num_tokens

@@ -51,6 +51,7 @@ class SequenceGroup:
         start_time: when its first sequence started, by `time.perf_counter`; 0 if none has.
         cached_tokens: prompt tokens that were found in the prefix cache.
         prompt_logprobs: log-probabilities of the prompt's tokens, to be reported with the first event.
+        has_state: whether layers of the model keep a state, which blocks of the prefix cache do not contain.
         hypotheses: finished hypotheses of beam search with their scores, best first.
         scores: by index, the scores of complete continuations.
     """
@@ -68,6 +69,7 @@ class SequenceGroup:
     cached_tokens: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: tuple[Token, ...] = ()
+    has_state: bool = False
     hypotheses: list[tuple[float, list[int]]] = field(default_factory=list)
     scores: dict[int, Score] = field(default_factory=dict)
 
@@ -84,7 +86,7 @@ class SequenceGroup:
     @property
     def shares_blocks(self) -> bool:
         """Whether its KV blocks may be shared: their contents depend only on the tokens up to their end."""
-        return self.encoder_ids is None and not self.bidirectional
+        return self.encoder_ids is None and not self.bidirectional and not self.has_state
 
     @property
     def unfinished(self) -> list[int]:
@@ -280,7 +282,9 @@ class Sequence:
         beam.token_ids = [*self.token_ids, token_id]
         beam.cumulative_logprob = logprob
         beam.block_hashes = list(self.block_hashes)
-        beam.table = BlockTable([list(blocks) for blocks in self.table.blocks], self.table.cross_kv)
+        beam.table = BlockTable(
+            [list(blocks) for blocks in self.table.blocks], dict(self.table.states), self.table.cross_kv
+        )
         return beam
 
     def fork_to_score(self, index: int) -> Sequence:

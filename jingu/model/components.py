@@ -309,6 +309,7 @@ class TopKRouter(Component):
         num_groups: number of groups that the experts are divided into.
         num_groups_per_token: number of groups that the experts of a token are chosen from: those with the best scores.
         group_score: whether the score of a group is the sum of its two best scores, or the best one.
+        sum_offset: is added to the sum that weights are divided by.
         min_sum: the sum that weights are divided by is at least this.
         scaling_factor: multiplies the weights.
         weights_inputs: whether the weights multiply the inputs of the experts instead of their outputs (Llama 4).
@@ -324,6 +325,7 @@ class TopKRouter(Component):
     num_groups: PositiveInt = optional(1)
     num_groups_per_token: PositiveInt = optional(1)
     group_score: Literal["two_best", "best"] = optional("two_best")
+    sum_offset: Annotated[float, Field(ge=0)] = optional(0.0)
     min_sum: Annotated[float, Field(ge=0)] = optional(0.0)
     scaling_factor: PositiveFloat = optional(1.0)
     weights_inputs: bool = optional(False)
@@ -432,6 +434,101 @@ class Experts(Component):
             raise JinguError(f"{problem}.", where="model.experts", fix="Change the router's fields.")
 
 
+Taps = Annotated[int, Field(ge=2)]
+
+
+class GatedDelta(Component):
+    """The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid), and Kimi Delta Attention.
+
+    Attributes:
+        num_heads: heads of the values.
+        num_key_heads: heads of queries and keys; each serves as many adjacent heads of the values.
+        num_taps: kernel length of the convolutions of queries, keys and values.
+        decay_per_channel: whether each channel of a key has a decay (Kimi) instead of each head.
+        decay_bound: the smallest logarithm of a decay, which then follows a sigmoid (Ling, GLM 5); None: a softplus
+            without a bound.
+        negative_eigenvalues: whether the share of its value that a token writes is up to 2 instead of 1.
+        gate_rank: rank of the projections of gate and decay, if they are products of two matrices (Kimi).
+        gate_activation: activation of the gate of the normalized outputs.
+        eps: of the norm of the outputs.
+    """
+
+    type: Literal["gated_delta"] = "gated_delta"
+    num_heads: PositiveInt
+    num_key_heads: PositiveInt
+    key_head_dim: PositiveInt
+    value_head_dim: PositiveInt
+    num_taps: Taps = 4
+    decay_per_channel: bool = optional(False)
+    decay_bound: Annotated[float, Field(lt=0)] | None = optional(None)
+    negative_eigenvalues: bool = optional(False)
+    gate_rank: PositiveInt | None = optional(None)
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    eps: PositiveFloat = 1e-6
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> GatedDelta:
+        if self.num_heads % self.num_key_heads:
+            raise JinguError(
+                f"{self.num_heads} heads of values cannot share {self.num_key_heads} heads of keys.",
+                fix="Set num_heads to a multiple of num_key_heads.",
+            )
+        return self
+
+
+class StateSpace(Component):
+    """Mamba-2 (Granite 4, Nemotron-H, Falcon-H1, Bamba).
+
+    Attributes:
+        num_groups: groups of heads that share b and c.
+        state_size: length of b and c.
+        num_taps: kernel length of the convolutions of x, b and c.
+        step_limits: smallest and largest length of a step; None: no largest one.
+        norm: whether the gate is applied before the norm, behind it, or without a norm.
+        eps: of the norm of each group of heads.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolutions have biases.
+        input_scale: multiplies the hidden states.
+        part_scales: multiply gate, x, b, c and step after their projections (Falcon-H1).
+    """
+
+    type: Literal["state_space"] = "state_space"
+    num_heads: PositiveInt
+    num_groups: PositiveInt = 1
+    head_dim: PositiveInt
+    state_size: PositiveInt
+    num_taps: Taps = 4
+    step_limits: tuple[Annotated[float, Field(ge=0)], PositiveFloat | None] = (0.0, None)
+    norm: Literal["behind_gate", "before_gate", "none"] = "behind_gate"
+    eps: PositiveFloat = 1e-5
+    bias: bool = False
+    conv_bias: bool = True
+    input_scale: float = optional(1.0)
+    part_scales: tuple[float, float, float, float, float] = optional((1.0, 1.0, 1.0, 1.0, 1.0))
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> StateSpace:
+        if self.num_heads % self.num_groups:
+            raise JinguError(
+                f"{self.num_heads} heads cannot be divided into {self.num_groups} groups.",
+                fix="Set num_heads to a multiple of num_groups.",
+            )
+        return self
+
+
+class ShortConv(Component):
+    """The gated short convolution of LFM2: a convolution between two gates.
+
+    Attributes:
+        num_taps: kernel length of the convolution.
+        bias: whether projections and convolution have biases.
+    """
+
+    type: Literal["short_conv"] = "short_conv"
+    num_taps: Taps = 3
+    bias: bool = False
+
+
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
 
 Position = Annotated[
@@ -441,8 +538,13 @@ Position = Annotated[
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
 
 
+Mixer = Annotated[GatedDelta | StateSpace | ShortConv, Field(discriminator="type")]
+
+
 class LayerSpec(Component):
     """A layer: its attention with the positions of that attention, its feed-forward, and its norms.
+
+    With a mixer, the layer has that instead of attention.
 
     `ModelSpec.layer` returns it. The fields are those of `ModelSpec`.
     """
@@ -454,3 +556,4 @@ class LayerSpec(Component):
     norm_placement: NormPlacement = "before"
     block_order: BlockOrder = "sequential"
     residual_scale: PositiveFloat = 1.0
+    mixer: Mixer | None = None

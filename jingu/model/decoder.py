@@ -27,19 +27,25 @@ from jingu.model.attention import (
     num_skipped_states,
 )
 from jingu.model.byte_weight import ByteWeight
-from jingu.model.components import Experts, LayerSpec
+from jingu.model.chunked_scan import document_starts
+from jingu.model.components import Experts, GatedDelta, LayerSpec, StateSpace
+from jingu.model.components import Mixer as MixerSpec
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
+from jingu.model.gated_delta import GatedDeltaMixer
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
 from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import end_rows, feed_forward_rows, norm_places, stack_rows, styles
+from jingu.model.mixer_parts import Mixer
+from jingu.model.parts import end_rows, feed_forward_rows, mixer_rows, norm_places, residual_std, stack_rows, styles
 from jingu.model.prediction import PredictionLayer, shift_left
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
 from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
+from jingu.model.short_conv import ShortConvMixer
 from jingu.model.spec import ModelSpec
+from jingu.model.state_space import StateSpaceMixer
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +74,8 @@ class Block(nn.Module):
             for place, has_norm in zip(("_norm", "_output_norm"), norm_places(layer, branch), strict=True)
         }
         self.attention_norm = norms["attention_norm"]
-        self.attention = build_attention(spec, layer, causal=causal)
+        self.mixer = None if layer.mixer is None else build_mixer(spec, layer.mixer)
+        self.attention = build_attention(spec, layer, causal=causal) if self.mixer is None else None
         self.attention_output_norm = norms["attention_output_norm"]
         self.cross_attention_norm = norms["cross_attention_norm"] if cross else None
         self.cross_attention = CrossAttention(spec, layer) if cross else None
@@ -91,7 +98,7 @@ class Block(nn.Module):
         self.dropout_seeds.source = context.source_dropout_seeds
 
         normed_BTD = _norm(self.attention_norm, x_BTD)
-        attended_BTD = _norm(self.attention_output_norm, self.attention(normed_BTD, context, cache))
+        attended_BTD = _norm(self.attention_output_norm, self._attend(normed_BTD, context, cache))
         if self.parallel:
             inputs_BTD = normed_BTD if self.feed_forward_norm is None else self.feed_forward_norm(x_BTD)
             y_BTD, routing = self._feed_forward(inputs_BTD, cache)
@@ -102,6 +109,17 @@ class Block(nn.Module):
             x_BTD = x_BTD + self._scaled(_norm(self.cross_attention_output_norm, states_BTD))
         y_BTD, routing = self._feed_forward(_norm(self.feed_forward_norm, x_BTD), cache)
         return x_BTD + self._scaled(_norm(self.feed_forward_output_norm, y_BTD)), routing
+
+    def _attend(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None) -> Tensor:
+        """Return the output of self-attention, or of the mixer that replaces it."""
+        if self.attention is not None:
+            attended_BTD: Tensor = self.attention(x_BTD, context, cache)
+            return attended_BTD
+        assert self.mixer is not None
+        if cache is not None:
+            return cache.mix(self.mixer, x_BTD)
+        mixed_BTD: Tensor = self.mixer(x_BTD, context.starts, None, False, context.family)[0]
+        return mixed_BTD
 
     def _scaled(self, branch_BTD: Tensor) -> Tensor:
         """Return the output of a branch as it is added to the hidden states."""
@@ -126,6 +144,16 @@ def build_attention(spec: ModelSpec, layer: LayerSpec, *, causal: bool) -> SelfA
     if layer.attention.latent is not None:
         return LatentSelfAttention(spec, layer)
     return SelfAttention(spec, layer, causal=causal)
+
+
+def build_mixer(spec: ModelSpec, part: MixerSpec) -> Mixer:
+    """Return the mixer of a layer."""
+    rows = mixer_rows(part, spec.hidden_size, residual_std(spec))
+    if isinstance(part, GatedDelta):
+        return GatedDeltaMixer(part, rows)
+    if isinstance(part, StateSpace):
+        return StateSpaceMixer(part, rows)
+    return ShortConvMixer(part, rows)
 
 
 def _norm(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:
@@ -297,6 +325,9 @@ class TransformerStack(nn.Module):
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
         for layer in self.kinds:
+            if layer.mixer is not None:
+                contexts.append(_add_documents(shared, inputs))
+                continue
             turns = layer.position, layer.attention.rotary_size
             if turns not in rotary:
                 rotary[turns] = (
@@ -323,6 +354,17 @@ class TransformerStack(nn.Module):
                 factors[scaling] = query_factors(scaling, positions_BT, dtype)
             contexts.append(shared._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
         return contexts
+
+
+def _add_documents(shared: BlockContext, inputs: Inputs) -> BlockContext:
+    """Return a context with what mixers with a state need of the documents of a row."""
+    if inputs.prefix_lengths is not None:
+        raise ValueError("mixers with a state cannot look ahead, as a prefix LM does")
+    if inputs.documents is None:
+        return shared
+    if inputs.parents is not None and not torch.equal(inputs.parents, inputs.documents):
+        return shared._replace(family=(inputs.documents, inputs.parents))
+    return shared._replace(starts=document_starts(inputs.documents))
 
 
 class Decoder(TransformerStack):

@@ -185,7 +185,9 @@ class MoELayer(nn.Module):
         experts_BTK = choice_BTE.topk(active, dim=-1).indices
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if router.norm_topk_prob:
-            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True).clamp_min(router.min_sum)
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + router.sum_offset).clamp_min(
+                router.min_sum
+            )
         return experts_BTK, weights_BTK if router.scaling_factor == 1.0 else weights_BTK * router.scaling_factor
 
     def _probabilities(self, logits_BTE: Tensor) -> Tensor:

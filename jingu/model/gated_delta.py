@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, sum_to_end, wide_dtype
+from jingu.model.components import GatedDelta
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
-from jingu.model.mixer_specs import GatedDelta
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
 
@@ -245,7 +245,7 @@ class GatedDeltaMixer(Mixer):
         """Return the logarithms of the decays, [B, T, H] or [B, T, H, K]."""
         projected = self.decay(x_BTD if self.decay_down is None else self.decay_down(x_BTD))
         dtype = wide_dtype(x_BTD)
-        wide, rate = projected.to(dtype) + self.decay_bias.weight.to(dtype), self.log_rate.weight.to(dtype).exp()
+        wide, rate = projected.to(dtype) + self.decay_bias().to(dtype), self.log_rate().to(dtype).exp()
         if self.spec.decay_per_channel:
             wide, rate = wide.unflatten(-1, (-1, self.spec.key_head_dim)), rate.unsqueeze(-1)
         if self.spec.decay_bound is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jingu.model.components import LayerSpec
+from jingu.model.mixer_parts import Mixer
 from jingu.model.rotary import RotaryTables
 
 
@@ -36,6 +37,9 @@ class LayerKVCache(Protocol):
             first_head: index of this rank's first head in the whole model.
             sinks_H: scores of the heads that join the softmax without a value; None: there are none.
         """
+
+    def mix(self, mixer: Mixer, x_BTD: Tensor) -> Tensor:
+        """Return what a mixer makes of each sequence, which continues from its state, and store the new states."""
 
     def tokens(self, rows: int) -> int:
         """Return how many of the `rows` tokens of a step are real; those after them are padding."""

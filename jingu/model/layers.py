@@ -176,24 +176,31 @@ class Vector(nn.Module):
     """A vector that is a parameter, as a module, so that it has the name of a weight.
 
     Attributes:
-        is_trained: whether it is trained by gradients. Otherwise it keeps at least fp32; see `widen_vectors`.
+        is_trained: whether it is trained by gradients.
+        is_wide: whether it keeps at least fp32; see `widen_vectors`. Modules get such a vector by a call, before which
+            FSDP gathers it.
     """
 
     def __init__(self, row: ModuleRow) -> None:
         super().__init__()
         self.is_trained = row.is_trained
+        self.is_wide = row.is_wide or not row.is_trained
         self.weight = nn.Parameter(torch.empty(row.shape), requires_grad=row.is_trained)
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 def widen_vectors(model: nn.Module) -> None:
-    """Give the vectors of a model that have no gradients at least fp32, after a cast of the model to a narrower dtype.
+    """Give some vectors of a model at least fp32, after a cast of the model to a narrower dtype.
 
-    A correction of router scores changes by a thousandth per step, which bf16 would round away.
+    A correction of router scores changes by a thousandth per step, which bf16 would round away. Rates of decay of slow
+    heads would become zero.
     """
     for module in model.modules():
-        if isinstance(module, Vector) and not module.is_trained:
+        if isinstance(module, Vector) and module.is_wide:
             wide = torch.promote_types(module.weight.dtype, torch.float32)
-            module.weight = nn.Parameter(module.weight.to(wide), requires_grad=False)
+            module.weight = nn.Parameter(module.weight.to(wide), requires_grad=module.weight.requires_grad)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

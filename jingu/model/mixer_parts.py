@@ -49,7 +49,12 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, x_BTD: Tensor, starts_BT: Tensor | None = None, state: MixerState | None = None, *, decode: bool = False
+        self,
+        x_BTD: Tensor,
+        starts_BT: Tensor | None = None,
+        state: MixerState | None = None,
+        decode: bool = False,
+        family_BT: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, MixerState]:
         """Return the mixed hidden states [B, T, D], and the state after the last token.
 
@@ -57,8 +62,12 @@ class Mixer(nn.Module):
             starts_BT: whether a document starts at a token; None: nowhere.
             state: the state before the first token; None: empty.
             decode: whether to compute token by token instead of chunk by chunk.
+            family_BT: the document of each token, and the document that it continues, if some continue others. Then
+                there is no state.
         """
         parts, gate = self.project(x_BTD)
+        if family_BT is not None:
+            return self.finish(mix_with_parents(self, parts, *family_BT), gate), MixerState()
         y, state = self.mix(parts, starts_BT, state, decode)
         return self.finish(y, gate), state
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from jingu.model.parts import model_rows
+from jingu.model.parts import InitialValues, model_rows
 from jingu.model.sharding_table import ShardingStyle
 from jingu.model.spec import ModelSpec
 
@@ -19,15 +19,18 @@ class Entry(NamedTuple):
     """A parameter: its shape, how it can be sharded (None: not at all), and its initial value.
 
     Attributes:
-        initial: initial value of all elements; None: they are normally distributed with `std`.
+        initial: initial value of all elements, or the name of their values; None: they are normally distributed with
+            `std`.
         is_trained: whether it is ever trained.
+        is_wide: whether it keeps at least fp32 in a model of a narrower dtype.
     """
 
     shape: tuple[int, ...]
     style: ShardingStyle | None = None
-    initial: float | None = None
+    initial: float | InitialValues | None = None
     std: float = 0.0
     is_trained: bool = True
+    is_wide: bool = False
 
 
 def has_table(spec: ModelSpec) -> bool:
@@ -41,7 +44,14 @@ def parameter_table(spec: ModelSpec) -> Mapping[str, Entry]:
     table = {}
     for name, row in model_rows(spec):
         std = spec.initializer_range if row.std is None else row.std
-        table[f"{name}.weight"] = Entry(row.shape, row.style, row.initial, std, row.is_trained)
+        table[f"{name}.weight"] = Entry(
+            row.shape,
+            row.style,
+            row.initial,
+            std,
+            row.is_trained,
+            row.is_wide or (len(row.shape) == 1 and not row.is_trained),
+        )
         if row.bias:
             # A norm has a vector of both.
             shape = row.shape if len(row.shape) == 1 else row.shape[:-1]
@@ -50,9 +60,9 @@ def parameter_table(spec: ModelSpec) -> Mapping[str, Entry]:
 
 
 def keeps_wide(name: str, spec: ModelSpec) -> bool:
-    """Return whether a parameter keeps at least fp32 in a model of a narrower dtype: a vector that has no gradient."""
+    """Return whether a parameter keeps at least fp32 in a model of a narrower dtype."""
     entry = parameter_table(spec.model_copy(update={"adapter": None, "quantization": None})).get(name)
-    return entry is not None and not entry.is_trained and len(entry.shape) == 1
+    return entry is not None and entry.is_wide
 
 
 @lru_cache(maxsize=16)

@@ -7,27 +7,34 @@ initial weights, counts and plans read them. To add a part, add its fields to th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import expm1, log
-from typing import NamedTuple
+from math import expm1, log, prod
+from typing import Literal, NamedTuple
 
 from jingu.model.components import (
     AttentionSpec,
     Experts,
     FeedForward,
+    GatedDelta,
     GatedFeedForward,
     LatentAttention,
     LayerNorm,
     LayerSpec,
     LearnedPositions,
+    Mixer,
     Norm,
     PlainFeedForward,
     RandomProjectionRouter,
     RelativeBias,
     RmsNorm,
+    ShortConv,
+    StateSpace,
     TopKRouter,
 )
 from jingu.model.sharding_table import ShardingStyle, ShardingTable
 from jingu.model.spec import ModelSpec, has_correction
+
+# Initial values that differ between the elements of a vector: rates of decay, and lengths of steps.
+InitialValues = Literal["rates", "steps"]
 
 
 class ModuleRow(NamedTuple):
@@ -37,18 +44,21 @@ class ModuleRow(NamedTuple):
         shape: shape of the weight: outputs and inputs, of experts the number of experts first.
         style: how it can be sharded; None: not at all.
         bias: whether it has a bias.
-        initial: initial value of all elements of the weight; None: they are normally distributed.
+        initial: initial value of all elements of the weight, or the name of values that differ (`weight_init`); None:
+            they are normally distributed.
         std: their standard deviation; None: `ModelSpec.initializer_range`.
         is_trained: whether it is ever trained by gradients. A vector that is not keeps at least fp32, whatever the
             dtype of the model, and ZeRO does not shard it.
+        is_wide: whether a vector that is trained keeps at least fp32, too.
     """
 
     shape: tuple[int, ...]
     style: ShardingStyle | None = None
     bias: bool = False
-    initial: float | None = None
+    initial: float | InitialValues | None = None
     std: float | None = None
     is_trained: bool = True
+    is_wide: bool = False
 
 
 # The rows of a module, by the names of its children; those of a block have the paths of grandchildren.
@@ -127,6 +137,103 @@ def _latent_rows(part: AttentionSpec, latent: LatentAttention, width: int) -> di
     return rows
 
 
+def state_shapes(part: Mixer, width: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the state of one sequence: the last inputs of the convolutions, and that of the recurrence.
+
+    The first is stored in the dtype of the hidden states, the second in fp32. Their size does not depend on the number
+    of tokens.
+
+    Args:
+        width: the hidden size.
+    """
+    before = part.num_taps - 1
+    if isinstance(part, ShortConv):
+        return [(before, width)]
+    if isinstance(part, StateSpace):
+        channels = part.num_heads * part.head_dim + 2 * part.num_groups * part.state_size
+        return [(before, channels), (part.num_heads, part.state_size, part.head_dim)]
+    channels = 2 * part.num_key_heads * part.key_head_dim + part.num_heads * part.value_head_dim
+    return [(before, channels), (part.num_heads, part.key_head_dim, part.value_head_dim)]
+
+
+def gated_delta_rows(part: GatedDelta, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+    """Return the rows of a gated delta rule.
+
+    Args:
+        width: the hidden size.
+        std: standard deviation of the initial weights of `output`.
+    """
+    heads, keys = part.num_heads, part.num_key_heads * part.key_head_dim
+    values = heads * part.value_head_dim
+    decays = heads * part.key_head_dim if part.decay_per_channel else heads
+    outputs: dict[str, tuple[int, ShardingStyle]] = {
+        "q": (keys, "kv_heads"),
+        "k": (keys, "kv_heads"),
+        "v": (values, "heads"),
+    }
+    rows = {name: ModuleRow((size, width), style) for name, (size, style) in outputs.items()}
+    rows |= {f"{name}_conv": ModuleRow((size, part.num_taps), style) for name, (size, style) in outputs.items()}
+    for name, size in (("gate", values), ("decay", decays)):
+        if part.gate_rank is not None:
+            rows[f"{name}_down"] = ModuleRow((part.gate_rank, width))
+        rows[name] = ModuleRow((size, part.gate_rank or width), "heads")
+    return rows | {
+        "beta": ModuleRow((heads, width), "heads"),
+        "log_rate": ModuleRow((heads,), "heads", initial="rates", is_wide=True),
+        "decay_bias": ModuleRow((decays,), "heads", initial="steps", is_wide=True),
+        "norm": ModuleRow((part.value_head_dim,), initial=1.0),
+        "output": ModuleRow((width, values), "from_heads", std=std),
+    }
+
+
+def state_space_rows(part: StateSpace, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+    """Return the rows of a Mamba-2 mixer. Arguments are those of `gated_delta_rows`."""
+    inner, shared = part.num_heads * part.head_dim, part.num_groups * part.state_size
+    rows = {"gate": ModuleRow((inner, width), "heads", part.bias)}
+    outputs: dict[str, tuple[int, ShardingStyle]] = {
+        "x": (inner, "heads"),
+        "b": (shared, "kv_heads"),
+        "c": (shared, "kv_heads"),
+    }
+    rows |= {name: ModuleRow((size, width), style, part.bias) for name, (size, style) in outputs.items()}
+    rows |= {
+        f"{name}_conv": ModuleRow((size, part.num_taps), style, part.conv_bias)
+        for name, (size, style) in outputs.items()
+    }
+    rows |= {
+        "step": ModuleRow((part.num_heads, width), "heads", part.bias),
+        "step_bias": ModuleRow((part.num_heads,), "heads", initial="steps", is_wide=True),
+        "log_rate": ModuleRow((part.num_heads,), "heads", initial="rates", is_wide=True),
+        "skip": ModuleRow((part.num_heads,), "heads", initial=1.0, is_wide=True),
+    }
+    if part.norm != "none":
+        rows["norm"] = ModuleRow((inner,), "heads", initial=1.0)
+    return rows | {"output": ModuleRow((width, inner), "from_heads", part.bias, std=std)}
+
+
+def short_conv_rows(part: ShortConv, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+    """Return the rows of a gated short convolution. Arguments are those of `gated_delta_rows`."""
+    return {
+        **{name: ModuleRow((width, width), "column", part.bias) for name in ("gate_in", "gate_out", "x")},
+        "conv": ModuleRow((width, part.num_taps), "column", part.bias),
+        "output": ModuleRow((width, width), "row", part.bias, std=std),
+    }
+
+
+def mixer_rows(part: Mixer, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+    """Return the rows of a mixer.
+
+    Args:
+        width: the hidden size.
+        std: standard deviation of the initial weights of `output`.
+    """
+    if isinstance(part, GatedDelta):
+        return gated_delta_rows(part, width, std)
+    if isinstance(part, StateSpace):
+        return state_space_rows(part, width, std)
+    return short_conv_rows(part, width, std)
+
+
 def residual_std(spec: ModelSpec) -> float:
     """Return the standard deviation of matrices whose outputs are added to the hidden states.
 
@@ -181,7 +288,7 @@ def shared_expert(part: Experts) -> GatedFeedForward | None:
 
 def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, ModuleRow]:
     """Return the rows of a block; with `has_source`, it also attends to an encoder."""
-    branches = {"attention": attention_rows(spec, layer)}
+    branches = {"attention": {} if layer.mixer is not None else attention_rows(spec, layer)}
     if has_source:
         branches["cross_attention"] = branches["attention"]
     branches["feed_forward"] = feed_forward_rows(layer.feed_forward, spec.hidden_size, residual_std(spec))
@@ -190,6 +297,8 @@ def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[s
         before, behind = norm_places(layer, branch)
         rows |= norm_rows(f"{branch}_norm", layer.norm, spec.hidden_size) if before else {}
         rows |= _prefixed(branch, branch_rows)
+        if layer.mixer is not None and branch == "attention":
+            rows |= _prefixed("mixer", mixer_rows(layer.mixer, spec.hidden_size, residual_std(spec)))
         rows |= norm_rows(f"{branch}_output_norm", layer.norm, spec.hidden_size) if behind else {}
     return rows
 
@@ -269,6 +378,7 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
         size: bytes of the compute dtype.
     """
     part, feed_forward = layer.attention, layer.feed_forward
+    assert layer.mixer is None
     stacks = 1 + (spec.num_encoder_layers is not None)
     # Tensors saved by norms, and the inputs of matmuls.
     branches = ["attention"] * stacks + ["feed_forward"]
@@ -337,7 +447,7 @@ def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: floa
 def score_bytes(layer: LayerSpec, size: float) -> float:
     """Return the bytes that a layer saves for each attention score of a head: none with the kernels of PyTorch."""
     part = layer.attention
-    if part.softcap is None and not part.sinks:
+    if layer.mixer is not None or (part.softcap is None and not part.sinks):
         return 0.0
     # The results of tanh and of softmax, and the probabilities in the compute dtype.
     return (1 + (part.softcap is not None)) * max(size, 4.0) + (size if size < 4 else 0.0)
@@ -354,6 +464,8 @@ def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:
 
 def attended_tokens(layer: LayerSpec, sequence: int) -> float:
     """Return the mean number of tokens that a token of a sequence attends to: without a window, half of them."""
+    if layer.mixer is not None:
+        return float(cached_tokens(layer, sequence))
     window = cached_tokens(layer, sequence)
     if layer.attention.chunk_size == layer.attention.reach is not None:
         return window / 2
@@ -361,7 +473,17 @@ def attended_tokens(layer: LayerSpec, sequence: int) -> float:
 
 
 def cached_tokens(layer: LayerSpec, past: int) -> int:
-    """Return how many of `past` tokens a layer attends to in generation."""
+    """Return how many of `past` tokens a layer attends to in generation.
+
+    A mixer with a state counts as attention to as many tokens as its state has rows, and half of them again: the state
+    decays, is read for the key and for the query, and is written.
+    """
+    if isinstance(layer.mixer, GatedDelta):
+        return layer.mixer.key_head_dim * 3 // 2
+    if isinstance(layer.mixer, StateSpace):
+        return layer.mixer.state_size * 3 // 2
+    if layer.mixer is not None:
+        return 0
     return min(layer.attention.reach or past, past)
 
 
@@ -372,6 +494,12 @@ def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
         cached: in generation, where queries meet the latent vectors themselves.
     """
     part = layer.attention
+    if isinstance(layer.mixer, GatedDelta):
+        return layer.mixer.num_heads * layer.mixer.value_head_dim
+    if isinstance(layer.mixer, StateSpace):
+        return layer.mixer.num_heads * layer.mixer.head_dim
+    if layer.mixer is not None:
+        return 0.0
     if cached and part.latent is not None:
         return part.num_heads * (part.latent.rank + part.latent.rotary_dim / 2)
     return part.num_heads * (part.head_dim + part.value_size) / 2
@@ -380,6 +508,38 @@ def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
 def cached_numbers(layer: LayerSpec) -> int:
     """Return the numbers that a layer caches for each token: its keys and values, or the latent vector of both."""
     part = layer.attention
+    if layer.mixer is not None:
+        return 0
     if part.latent is not None:
         return part.latent.rank + part.latent.rotary_dim
     return part.num_kv_heads * (part.head_dim + part.value_size)
+
+
+def kv_heads(layer: LayerSpec, name: str) -> int:
+    """Return the number of key-value heads that divide a parameter of a layer; of a mixer, its heads of keys or groups.
+
+    Args:
+        name: name of the parameter.
+    """
+    if ".mixer." not in name or layer.mixer is None:
+        return layer.attention.num_kv_heads
+    return mixer_heads(layer.mixer)[1]
+
+
+def mixer_heads(part: Mixer) -> tuple[int, int]:
+    """Return the number of heads of a mixer, and of its heads of keys or groups; a convolution has none (0)."""
+    if isinstance(part, GatedDelta):
+        return part.num_heads, part.num_key_heads
+    return (part.num_heads, part.num_groups) if isinstance(part, StateSpace) else (0, 0)
+
+
+def state_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
+    """Return the bytes of the state that a layer keeps for each sequence in generation: none with attention.
+
+    Args:
+        size: bytes of the compute dtype; the state of a recurrence has at least fp32.
+    """
+    if layer.mixer is None:
+        return 0.0
+    conv, *recurrent = (prod(shape) for shape in state_shapes(layer.mixer, spec.hidden_size))
+    return conv * size + sum(recurrent) * max(size, 4.0)

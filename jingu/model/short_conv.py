@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.chunked_scan import wide_dtype
+from jingu.model.components import ShortConv
 from jingu.model.layers import apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import Mixer, MixerState
-from jingu.model.mixer_specs import ShortConv
 from jingu.model.parts import ModuleRow, Rows, styles
 
 

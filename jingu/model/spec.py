@@ -23,6 +23,7 @@ from jingu.model.components import (
     LayerSpec,
     LearnedPositions,
     LongropeScaling,
+    Mixer,
     Norm,
     NormPlacement,
     Position,
@@ -66,6 +67,7 @@ class ModelSpec(Component):
         norm_placement: where the norms of a block stand.
         block_order: whether attention and feed-forward of a block follow each other or are parallel.
         residual_scale: multiplies the outputs of attention and feed-forward before they are added to the hidden states.
+        mixer: a mixer with a state of fixed size, which replaces attention; None: attention.
         embedding_scale: multiplies the embedding.
         round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
         logit_scale: multiplies the logits.
@@ -100,6 +102,7 @@ class ModelSpec(Component):
     norm_placement: NormPlacement = optional("before")
     block_order: BlockOrder = optional("sequential")
     residual_scale: PositiveFloat = optional(1.0)
+    mixer: Mixer | None = optional(None)
     embedding_scale: PositiveFloat | Literal["sqrt_hidden_size"] = optional(1.0)
     round_embedding_scale: bool = optional(False)
     logit_scale: PositiveFloat = optional(1.0)
@@ -211,6 +214,8 @@ class ModelSpec(Component):
             problem = f"latent attention has as many key-value heads as heads, not {part.num_kv_heads}"
         elif part.latent is not None and (part.qk_norm or self.num_encoder_layers or part.value_scale != 1.0):
             problem = "latent attention has no norm of queries and keys, no scale of values, and no encoder"
+        elif layer.mixer is not None and (self.num_encoder_layers or isinstance(self.adapter, SoftPrompt | DeepPrompt)):
+            problem = "a mixer with a state needs a model without encoder and without prompt tuning"
         elif self.num_encoder_layers and has_correction(layer.feed_forward):
             problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
@@ -261,6 +266,11 @@ class ModelSpec(Component):
     def experts(self) -> Experts | None:
         """The experts of the layers that have some; None if there are none."""
         return next((layer.feed_forward for layer in self.kinds if isinstance(layer.feed_forward, Experts)), None)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some layers have a mixer with a state instead of attention."""
+        return any(layer.mixer is not None for layer in self.kinds)
 
     def uniform(self, layer: LayerSpec, num_layers: int = 1) -> ModelSpec:
         """Return the spec of a model whose layers are all equal to `layer`."""

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
+from jingu.model.components import StateSpace
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
-from jingu.model.mixer_specs import StateSpace
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
 
@@ -170,11 +170,11 @@ class StateSpaceMixer(Mixer):
         low, high = spec.step_limits
         inputs = StateSpaceInputs(
             x.unflatten(-1, (-1, spec.head_dim)),
-            step_lengths(parts[3], self.step_bias.weight, (low, float("inf") if high is None else high)),
+            step_lengths(parts[3], self.step_bias(), (low, float("inf") if high is None else high)),
             b.unflatten(-1, (-1, spec.state_size)),
             c.unflatten(-1, (-1, spec.state_size)),
-            -self.log_rate.weight.to(wide_dtype(x)).exp(),
-            self.skip.weight,
+            -self.log_rate().to(wide_dtype(x)).exp(),
+            self.skip(),
         )
         form = recurrent_state_space if decode else partial(chunked_state_space, chunk_size=self.chunk_size)
         y_BTHP, recurrent = form(inputs, starts_BT, before.recurrent)

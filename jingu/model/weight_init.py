@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,12 @@ def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
     Parameters of adapters have no row.
     """
     entry = parameter_table(spec).get(name)
-    if entry is not None and entry.initial is not None:
+    if entry is not None and entry.initial == "rates":
+        return _spread(1.0, 16.0, shape).log()
+    if entry is not None and entry.initial == "steps":
+        # The inverse of softplus.
+        return _spread(math.log(0.001), math.log(0.1), shape).exp().expm1().log()
+    if entry is not None and isinstance(entry.initial, float):
         return torch.full(tuple(shape), entry.initial)
     if entry is None:
         # Quantized matrices are never initialized randomly: their values are read.
@@ -49,6 +55,11 @@ def initial_tensor(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> 
             return torch.empty(shape).uniform_(-bound, bound, generator=generator_for_name(name, seed))
     std = spec.initializer_range if entry is None else entry.std
     return torch.empty(shape).normal_(0.0, std, generator=generator_for_name(name, seed))
+
+
+def _spread(low: float, high: float, shape: torch.Size) -> Tensor:
+    """Return equally spaced numbers of a vector, as Mamba-2 spreads the rates of its heads (Dao and Gu, 2024)."""
+    return torch.linspace(low, high, shape[0])
 
 
 def generator_for_name(name: str, seed: int) -> torch.Generator:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.model.components import LayerSpec
+from jingu.model.components import LayerSpec, StateSpace
+from jingu.model.parts import mixer_heads
 from jingu.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -143,6 +144,13 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
                 where=f"parallel.{axis}",
                 fix="Set it to 1, or model.mtp_loss_weight to 0, which keeps the layers as they are.",
             )
+    if spec.has_state and sizes.context > 1:
+        raise JinguError(
+            "layers with a state (a delta rule, Mamba-2, or a short convolution) need whole sequences, and "
+            f"parallel.context is {sizes.context}.",
+            where="parallel.context",
+            fix="Set it to 1, and divide the model by parallel.tensor, parallel.pipeline or parallel.shard.",
+        )
     # Experts and the ranks that share them must divide evenly.
     if sizes.expert > 1:
         number = 0 if spec.experts is None else spec.experts.num_experts
@@ -159,6 +167,13 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_heads: bool) -> None:
     """Raise JinguError if a layer cannot be divided over these axes; see `_check`."""
     heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
+    if layer.mixer is not None:
+        heads, kv_heads = mixer_heads(layer.mixer)
+        # A convolution is divided by channels.
+        heads, kv_heads = heads or sizes.tensor, kv_heads or sizes.tensor
+        if isinstance(layer.mixer, StateSpace) and layer.mixer.norm != "none" and kv_heads % sizes.tensor:
+            # Its norm is over all heads of a group.
+            raise _division_error(f"{kv_heads} groups of heads", sizes.tensor, "tensor", kv_heads)
     if heads % sizes.tensor:
         raise _division_error(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import is_dtensor, join_meshes, split_axis
 from jingu.model.layers import Vector
+from jingu.model.parts import kv_heads, mixer_heads
 from jingu.model.sharding_table import ShardedDim, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
@@ -305,8 +306,10 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
     replicate, fsdp, tensor = mesh["replicate"], fsdp_mesh(mesh), mesh["tensor"]
     plain_mesh = join_meshes([replicate, fsdp, tensor])
     kv_head_meshes = {}
-    for number in sorted({layer.attention.num_kv_heads for layer in spec.kinds}):
-        if number < tensor.size():
+    numbers = {layer.attention.num_kv_heads for layer in spec.kinds}
+    numbers |= {mixer_heads(layer.mixer)[1] for layer in spec.kinds if layer.mixer is not None}
+    for number in sorted(numbers):
+        if 0 < number < tensor.size():
             # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.
             axes = split_axis(tensor, 0, (number, tensor.size() // number), ("kv_heads", "kv_copies"))
             kv_head_meshes[number] = join_meshes([replicate, fsdp, axes])
@@ -336,7 +339,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
             zero = int(bool(shape[0] // expert_ranks % ranks) and shape[1] % split == 0)
         if "experts" in dims and expert_mesh is not None:
             return ParameterSharding(shape, expert_mesh, (None, zero, 0, inner))
-        kv_head_mesh = kv_head_meshes.get(spec.layer_of(name).attention.num_kv_heads)
+        kv_head_mesh = kv_head_meshes.get(kv_heads(spec.layer_of(name), name))
         if "kv_heads" in dims and kv_head_mesh is not None:
             return ParameterSharding(shape, kv_head_mesh, (None, 0, inner, None))
         return ParameterSharding(shape, plain_mesh, (None, zero, inner))

@@ -51,6 +51,7 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
+    wide_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     offload_policy = OffloadPolicy()
     if offload != "none":
         # Memory-mapped files cannot be pinned.
@@ -73,6 +74,12 @@ def apply_zero(model: Decoder, plan: ShardingPlan, settings: ParallelSettings, p
             # Experts are divided over `expert` already, and sharded over the ranks that hold the same experts.
             expert_mesh = hsdp_mesh(plan.mesh, plan.experts["expert_fsdp"])
             shard(experts, mesh=expert_mesh, reshard_after_forward=settings.zero_stage == 3)
+        vectors = [
+            module for module in block.modules() if isinstance(module, Vector) and module.is_wide and module.is_trained
+        ]
+        if vectors:
+            # Rates of decay keep fp32: in bf16, those of slow heads would become 1.
+            shard(vectors, mp_policy=wide_policy, reshard_after_forward=False)
         shard(block, reshard_after_forward=settings.zero_stage == 3)
     # The root's own parameters (embedding, norm, head) are not freed after forward: the head is used last in the
     # forward pass and first in the backward pass.

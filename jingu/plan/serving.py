@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jingu.errors import JinguError
 from jingu.model.count import count_parameters, generation_flops
 from jingu.model.parameter_table import parameter_sizes
-from jingu.model.parts import cached_numbers, cached_tokens
+from jingu.model.parts import cached_numbers, cached_tokens, state_bytes
 from jingu.model.spec import ModelSpec
 from jingu.plan.machine import Machine
 
@@ -68,6 +68,7 @@ def cache_bytes(spec: ModelSpec, tokens: int, gpus: int = 1, number_bytes: float
     for layer in spec.layers:
         # With more ranks than key-value heads, these are replicated; so is a latent vector.
         ranks = 1 if layer.attention.latent is not None else min(gpus, layer.attention.num_kv_heads)
+        total += state_bytes(spec, layer, number_bytes)
         total += number_bytes * cached_numbers(layer) / ranks * cached_tokens(layer, tokens)
     return total
 

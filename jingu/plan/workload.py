@@ -17,7 +17,7 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.components import Experts, LayerSpec
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
-from jingu.model.parts import attention_width, dense_equivalent, routed_bytes, saved_bytes
+from jingu.model.parts import attention_width, dense_equivalent, kv_heads, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
@@ -367,8 +367,8 @@ def _weight(parameter: _Parameter, name: str, spec: ModelSpec, layer: LayerSpec,
     is_matmul = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
-    kv_heads = layer.attention.num_kv_heads
-    return Weight(parameter.shape, parameter.dims, learns, is_matmul, storage, packing, is_copy, kv_heads)
+    heads = kv_heads(layer, f".{name}")
+    return Weight(parameter.shape, parameter.dims, learns, is_matmul, storage, packing, is_copy, heads)
 
 
 def _outputs(weight: Weight, layer: LayerSpec) -> float:
@@ -380,7 +380,7 @@ def _outputs(weight: Weight, layer: LayerSpec) -> float:
 @lru_cache(maxsize=64)
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> float:
     """Return the bytes per token that a decoder block saves for its backward pass."""
-    if has_table(spec) and not spec.frozen_parameters:
+    if has_table(spec) and not spec.frozen_parameters and layer.mixer is None:
         return saved_bytes(spec, layer, compute_bytes)
     dense = layer.model_copy(update={"feed_forward": dense_equivalent(layer.feed_forward)})
     return routed_bytes(spec, layer, compute_bytes) + _count_saved(spec.uniform(dense), compute_bytes)

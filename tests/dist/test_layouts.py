@@ -372,6 +372,31 @@ def test_components_with_experts(model, ranks):
     check(ranks, MODELS[model], 4, layouts, documents=model == "latent")
 
 
+# Mixers with a state beside attention.
+STATES: dict[str, dict[str, Any]] = {
+    "gated delta": {
+        "type": "gated_delta",
+        "num_heads": 8,
+        "num_key_heads": 2,
+        "key_head_dim": 5,
+        "value_head_dim": 6,
+        "num_taps": 3,
+    },
+    "state space": {"type": "state_space", "num_heads": 4, "num_groups": 2, "head_dim": 5, "state_size": 6},
+    "short convolution": {"type": "short_conv", "num_taps": 3, "bias": True},
+}
+
+
+@pytest.mark.parametrize("mixer", STATES)
+def test_layers_with_a_state(mixer, ranks):
+    """Documents start anywhere in a row; with 4 ranks of `tensor`, two share a head of the keys."""
+    kinds = {"state": {"mixer": STATES[mixer]}, "full": {}}
+    spec = replace_fields(MODELS["llama"], num_layers=3, layer_kinds=kinds, layer_pattern=("state", "full", "state"))
+    layouts = [{"tensor": 2, "zero_stage": 3}, {"pipeline": 2, "tensor": 2}, {"zero_stage": 2}, {"zero_stage": 3}]
+    layouts += [{"tensor": 4}] if mixer != "state space" else []
+    check(ranks, spec, 4, layouts, documents=True)
+
+
 def load_and_save(
     rank: int, world: int, spec: ModelSpec, layout: dict[str, Any], source: Path | None, to: Path
 ) -> None:

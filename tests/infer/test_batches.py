@@ -39,7 +39,15 @@ KINDS: dict[str, dict[str, object]] = {
     "mixtral": {"family": "mixtral", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
     "gpt_oss": {"family": "gpt_oss", "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 20},
     "latent": {"family": "glm4_moe_lite", "hidden_size": 24, "num_heads": 3, "intermediate_size": 20},
+    "gated_delta": {"hidden_size": 24, "num_heads": 3, "num_layers": 3, "intermediate_size": 20},
+    "state_space": {"hidden_size": 24, "num_heads": 3, "num_layers": 3, "intermediate_size": 20},
+    "short_conv": {"hidden_size": 24, "num_heads": 3, "num_layers": 3, "intermediate_size": 20},
     "t5": {"family": "t5", "hidden_size": 36, "num_heads": 3, "num_encoder_layers": 2},
+}
+MIXERS: dict[str, dict[str, object]] = {
+    "gated_delta": {"num_heads": 4, "num_key_heads": 2, "key_head_dim": 6, "value_head_dim": 5},
+    "state_space": {"num_heads": 4, "num_groups": 2, "head_dim": 5, "state_size": 6},
+    "short_conv": {},
 }
 PREPACKED = {
     "llama-bf16": {**KINDS["llama-bf16"], "intermediate_size": 1100},  # long sums, which kernels may divide
@@ -62,6 +70,9 @@ def model_of(kind: str, tokenizer: Tokenizer, prepacked: bool = False) -> Infere
     if kind == "mixed":
         kinds = {"window": {"attention.sliding_window": 37}, "chunk": {"attention.chunk_size": 29}, "full": {}}
         spec = replace_fields(spec, layer_kinds=kinds, layer_pattern=("window", "full", "chunk"))
+    if kind in MIXERS:
+        kinds = {"state": {"mixer": {"type": kind, **MIXERS[kind]}}, "full": {}}
+        spec = replace_fields(spec, layer_kinds=kinds, layer_pattern=("state", "full", "state"))
     model = build_model(spec)
     init_weights(model, spec, 1)
     model = model.to(torch.bfloat16 if kind.endswith("bf16") else torch.float32).eval()
@@ -128,7 +139,7 @@ def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
             block_size=source.choice([8, 16, 32]),
             kv_cache_bytes=source.choice([least, 20 * least]),
             prefill_chunk_size=source.choice([3, 50, 512]),
-            num_speculative_tokens=source.choice([0, 3]),
+            num_speculative_tokens=0 if model.spec.has_state else source.choice([0, 3]),
         )
         together = answers(Engine(model, settings), requests, source)
         assert together[:2] == alone

@@ -17,17 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from jingu.model.chunked_scan import document_starts
+from jingu.model.components import GatedDelta, ShortConv, StateSpace
 from jingu.model.gated_delta import GatedDeltaMixer, chunked_delta_rule, recurrent_delta_rule
 from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces, mix_with_parents
-from jingu.model.mixer_specs import (
-    GatedDelta,
-    ShortConv,
-    StateSpace,
-    gated_delta_rows,
-    short_conv_rows,
-    state_shapes,
-    state_space_rows,
-)
+from jingu.model.parts import gated_delta_rows, short_conv_rows, state_shapes, state_space_rows
 from jingu.model.short_conv import ShortConvMixer, causal_convolution
 from jingu.model.state_space import (
     StateSpaceInputs,

@@ -32,7 +32,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.adapter_specs import Lora
-from jingu.model.components import LongropeScaling
+from jingu.model.components import GatedDelta, LongropeScaling
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
@@ -45,7 +45,7 @@ from tests.dist.test_layouts import check
 from tests.parity import test_components as components
 from tests.parity import test_layer_kinds as layer_kinds
 from tests.parity.fp64 import fp64_in_place_of_fp32, randomize
-from tests.parity.test_tabled_families import CONFIGS
+from tests.parity.test_tabled_families import CONFIGS, check_rounding
 from tests.rank_pool import RankPool
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 2.5, "original_max_position_embeddings": 16}
@@ -276,13 +276,24 @@ def test_loss_and_gradients(pair: Pair, dtype: torch.dtype, tmp_path: Path, monk
         loss.backward()
         return loss.detach(), their_gradients(theirs, pair.name, tmp_path / "gradients")
 
+    has_delta = any(isinstance(layer.mixer, GatedDelta) for layer in pair.spec.kinds)
+    rounded: dict[str, Tensor] = {}
+    if dtype == torch.float32 and has_delta:
+        # Gradients of the delta rule in transformers have larger errors of rounding: compare both with fp64.
+        _, rounded = reference()
+        dtype = torch.float64
     with contextlib.nullcontext() if dtype == torch.float32 else exact(pair, monkeypatch):
         expected_loss, expected = reference()
+    if rounded:
+        dtype = torch.float32
     ours = pair.ours(dtype).train()
     loss = loss_of(ours, Inputs(ids), labels)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(expected_loss), rel=limit)
-    same_gradients(gradients(ours), expected, limit)
+    if not rounded:
+        same_gradients(gradients(ours), expected, limit)
+    for name, gradient in rounded.items():
+        check_rounding(gradients(ours)[name], gradient, expected[name])
 
 
 def alone(model: Decoder, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -436,7 +447,9 @@ def test_layouts_equal_one_rank(pair: Pair, ranks: RankPool) -> None:
     heads = min(layer.attention.num_heads for layer in pair.spec.kinds)
     world = next(number for number in range(2, heads + 1) if heads % number == 0)
     check(ranks, pair.spec, 2, [{"zero_stage": 3}, {"pipeline": 2}], documents=True, weights=pair.folder)
-    layouts = [{"tensor": world}, {"context": world}, {"context": world, "context_method": "ring"}]
+    layouts: list[dict[str, Any]] = [{"tensor": world}]
+    if not pair.spec.has_state:
+        layouts += [{"context": world}, {"context": world, "context_method": "ring"}]
     check(ranks, pair.spec, world, layouts, weights=pair.folder)
 
 

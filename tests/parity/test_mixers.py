@@ -14,15 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from jingu.model.components import GatedDelta, ShortConv, StateSpace
 from jingu.model.gated_delta import GatedDeltaMixer
-from jingu.model.mixer_specs import (
-    GatedDelta,
-    ShortConv,
-    StateSpace,
-    gated_delta_rows,
-    short_conv_rows,
-    state_space_rows,
-)
+from jingu.model.parts import gated_delta_rows, short_conv_rows, state_space_rows
 from jingu.model.short_conv import ShortConvMixer
 from jingu.model.state_space import StateSpaceMixer
 from tests.parity.fp64 import fp64_in_place_of_fp32

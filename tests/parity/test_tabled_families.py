@@ -17,12 +17,14 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
+from jingu.model.components import GatedDelta
 from jingu.model.families import FAMILIES
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity import test_components as components
 from tests.parity.expert_configs import EXPERT_CONFIGS
 from tests.parity.fp64 import randomize
+from tests.parity.state_configs import STATE_CONFIGS
 from tests.parity.test_layer_kinds import smollm3
 
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
@@ -55,6 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: components.neox()[0],
     "hunyuan_v1_dense": lambda: components.hunyuan()[0],
     **EXPERT_CONFIGS,
+    **STATE_CONFIGS,
 }
 EACH = pytest.mark.parametrize("name", CONFIGS)
 
@@ -88,7 +91,13 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
         stored = open_hf(tmp_path / "theirs")
         ours = load_model(stored, torch.float32).eval()
         assert stored.spec.family == name.partition("-")[0]
-        components.close(ours.logits(ours(ids)), expected)
+        logits = ours.logits(ours(ids))
+        if any(isinstance(layer.mixer, GatedDelta) for layer in stored.spec.kinds):
+            # transformers' own rounding is above the tolerance. `test_family_proofs.py` compares in fp64.
+            wide = load_model(stored, torch.float64).eval()
+            check_rounding(logits, expected, wide.logits(wide(ids)))
+        else:
+            components.close(logits, expected)
         # Back to files: transformers reads the same model, and so do we, to the bit.
         export_hf(stored.spec, stored.read, tokenizer, tmp_path / "ours")
         again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
@@ -97,6 +106,13 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
     assert back.spec == stored.spec
     for key in ours.state_dict():
         assert torch.equal(back.read(key), stored.read(key)), key
+
+
+def check_rounding(actual: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    """Check that numbers in fp32 are not much further from those in fp64 than transformers' own."""
+    error, limit = (float((x - exact).norm() / exact.norm()) for x in (actual, theirs))
+    assert error < 1e-6 + 2 * limit
+    assert limit < 1e-3
 
 
 def change(folder: Path, **changes: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from jingu.model.components import GatedFeedForward, LayerSpec, NoPositions, RotaryPositions
 from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
+from jingu.model.families.mixer_keys import MixerLayers
 from jingu.model.families.rope import RopeDefaults, write_rope
 from jingu.model.spec import ModelSpec
 
@@ -40,6 +41,7 @@ class LayerOptions:
             does not have the key.
         window_fields: fields of the layers with a window, by their paths, that differ from the others'.
         window_kv_heads: multiplies the number of key-value heads in layers with a window.
+        mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
         dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
     """
 
@@ -56,6 +58,7 @@ class LayerOptions:
     no_rope_interval: int | None = None
     window_fields: Mapping[str, Any] = field(default_factory=dict)
     window_kv_heads: int = 1
+    mixers: MixerLayers | None = None
     dense: DenseLayers | None = None
 
     @property
@@ -94,6 +97,8 @@ class LayerOptions:
         """Return the type of each layer. Raises JinguError for types of layers that the family does not have."""
         number = config["num_hidden_layers"]
         types = config.get("layer_types")
+        if types is None and self.mixers is not None:
+            types = self.mixers.read_types(config)
         if types is None and self.window == "chunks":
             # Layers without rotary positions are those that attend to everything.
             flags = config.get("no_rope_layers") or []
@@ -107,15 +112,18 @@ class LayerOptions:
             if self.full_first is not None and config.get(self.window_key, self.default_window) is not None:
                 first = config.get(self.full_first, number)
                 types = [self.local if layer >= first else _FULL for layer in range(number)]
+        known = (_FULL, self.local if self.mixers is None else self.mixers.layer_type)
         for name in types:
-            if name not in (_FULL, self.local):
-                raise unsupported_option("layer_types", name, f"known are {_FULL} and {self.local}")
+            if name not in known:
+                raise unsupported_option("layer_types", name, f"known are {' and '.join(known)}")
         if len(types) != number:
             raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {number}")
         return list(types)
 
     def write_type(self, layer: LayerSpec) -> str:
         """Return the type of a layer."""
+        if layer.mixer is not None and self.mixers is not None:
+            return self.mixers.layer_type
         return _FULL if layer.attention.reach is None else self.local
 
 
@@ -143,8 +151,10 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         keys: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings}
         if options.window != "none":
             keys[options.window_key] = windows[0] if windows else None
-        if options.window in ("by_type", "chunks"):
+        if options.window in ("by_type", "chunks") or options.mixers is not None:
             keys["layer_types"] = types
+        if options.mixers is not None:
+            keys |= options.mixers.write(spec)
         if options.no_rope_interval is not None:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
         if options.dense is not None:
@@ -173,7 +183,10 @@ def _kind_fields(
     type_name = name.removesuffix(_DENSE).removesuffix(_NO_ROPE)
     size = config.get(options.window_key, options.default_window)
     changes: SpecValues = {}
-    if type_name == options.local:
+    has_mixer = options.mixers is not None and type_name == options.mixers.layer_type
+    if has_mixer and options.mixers is not None:
+        changes = {"mixer": options.mixers.read(config)}
+    elif type_name == options.local:
         changes = {options.window_field: size, **options.window_fields}
         if options.window_kv_heads != 1:
             changes["attention.num_kv_heads"] = config["num_key_value_heads"] * options.window_kv_heads
@@ -183,7 +196,7 @@ def _kind_fields(
     has_rope = _NO_ROPE not in name and not (type_name == options.without_rope and size is not None)
     if not has_rope:
         changes["position"] = NoPositions().model_dump()
-    elif positions[type_name] != positions[_FULL]:
+    elif not has_mixer and positions[type_name] != positions[_FULL]:
         changes["position"] = positions[type_name].model_dump()
     if name.endswith(_DENSE) and options.dense is not None:
         activation = parse_activation("hidden_act", config.get("hidden_act") or "silu")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jingu.model.components import GatedDelta
 from jingu.model.spec import ModelSpec
 from jingu.tables import read_table
 
@@ -100,12 +101,71 @@ def _same(tensor: Tensor, spec: ModelSpec) -> Tensor:
     return tensor
 
 
+def _mixer(spec: ModelSpec) -> GatedDelta:
+    """Return the gated delta rule of a model."""
+    return next(layer.mixer for layer in spec.kinds if isinstance(layer.mixer, GatedDelta))
+
+
+def _grouped(sizes: Callable[[GatedDelta], list[int]]) -> Transform:
+    """Return the transform of projections whose rows are grouped by key head: for each the rows of every part.
+
+    Args:
+        sizes: rows of each part for one key head.
+    """
+
+    def split(tensor: Tensor, spec: ModelSpec) -> Tensor:
+        mixer = _mixer(spec)
+        parts = tensor.unflatten(0, (mixer.num_key_heads, -1)).split(sizes(mixer), 1)
+        return _concatenate([part.flatten(0, 1) for part in parts])
+
+    def join(tensor: Tensor, spec: ModelSpec) -> Tensor:
+        mixer = _mixer(spec)
+        heads = mixer.num_key_heads
+        parts = tensor.split([heads * size for size in sizes(mixer)])
+        return _concatenate([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
+
+    return Transform(split, join)
+
+
+def _values_per_key_head(mixer: GatedDelta) -> int:
+    return mixer.num_heads // mixer.num_key_heads
+
+
+def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(tensors), dim)
+
+
+def _split_query_gates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Rearrange the rows query and gate of each head to those of all heads' queries, then all gates."""
+    heads = spec.attention
+    return tensor.unflatten(0, (heads.num_heads, 2, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+def _join_query_gates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_split_query_gates`."""
+    heads = spec.attention
+    return tensor.unflatten(0, (2, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
 INTERLEAVED_HEADS = Transform(_join_heads, _interleave_heads)
 # Transforms by their names in families.toml.
 TRANSFORMS = {
     "swap_halves": Transform(_swap_halves, _swap_halves),
     "interleaved_heads": INTERLEAVED_HEADS,
     "transpose": TRANSPOSE,
+    "query_gates": Transform(_split_query_gates, _join_query_gates),
+    # q, k, v and gate; beta and decay.
+    "delta_parts": _grouped(
+        lambda mixer: [mixer.key_head_dim] * 2 + [_values_per_key_head(mixer) * mixer.value_head_dim] * 2
+    ),
+    "delta_rates": _grouped(lambda mixer: [_values_per_key_head(mixer)] * 2),
+    # The kernels of convolutions of single channels have a dim of inputs.
+    "depthwise": Transform(
+        lambda tensor, spec: tensor.squeeze(1) if tensor.dim() == 3 else tensor,
+        lambda tensor, spec: tensor.unsqueeze(1) if tensor.dim() == 2 else tensor,
+    ),
     # One more dim than the parameter.
     "one_row": Transform(lambda tensor, spec: tensor.squeeze(0), lambda tensor, spec: tensor.unsqueeze(0)),
     "experts": Transform(_same, _same, of_experts=True),
@@ -126,12 +186,15 @@ class NameRule:
         jingu_names: names of the parameters, with `*` for numbers.
         transform: converts the tensor to the parameters, concatenated along dim 0.
         when: whether the rule applies to a spec; other specs have these parameters under other names.
+        has_predictions: whether the rule of a block applies to layers of multi-token prediction, too, as if they were
+            further blocks.
     """
 
     hf_name: str
     jingu_names: tuple[str, ...]
     transform: Transform = IDENTITY
     when: Callable[[ModelSpec], bool] = lambda spec: True
+    has_predictions: bool = True
 
 
 @dataclass(frozen=True)
@@ -297,12 +360,13 @@ def _numbered_names(rule: NameRule, spec: ModelSpec) -> Iterator[tuple[int, tupl
     if "*" not in rule.hf_name:
         yield 0, tuple(name.replace("*", "0") for name in rule.jingu_names)
     elif first.startswith("mtp."):
+        before = 0 if rule.hf_name.startswith("mtp.") else spec.num_layers
         for number in further:
-            yield spec.num_layers + number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
+            yield before + number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
     else:
         for number in range(max(spec.num_layers, spec.num_encoder_layers or 0)):
             yield number, tuple(name.replace("*", str(number)) for name in rule.jingu_names)
-        for number in further if first.startswith("blocks.") else ():
+        for number in further if first.startswith("blocks.") and rule.has_predictions else ():
             block = f"mtp.{number}.block"
             yield spec.num_layers + number, tuple(name.replace("blocks.*", block) for name in rule.jingu_names)
 

@@ -12,10 +12,12 @@ An entry has
 - `router_groups`: key that says whether experts are chosen by groups, and the value that says so.
 - `latent`: whether attention is latent.
 - `like`: tables whose `template`, `keys`, `names` and `transforms` apply, too.
+- `adjusted_size`: whether the config has the intermediate size before an adjustment (`ADJUSTED_SIZE`).
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
 - `ignored`: suffixes of the names of tensors that are not parameters.
 - `base`: prefix of the body's tensors, if it is not `model.`; no names of Llama then apply.
+- `separate_predictions`: whether layers of multi-token prediction have the prefix `mtp.` instead of further numbers.
 - `constant_tensors`, `renamed`, `swaps_expert_adapters`: as in `Family`.
 - `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
 - `peft_experts`: whether peft reads adapters of single experts.
@@ -26,6 +28,7 @@ An entry has
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jingu.model.families.dense_layers import DenseLayers
@@ -40,6 +43,7 @@ from jingu.model.families.family import (
 from jingu.model.families.latent_keys import LATENT_KEYS
 from jingu.model.families.layer_keys import LayerOptions, layer_keys
 from jingu.model.families.llama import LLAMA
+from jingu.model.families.mixer_keys import ADJUSTED_SIZE, MixerLayers
 from jingu.model.families.name_map import IDENTITY, TABLES, TRANSFORMS, NameRule, rules_of_names
 from jingu.model.families.rope import RopeDefaults
 from jingu.model.spec import ModelSpec, replace_fields
@@ -86,6 +90,8 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     rules = _rules(names, transforms)
     if table.get("latent"):
         rules += _QUERY_RULES
+    if table.get("separate_predictions"):
+        rules = _separate_predictions(rules)
     return Family(
         architectures=tuple(table["architectures"]),
         template=template,
@@ -97,6 +103,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             *_shared_expert_keys(table, places),
             *_group_keys(table),
             *([LATENT_KEYS] if table.get("latent") else []),
+            *([ADJUSTED_SIZE] if table.get("adjusted_size") else []),
             _layer_keys(table),
             supported_options(
                 **{
@@ -126,11 +133,26 @@ def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule,
     return tuple(rules)
 
 
+def _separate_predictions(rules: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
+    """Return rules of files in which layers of multi-token prediction are not numbered behind the others."""
+    result: list[NameRule] = []
+    for rule in rules:
+        if not rule.jingu_names[0].startswith("blocks."):
+            result.append(rule)
+            continue
+        names = tuple(name.replace("blocks.*", "mtp.*.block") for name in rule.jingu_names)
+        result.append(replace(rule, has_predictions=False))
+        result.append(replace(rule, hf_name=rule.hf_name.replace("model.layers.", "mtp.layers.", 1), jingu_names=names))
+    return tuple(result)
+
+
 def _layer_keys(table: dict[str, Any]) -> ConfigKeys:
     """Return the conversion of an entry's `layers` and `rope`."""
     fields = dict(table.get("layers", {}))
     if "dense" in fields:
         fields["dense"] = DenseLayers(**fields["dense"])
+    if "mixers" in fields:
+        fields["mixers"] = MixerLayers(**fields["mixers"])
     if "window_fields" in fields:
         # TOML has no null.
         fields["window_fields"] = {

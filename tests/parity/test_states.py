@@ -1,0 +1,160 @@
+"""Models whose layers keep a state: composite folders, layers of multi-token prediction, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+
+from jingu.errors import JinguError
+from jingu.formats.export import export_hf
+from jingu.formats.huggingface import open_hf
+from jingu.formats.stored_model import load_model
+from jingu.infer.engine import Engine
+from jingu.infer.engine_interface import EngineSettings
+from jingu.infer.kv_cache import cache_reaches, pool_bytes
+from jingu.infer.request import Request
+from jingu.infer.sampling import SamplingParams
+from jingu.model.inputs import Inputs
+from jingu.model.parts import state_bytes
+from jingu.model.spec import ModelSpec, replace_fields
+from jingu.plan.serving import cache_bytes
+from jingu.text.tokenizer import Tokenizer
+from jingu.text.tokenizer_training import train_tokenizer
+from tests.infer.test_batches import MIXERS, model_of
+from tests.parity import test_components as components
+from tests.parity.fp64 import randomize
+from tests.parity.state_configs import STATE_CONFIGS
+from tests.parity.test_tabled_families import check_rounding
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(["some text"]), 290, ["<|endoftext|>"]).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
+def qwen(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Write a tiny Qwen3.5 with random parameters; return it and its tensors."""
+    torch.manual_seed(6)
+    config = STATE_CONFIGS["qwen3_5_text"]()
+    model = transformers.Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = randomize(model, torch.float32, 0.1)
+    model.save_pretrained(folder)
+    return model, load_file(folder / "model.safetensors")
+
+
+def test_a_layer_of_multi_token_prediction_is_read_and_kept(tokenizer_folder: Path, tmp_path: Path) -> None:
+    theirs, tensors = qwen(tmp_path / "theirs")
+    config = theirs.config
+    last = config.num_hidden_layers - 1
+    # transformers has no class of it: one of its layers between norms and a projection.
+    layer = randomize(Qwen3_5DecoderLayer(config, last), torch.float32, 0.1)
+    norms = {name: randomize(Qwen3_5RMSNorm(48), torch.float32, 0.1) for name in ("embedding", "hidden", "last")}
+    projection = torch.nn.Linear(96, 48, bias=False)
+    further = {f"mtp.layers.0.{key}": value for key, value in layer.state_dict().items()}
+    further |= {f"mtp.pre_fc_norm_{name}.weight": norms[name].weight.data for name in ("embedding", "hidden")}
+    further |= {"mtp.norm.weight": norms["last"].weight.data, "mtp.fc.weight": projection.weight.data}
+    save_file({**tensors, **further}, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    stored = open_hf(tmp_path / "theirs")
+    assert stored.spec.mtp_layers == 1
+    ours = load_model(stored, torch.float32).eval()
+    ids = components.sample()
+    with torch.no_grad():
+        body = theirs.model(ids, output_hidden_states=True)
+        embedded = theirs.model.embed_tokens(ids.roll(-1, 1))
+        joined = torch.cat((norms["embedding"](embedded), norms["hidden"](body.last_hidden_state)), -1)
+        length = ids.shape[1]
+        positions = torch.arange(length)[None]
+        rotary = theirs.model.rotary_emb(joined, positions)
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        hidden = layer(projection(joined), position_embeddings=rotary, attention_mask=mask, position_ids=positions)
+        expected = norms["last"](hidden)
+        assert ours.embedding is not None
+        context = ours.last_context(Inputs(ids), ours(Inputs(ids)))
+        result = ours.mtp[0](ours(Inputs(ids)), ours.embedding(ids.roll(-1, 1)), context)
+        wide = load_model(stored, torch.float64)
+        assert wide.embedding is not None
+        context = wide.last_context(Inputs(ids), wide(Inputs(ids)))
+        exact = wide.mtp[0](wide(Inputs(ids)), wide.embedding(ids.roll(-1, 1)), context)
+    check_rounding(result, expected, exact)
+    export_hf(stored.spec, stored.read, tokenizer_folder, tmp_path / "ours")
+    exported = load_file(tmp_path / "ours" / "model.safetensors")
+    for key, tensor in further.items():
+        assert torch.equal(exported[key], tensor), key
+
+
+def test_a_composite_folder(tmp_path: Path) -> None:
+    """The decoder of Qwen3.5 below a model with vision, whose tensors are left out."""
+    theirs, tensors = qwen(tmp_path / "text")
+    stored = open_hf(tmp_path / "text")
+    folder = tmp_path / "composite"
+    folder.mkdir()
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+    rope = {**config["rope_parameters"], "mrope_section": [2, 1, 0], "mrope_interleaved": True}
+    config["rope_parameters"] = rope
+    (folder / "config.json").write_text(json.dumps(outer))
+    moved = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    save_file({**moved, "model.visual.patch.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    again = open_hf(folder)
+    assert again.spec == stored.spec
+    ids = components.sample()
+    with torch.no_grad():
+        model, wide = load_model(again, torch.float32).eval(), load_model(again, torch.float64).eval()
+        check_rounding(model.logits(model(ids)), theirs(ids).logits, wide.logits(wide(ids)))
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_state_takes_the_bytes_of_its_formula(kind: str, tokenizer: Tokenizer) -> None:
+    model = model_of(kind, tokenizer)
+    engine = Engine(model, EngineSettings(max_num_seqs=2))
+    engine.submit(Request(tuple(range(1, 90)), SamplingParams(), 30, ignore_eos=True))
+    for _ in range(9):
+        engine.step()
+    (sequence,) = engine._scheduler.running
+    layers = model.spec.layers
+    assert sequence.table.states.keys() == {0, 2}
+    for number, state in sequence.table.states.items():
+        parts = [part for part in state if part is not None]
+        assert sum(part.nbytes for part in parts) == state_bytes(model.spec, layers[number], 4)
+        # A state does not keep those of other sequences, or of a whole step.
+        assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    # Blocks and plans count attention once, in the only layer that has it.
+    plain = replace_fields(model.spec, layer_kinds={}, layer_pattern=(), num_layers=1)
+    assert pool_bytes(model.spec, 16, 4) == pool_bytes(plain, 16, 4)
+    states = sum(state_bytes(model.spec, layer, 2.0) for layer in layers)
+    assert cache_bytes(model.spec, 100) == cache_bytes(plain, 100) + states
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_model_without_attention(kind: str, tokenizer: Tokenizer) -> None:
+    """It has no keys and values; prompts and answers need no memory but the states."""
+    spec = replace_fields(model_of(kind, tokenizer).spec, layer_kinds={}, layer_pattern=(), mixer=mixer(kind))
+    assert cache_reaches(spec) == [None] and pool_bytes(spec, 16, 4) == [0]
+    assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+def mixer(kind: str) -> dict[str, Any]:
+    return {"type": kind, **MIXERS[kind]}
+
+
+def test_drafts_and_lookahead_are_refused(tokenizer: Tokenizer) -> None:
+    model = model_of("short_conv", tokenizer)
+    with pytest.raises(JinguError, match="cannot return to a token before rejected draft tokens"):
+        Engine(model, EngineSettings(num_speculative_tokens=2))
+    with pytest.raises(ValueError, match="cannot look ahead"):
+        model.module(Inputs(torch.tensor([[1, 2]]), prefix_lengths=torch.tensor([[1, 0]])))
