@@ -81,6 +81,8 @@ class Family:
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
         constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
+        swaps_expert_adapters: whether peft takes the inputs of all experts' matrices for their outputs: transformers
+            stores them with inputs first, and does not say so.
         renamed: parts of tensor names in files, and those of the modules in transformers, which peft names, too.
     """
 
@@ -95,6 +97,7 @@ class Family:
     equivalent: str | None = None
     constant_tensors: Mapping[str, float] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    swaps_expert_adapters: bool = False
 
     @property
     def name(self) -> str:
