@@ -28,6 +28,8 @@ from jingu.text.tokenizer_files import copy_tokenizer
 
 # Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
 _A_KEYS = ("lora_A.weight", "lora_embedding_A")
+# Ends of the names of parameters that hold the matrices of all experts.
+_PARAMETERS = (".experts.gate_up_proj", ".experts.down_proj")
 _USE_THE_RUN = "Use the run itself: every command accepts it."
 
 # jingu's modules whose weights one matrix of Hugging Face contains, in order, and the number of outputs of each.
@@ -137,51 +139,6 @@ def _convert_weights(
     return config | lora_config, tensors
 
 
-def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3) -> None:
-    """Raise JinguError if peft would load the adapters of a mixture of experts as something else, often silently.
-
-    transformers 5 has the experts of a layer in two tensors: gates with ups, and downs. If files have single experts,
-    peft (0.21) takes targets of LoRA whose names end as theirs for experts in some families. In others it finds none.
-    """
-    spec = base.spec
-    if spec.experts is None:
-        return
-    shapes = parameter_shapes(adapters.spec)
-    is_lora = isinstance(adapter, Lora)
-    others: list[str] = []
-    experts = set()
-    expert_leaves = set()
-    for mapping in map_tensors(spec):
-        name = mapping.hf_name.removesuffix(".weight")
-        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
-        leaves = ("lora_a", "ia3_in", "ia3_out")
-        adapted = [module for module in modules if any(f"{module}.{leaf}" in shapes for leaf in leaves)]
-        if mapping.expert is not None:
-            expert_leaves.add(name.rpartition(".")[2])
-        # A tensor of all experts that is no module's weight is a target by itself.
-        is_parameter = mapping.transform.of_experts and not mapping.hf_name.endswith(".weight")
-        if mapping.expert is not None or (mapping.transform.of_experts and not (is_parameter and is_lora)):
-            experts.update(adapted)
-        elif adapted:
-            others.append(name)
-    converts = FAMILIES[spec.family].has_peft_experts and is_lora
-    confused = [name for name in others if name.rpartition(".")[2] in expert_leaves]
-    problem = None
-    if experts and not converts:
-        problem = "the experts of this architecture"
-    elif confused and converts:
-        problem = f"{confused[0]}, whose name ends as those of experts"
-    elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
-        problem = "experts whose rank differs from that of other modules"
-    elif sum(module.endswith("feed_forward.gate") for module in experts) != sum(
-        module.endswith("feed_forward.up") for module in experts
-    ):
-        problem = "the gates of experts without their ups, or the reverse"
-    if problem is not None:
-        what = f"peft cannot load an adapter of {problem}."
-        raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
-
-
 def _add_experts(
     adapters: StoredModel, base: StoredModel, shapes: Shapes, tensors: dict[str, Tensor]
 ) -> tuple[dict[str, int], list[str]]:
@@ -190,8 +147,9 @@ def _add_experts(
     ranks: dict[str, int] = {}
     for mapping in map_tensors(base.spec):
         modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
-        if not mapping.transform.of_experts or not all(f"{module}.lora_a" in shapes for module in modules):
-            if mapping.transform.of_experts and any(f"{module}.lora_a" in shapes for module in modules):
+        is_parameter = mapping.transform.of_experts and mapping.hf_name.endswith(_PARAMETERS)
+        if not is_parameter or not all(f"{module}.lora_a" in shapes for module in modules):
+            if is_parameter and any(f"{module}.lora_a" in shapes for module in modules):
                 what = f"{mapping.hf_name} has adapters for only some of {', '.join(modules)}"
                 raise JinguError(f"{what}, which peft adapts together.", where=adapters.where, fix=_USE_THE_RUN)
             continue
@@ -211,6 +169,50 @@ def _add_experts(
         tensors |= {f"{PREFIX}{module}{inner}.lora_A.weight": a, f"{PREFIX}{module}{inner}.lora_B.weight": b}
         ranks[mapping.hf_name] = rank
     return ranks, sorted({name.split(".", 3)[-1] for name in ranks})
+
+
+def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3) -> None:
+    """Raise JinguError if peft would load the adapters of a mixture of experts as something else, often silently.
+
+    transformers 5 has the experts of a layer in two tensors: gates with ups, and downs. In some families, peft (0.21)
+    takes targets of LoRA whose names end as those of single experts for experts. In the others it finds none.
+    """
+    spec = base.spec
+    if spec.experts is None:
+        return
+    shapes = parameter_shapes(adapters.spec)
+    adapted: list[tuple[str, str, bool]] = []
+    expert_leaves = set()
+    for mapping in map_tensors(spec):
+        name = mapping.hf_name.removesuffix(".weight")
+        is_expert = any(len(shapes[parameter]) == 3 for parameter in mapping.jingu_shapes)
+        if is_expert and isinstance(adapter, Lora) and mapping.hf_name.endswith(_PARAMETERS):
+            continue  # `_add_experts` writes these
+        if is_expert:
+            expert_leaves.add(name.rpartition(".")[2])
+        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
+        adapted += [
+            (name, module, is_expert)
+            for module in modules
+            if any(f"{module}.{leaf}" in shapes for leaf in ("lora_a", "ia3_in", "ia3_out"))
+        ]
+    experts = {module for _, module, is_expert in adapted if is_expert}
+    converts = FAMILIES[spec.family].has_peft_experts and isinstance(adapter, Lora)
+    confused = [name for name, _, is_expert in adapted if not is_expert and name.rpartition(".")[2] in expert_leaves]
+    problem = None
+    if experts and not converts:
+        problem = "the experts of this architecture"
+    elif confused and converts:
+        problem = f"{confused[0]}, whose name ends as those of experts"
+    elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
+        problem = "experts whose rank differs from that of other modules"
+    elif sum(module.endswith("feed_forward.gate") for module in experts) != sum(
+        module.endswith("feed_forward.up") for module in experts
+    ):
+        problem = "the gates of experts without their ups, or the reverse"
+    if problem is not None:
+        what = f"peft cannot load an adapter of {problem}."
+        raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:
