@@ -128,6 +128,20 @@ def pack_int4(values_OI: Tensor) -> Tensor:
     return packed_values
 
 
+def unpack_halves(bytes_NB: Tensor, scale_N: Tensor, offset_N: Tensor) -> Tensor:
+    """Return the numbers of 4 bits in bytes [N, 2 B], times a scale plus an offset per row, in fp32.
+
+    The number in the lower bits of a byte is first. Scales and offsets are fp16; one of them can be for all rows.
+    """
+    # Each row ends with its scale and offset.
+    end = torch.stack(torch.broadcast_tensors(scale_N, offset_N), 1).view(torch.uint8)
+    rows = bytes_NB.new_empty(len(bytes_NB), bytes_NB.shape[1] + end.shape[1])
+    rows[:, : bytes_NB.shape[1]] = bytes_NB
+    rows[:, bytes_NB.shape[1] :] = end
+    numbers: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(rows)
+    return numbers
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage among all storages that exist now, even if it is empty."""
     return int(storage._cdata)

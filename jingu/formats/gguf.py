@@ -25,9 +25,9 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.huggingface import StoredWeights, open_from_config
+from jingu.formats.huggingface import Mappings, StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
-from jingu.formats.stored_model import Shapes, StoredModel
+from jingu.formats.stored_model import StoredModel
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
 from jingu.runtime.files import temporary_folder
@@ -79,7 +79,7 @@ def open_gguf(path: Path) -> StoredModel:
         ) from error
     name = metadata["general.architecture"]
     model = open_from_config(
-        path, path, config, lambda _, shapes: _open_weights(path, library, infos, name, config, shapes)
+        path, path, config, lambda _, mappings: _open_weights(path, library, infos, name, config, mappings)
     )
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
     num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
@@ -98,7 +98,12 @@ def open_gguf(path: Path) -> StoredModel:
 
 
 def _open_weights(
-    path: Path, library: ModuleType, infos: Mapping[str, TensorLocation], name: str, config: Metadata, hf_shapes: Shapes
+    path: Path,
+    library: ModuleType,
+    infos: Mapping[str, TensorLocation],
+    name: str,
+    config: Metadata,
+    mappings: Mappings,
 ) -> StoredWeights:
     """Open the file's tensors under Hugging Face's names. Unexpected tensors keep their GGUF names.
 
@@ -106,7 +111,7 @@ def _open_weights(
         infos: location of each tensor in the file, by its GGUF name.
         name: GGUF's name of the architecture.
         config: the model's config in Hugging Face's form, from `hf_config`.
-        hf_shapes: shapes by Hugging Face's names.
+        mappings: the expected tensors, by Hugging Face's names.
     """
     permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
     has_offset = ARCHITECTURES[name].get("norm_offset", False)
@@ -114,14 +119,14 @@ def _open_weights(
     table = library.get_tensor_name_map(number, _layers(config))
     tensors = {}
     used_names = {"rope_freqs.weight"}
-    for hf_name in hf_shapes:
+    for hf_name in (mapping.hf_name for mapping in mappings):
         # GGUF stores the matrices of all experts in one tensor.
         expert = EXPERT_NUMBER.search(hf_name)
         gguf_name = table.get_name(EXPERT_NUMBER.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
         if gguf_name in infos:
             used_names.add(gguf_name)
             info = infos[gguf_name]
-            tensors[hf_name] = info if expert is None else _expert_location(info, int(expert[1]))
+            tensors[hf_name] = info if expert is None else info.part(int(expert[1]))
     tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used_names}
     shapes = {
         name: torch.Size(reversed(info.shape)) if name.endswith(transposed_names) else info.shape
@@ -129,7 +134,9 @@ def _open_weights(
     }
 
     # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
-    def read(name: str) -> Tensor:
+    def read(name: str, expert: int | None = None) -> Tensor:
+        if expert is not None:
+            return read(name)[expert]
         tensor = _read_tensor(path, library, tensors[name])
         if has_offset and name.endswith("norm.weight"):
             return tensor.float() - 1
@@ -160,12 +167,6 @@ def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tenso
         raw = map_tensor(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
         part.copy_(torch.from_numpy(library.quants.dequantize(raw.numpy(), kind)))
     return value
-
-
-def _expert_location(info: TensorLocation, expert: int) -> TensorLocation:
-    """Return the location of one expert's matrix in the tensor of all experts, [E, ...]."""
-    size = info.bytes // info.shape[0]
-    return TensorLocation(info.shape[1:], info.dtype, info.begin + expert * size, size)
 
 
 # The header

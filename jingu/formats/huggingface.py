@@ -15,13 +15,14 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.quantized_forms import PACKED, SHAPE, SUFFIXES, decode, packed_shape
-from jingu.formats.safetensors import TensorLocation, read_header
+from jingu.formats.packed_forms import check_method, find_forms
+from jingu.formats.packed_matrices import PackedMatrix, Stored, join_packed
+from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
-from jingu.formats.stored_names import Stored, decoder_config, decoder_tensors, divide_experts, is_composite
+from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
-from jingu.model.families.name_map import TensorMapping, read_parameter
+from jingu.model.families.name_map import TRANSPOSE, TensorMapping, read_parameter
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import read_json
 from jingu.runtime.log import log_info, log_warning
@@ -30,9 +31,6 @@ from jingu.text.tokenizer_formats import find_tokenizer_file
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Suffixes of the weight scales of FP8 matrices, and of their activation scales, which jingu does not need.
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
-_INPUT_SCALES = (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Modules of other libraries around a model or a part of it, whose names some files contain.
 _WRAPPERS = {
@@ -46,6 +44,8 @@ _WRAPPERS = {
 # Elements that are compared at a time.
 _CHUNK = 1 << 24
 
+Mappings = Sequence[TensorMapping]
+
 
 @dataclass(frozen=True)
 class StoredWeights:
@@ -53,12 +53,12 @@ class StoredWeights:
 
     Attributes:
         shapes: shape of each stored tensor by name.
-        read: returns a tensor by name.
+        read: `read(name)` returns a tensor, and `read(name, expert)` that of an expert, of a tensor [E, ...].
         dtype: dtype of most weights, judged by the largest tensor; fp32 if that is quantized.
     """
 
     shapes: Shapes
-    read: Callable[[str], Tensor]
+    read: Callable[..., Tensor]
     dtype: torch.dtype
 
 
@@ -84,14 +84,14 @@ def open_hf(folder: Path) -> StoredModel:
 
 
 def open_from_config(
-    where: Path, config_file: Path, config: Mapping[str, Any], open_weights: Callable[[Family, Shapes], StoredWeights]
+    where: Path, config_file: Path, config: Mapping[str, Any], open_weights: Callable[[Family, Mappings], StoredWeights]
 ) -> StoredModel:
     """Open a model that a Hugging Face config describes, without its tokenizer.
 
     Args:
         where: the model's folder or file.
         config_file: the file that contains the config, for messages.
-        open_weights: opens the weights, given the family and the expected shapes by Hugging Face's names.
+        open_weights: opens the weights, given the family and the expected tensors, with an untied head.
 
     Raises:
         JinguError: the config is not supported, or the weights are not those that it describes.
@@ -99,7 +99,7 @@ def open_from_config(
     family, spec = _read_spec(config, config_file)
     # A tied head may be stored too.
     untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
-    weights = open_weights(family, {mapping.hf_name: mapping.shape for mapping in untied_map})
+    weights = open_weights(family, untied_map)
     further = [entry.hf_name for entry in untied_map if next(iter(entry.jingu_shapes)).startswith("mtp.")]
     if further and not any(name in weights.shapes for name in further):
         # transformers leaves these layers out, whatever the config says.
@@ -130,8 +130,11 @@ def open_from_config(
         # The matrices of experts are stored as a tensor per expert, or in one tensor.
         separate = sources[name][0].expert is not None
         mapping = sources[name][expert if separate else 0]
-        tensor = mapping.to_jingu(weights.read(mapping.hf_name))[name]
-        return tensor if separate else tensor[expert]
+        if separate:
+            return mapping.to_jingu(weights.read(mapping.hf_name))[name]
+        shapes = {each: torch.Size((1, *shape[1:])) for each, shape in mapping.jingu_shapes.items()}
+        tensor = weights.read(mapping.hf_name, expert).unsqueeze(0)
+        return replace(mapping, jingu_shapes=shapes).to_jingu(tensor)[name][0]
 
     return StoredModel(spec, read, None, where, weights.dtype, config)
 
@@ -154,7 +157,9 @@ def _resolve_tied_head(
     if embedding not in shapes:
         shapes[embedding] = weights.shapes[head]
         return spec, replace(
-            weights, shapes=shapes, read=lambda name: weights.read(head if name == embedding else name)
+            weights,
+            shapes=shapes,
+            read=lambda name, expert=None: weights.read(head if name == embedding else name, expert),
         )
     if _are_equal(weights, embedding, head):
         return spec, replace(weights, shapes=shapes)
@@ -192,6 +197,9 @@ def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, Mo
         JinguError: the architecture is unknown, or values are missing, wrong or not supported.
     """
     family = find_family(config, config_file)
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        check_method(quantization, config_file)
     try:
         return family, family.spec_from_hf(config)
     except JinguError as error:
@@ -227,31 +235,25 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
 
 
 def _open_weights(
-    folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, shapes: Shapes
+    folder: Path, config: Mapping[str, Any], is_part: bool, family: Family, mappings: Mappings
 ) -> StoredWeights:
     """Open the weight files of a Hugging Face folder. Quantized matrices are dequantized as they are read.
 
     Args:
         is_part: whether the model is the decoder of a composite model.
-        shapes: shapes by Hugging Face's names.
+        mappings: the expected tensors.
     """
-    # Rows and columns of an FP8 block, which shares a scale. Without them, the scales divide a matrix evenly.
-    quantization = config.get("quantization_config") or {}
-    block = quantization.get("weight_block_size")
+    shapes = {mapping.hf_name: mapping.shape for mapping in mappings}
     files = _weight_files(folder, config.get("transformers_weights"))
-    tensors = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
+    places = {key: (path, key, location) for path in files for key, location in read_header(path).items()}
     if is_part:
-        tensors, left_out = decoder_tensors(tensors)
+        places, left_out = decoder_tensors(places)
         modules = sorted({key.removeprefix("model.").partition(".")[0] for key in left_out})
         log_info(f"{folder}: only the decoder is read, without {', '.join(modules) or 'other parts'}.")
-    tensors, readers = _take_quantized(tensors, quantization)
-    tensors = divide_experts(tensors, shapes)
-    by_name: dict[str, tuple[Path, str, TensorLocation]] = {}
-    scale_keys = {key: f"{key}{suffix}" for key in tensors for suffix in _SCALE_SUFFIXES if f"{key}{suffix}" in tensors}
-    scales = set(scale_keys.values())
+    quantization = config.get("quantization_config") or {}
+    tensors = divide_experts(join_packed(places, find_forms(quantization, places, folder), quantization), shapes)
+    by_name: dict[str, Stored] = {}
     for key, tensor in tensors.items():
-        if key in scales or key.endswith(_INPUT_SCALES):
-            continue
         name = _hf_name(family.module_name(key), family.base, shapes)
         if name in by_name:
             raise JinguError(
@@ -260,72 +262,49 @@ def _open_weights(
                 fix="Delete one of the two from the files.",
             )
         # A reward model has no head, but some files contain it.
-        if name in shapes or not name.endswith((*family.ignored, "lm_head.weight")):
+        if name in shapes or not (name.endswith((*family.ignored, "lm_head.weight")) or _is_filler(key, tensors)):
             by_name[name] = tensor
     _check_wrappers(by_name, shapes, family.base, folder)
+    # Quantized matrices have a row for each output, also in families that store other matrices transposed.
+    turned = {mapping.hf_name for mapping in mappings if mapping.transform is TRANSPOSE}
+    turned &= {name for name, (_, _, location) in by_name.items() if isinstance(location, PackedMatrix)}
 
-    def read(name: str) -> Tensor:
+    def read(name: str, expert: int | None = None) -> Tensor:
         path, key, location = by_name[name]
-        if key in readers:
-            return readers[key]()
-        if location.dtype == torch.float8_e4m3fn and key in scale_keys:
-            values = map_tensor(path, location.begin, location.shape, location.dtype)
-            return _dequantize_fp8(values, read_stored(*tensors[scale_keys[key]]), block)
-        return read_stored(path, key, location)
-
-    def read_stored(path: Path, key: str, location: TensorLocation) -> Tensor:
-        if location.dtype not in FLOAT_DTYPES:
-            raise JinguError(
-                f"the tensor {key} is stored as {location.dtype}: the weights are quantized.",
-                where=path,
-                fix="Use the model's weights in a floating-point format.",
-            )
-        return map_tensor(path, location.begin, location.shape, location.dtype)
+        if expert is not None:
+            location = location.part(expert)
+        tensor = read_stored((path, key, location))
+        return tensor.t() if name in turned else tensor
 
     largest = max((location for _, _, location in by_name.values()), key=lambda location: location.bytes, default=None)
     dtype = largest.dtype if largest and largest.dtype in FLOAT_DTYPES else torch.float32
-    return StoredWeights({name: location.shape for name, (_, _, location) in by_name.items()}, read, dtype)
+    assert isinstance(dtype, torch.dtype)
+    stored_shapes = {name: location.shape for name, (_, _, location) in by_name.items()}
+    stored_shapes |= {name: torch.Size(reversed(stored_shapes[name])) for name in turned}
+    return StoredWeights(stored_shapes, read, dtype)
 
 
-def _take_quantized(
-    tensors: Mapping[str, Stored], quantization: Mapping[str, Any]
-) -> tuple[dict[str, Stored], dict[str, Callable[[], Tensor]]]:
-    """Return the tensors with each matrix in the forms of compressed-tensors as one, and readers of these matrices.
-
-    Args:
-        quantization: the model's `quantization_config`.
-    """
-    if quantization.get("quant_method") != "compressed-tensors":
-        return dict(tensors), {}
-    groups = (quantization.get("config_groups") or {}).values()
-    blocks = {tuple(block) for group in groups if (block := (group.get("weights") or {}).get("block_structure"))}
-    block = blocks.pop() if len(blocks) == 1 else None
-    modules = [key.removesuffix(f".{PACKED}") for key in tensors if key.endswith(f".{PACKED}")]
-    modules += [key.removesuffix(".weight") for key in tensors if key.endswith(".weight") and f"{key}_scale" in tensors]
-    matrices = dict(tensors)
-    readers: dict[str, Callable[[], Tensor]] = {}
-    for module in modules:
-        keys = {suffix: f"{module}.{suffix}" for suffix in (*SUFFIXES, "weight") if f"{module}.{suffix}" in tensors}
-        parts = {suffix: matrices.pop(key) for suffix, key in keys.items()}
-        path, _, first = next(iter(parts.values()))
-        read_shape = partial(_map_stored, *parts[SHAPE]) if SHAPE in parts else None
-        shape = packed_shape({suffix: location.shape for suffix, (_, _, location) in parts.items()}, read_shape)
-        matrices[f"{module}.weight"] = path, f"{module}.weight", replace(first, shape=shape, dtype="quantized")
-        readers[f"{module}.weight"] = partial(_read_quantized, parts, block)
-    return matrices, readers
+def _is_filler(key: str, tensors: Mapping[str, Stored]) -> bool:
+    """Return whether a tensor is a bias of zeros, which some tools write for all quantized matrices."""
+    matrix = tensors.get(f"{key.removesuffix('bias')}weight")
+    if not key.endswith(".bias") or matrix is None or not isinstance(matrix[2], PackedMatrix):
+        return False
+    return not read_stored(tensors[key]).any()
 
 
-def _map_stored(path: Path, _key: str, location: TensorLocation) -> Tensor:
+def read_stored(tensor: Stored) -> Tensor:
+    """Return a tensor, dequantized if it is a quantized matrix. Raises JinguError if it has no floating-point dtype."""
+    path, key, location = tensor
+    if isinstance(location, PackedMatrix):
+        return location.read()
+    if location.dtype not in FLOAT_DTYPES:
+        raise JinguError(
+            f"the tensor {key} is stored as {location.dtype}: the weights are quantized.",
+            where=path,
+            fix="Use the model's weights in a floating-point format.",
+        )
     assert isinstance(location.dtype, torch.dtype)
     return map_tensor(path, location.begin, location.shape, location.dtype)
-
-
-def _read_quantized(parts: Mapping[str, Stored], block: tuple[int, int] | None) -> Tensor:
-    path, key, _ = next(iter(parts.values()))
-    try:
-        return decode({suffix: _map_stored(*part) for suffix, part in parts.items()}, block)
-    except JinguError as error:
-        raise JinguError(error.what, where=f"{path}, {key}", fix=error.fix) from error
 
 
 def _hf_name(key: str, base: str, names: Collection[str]) -> str:
@@ -376,22 +355,6 @@ def _check_wrappers(file_names: Collection[str], model_names: Collection[str], b
                 fix=f"Rename them (such as {key} to {_hf_name(end, base, model_names)}), or save only this part of the "
                 "model.",
             )
-
-
-def _dequantize_fp8(values: Tensor, scales: Tensor, block: Sequence[int] | None) -> Tensor:
-    """Return FP8 matrices [..., O, I] in fp32.
-
-    Args:
-        scales: a scale per block, [..., O / block rows, I / block columns] rounded up, or a single one.
-        block: rows and columns of a block; None: follows from the shape of the scales.
-    """
-    scales = scales.float()
-    if scales.numel() > 1:
-        for dim in (-2, -1):
-            size = values.shape[dim]
-            repeats = block[dim] if block else size // scales.shape[dim]
-            scales = scales.repeat_interleave(repeats, dim).narrow(dim, 0, size)
-    return values.float() * scales
 
 
 def _weight_files(folder: Path, file: str | None = None) -> list[Path]:

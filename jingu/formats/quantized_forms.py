@@ -19,22 +19,19 @@ import torch
 from torch import Tensor
 
 from jingu.errors import JinguError
+from jingu.formats.dequantize import FP4_VALUES
 from jingu.formats.importance import Importance
 
-# Matrices are named after their module: `weight` and these, in the order of the file.
+# Matrices are named after their module: `weight` and these.
 PACKED = "weight_packed"
 SHAPE = "weight_shape"
-_SCALE, _ZERO_POINT, _GLOBAL_SCALE, _GROUP_INDEX = (
-    f"weight_{name}" for name in ("scale", "zero_point", "global_scale", "g_idx")
-)
-SUFFIXES = (PACKED, _SCALE, SHAPE, _ZERO_POINT, _GLOBAL_SCALE, _GROUP_INDEX)
+_SCALE, _GLOBAL_SCALE = "weight_scale", "weight_global_scale"
 # Group sizes of int4, from the most common one.
 _GROUP_SIZES = (128, 64, 32)
 _FP8 = torch.float8_e4m3fn
 _MAX_FP8 = 448.0
-# The positive numbers of FP4 (E2M1), and the borders between them. A number on a border belongs to the neighbour with
-# an even code, as in IEEE 754.
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The borders between the positive numbers of FP4 (E2M1). A number on a border belongs to the neighbour with an even
+# code, as in IEEE 754.
 _FP4_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _EXPONENT_BIAS = 127
 # Numbers that are rounded at a time.
@@ -42,8 +39,6 @@ _CACHE_ELEMENTS = 1 << 17
 # Shares of the largest value of a group, of which the one with the smallest squared error is taken.
 _CLIPPING = tuple(share / 100 for share in range(100, 69, -3))
 _FP4_CLIPPING = (1.0, 0.92, 0.84, 0.76)
-
-Parts = Mapping[str, Tensor]
 
 
 class QuantizedDtype(NamedTuple):
@@ -182,7 +177,9 @@ def _encode_fp8(weight_OI: Tensor, _importance_I: Tensor | None, block: int | No
         tiles = values_OI.unflatten(1, (-1, block)).unflatten(0, (-1, block))
         largest = tiles.abs().amax((1, 3))
     scale = _nonzero(largest / _MAX_FP8).to(weight_OI.dtype)
-    scale_OI = _expand_scales(scale, weight_OI.shape, block).float()
+    scale_OI = scale.float()
+    if block is not None:
+        scale_OI = scale_OI.repeat_interleave(block, 0).repeat_interleave(block, 1)
     return {"weight": (values_OI / scale_OI).clamp(-_MAX_FP8, _MAX_FP8).to(_FP8), _SCALE: scale}
 
 
@@ -208,14 +205,14 @@ def _encode_int4(weight_OI: Tensor, importance_I: Tensor | None, group_size: int
 
 def _encode_nvfp4(weight_OI: Tensor, importance_I: Tensor | None) -> dict[str, Tensor]:
     """FP4 with a scale in FP8 for each 16 columns, which a scale in fp32 for the matrix divides."""
-    global_scale = _MAX_FP8 * _FP4_VALUES[-1] / _nonzero(weight_OI.float().abs().amax())
+    global_scale = _MAX_FP8 * FP4_VALUES[-1] / _nonzero(weight_OI.float().abs().amax())
 
     def stored_scale(scale: Tensor) -> Tensor:
         return (scale * global_scale).clamp(2.0**-9, _MAX_FP8).to(_FP8)
 
     def scales(largest_OS1: Tensor) -> Iterator[Tensor]:
         for share in _FP4_CLIPPING:
-            yield stored_scale(largest_OS1 * share / _FP4_VALUES[-1]).float() / global_scale
+            yield stored_scale(largest_OS1 * share / FP4_VALUES[-1]).float() / global_scale
 
     byte_parts = []
     scale_parts = []
@@ -304,7 +301,7 @@ def _fp4_codes(magnitudes: Tensor) -> Tensor:
 
 def _round_fp4(values: Tensor) -> Tensor:
     """Return the nearest numbers of FP4."""
-    table = torch.tensor(_FP4_VALUES, device=values.device)
+    table = torch.tensor(FP4_VALUES, device=values.device)
     return table[_fp4_codes(values.abs()).int()].copysign(values)
 
 
@@ -314,106 +311,3 @@ def _pack_fp4(scaled_OSK: Tensor) -> Tensor:
     codes = _fp4_codes(values_OI.abs()) | ((values_OI < 0).to(torch.uint8) << 3)
     pairs = codes.unflatten(1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
-
-
-# Reading
-
-
-def decode(parts: Parts, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the matrix [O, I] of its stored tensors, in the dtype in which compressed-tensors multiplies.
-
-    Args:
-        parts: the tensors by suffix.
-        block: rows and columns of the blocks that share a scale; None: the scales divide the matrix evenly.
-
-    Raises:
-        JinguError: a tensor is missing, or they do not fit together.
-    """
-    try:
-        if PACKED not in parts:
-            values = parts["weight"]
-            scale = parts[_SCALE]
-            values = values.to(scale.dtype) - _zero_point(parts, values.shape).to(scale.dtype)
-            return values * _expand_scales(scale, values.shape, *(block or ()))
-        if parts[PACKED].dtype == torch.uint8:
-            return _decode_fp4(parts)
-        return _decode_integers(parts)
-    except (KeyError, RuntimeError, ValueError) as error:
-        shapes = ", ".join(f"{suffix} {list(part.shape)}" for suffix, part in parts.items())
-        raise JinguError(
-            f"the parts of a quantized matrix do not fit ({shapes}; {error}).", fix="Get the files again."
-        ) from None
-
-
-def packed_shape(parts: Mapping[str, torch.Size], read_shape: Callable[[], Tensor] | None) -> torch.Size:
-    """Return the shape of the matrix of some stored tensors, given their shapes by suffix.
-
-    Args:
-        read_shape: returns the stored shape; None: it is not stored.
-    """
-    if read_shape is not None:
-        return torch.Size(read_shape().tolist())
-    if PACKED not in parts:
-        return parts["weight"]
-    return torch.Size((*parts[PACKED][:-1], 2 * parts[PACKED][-1]))
-
-
-def _decode_fp4(parts: Parts) -> Tensor:
-    code_bytes = parts[PACKED]
-    codes = torch.stack((code_bytes & 15, code_bytes >> 4), -1).flatten(-2)
-    table = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)))
-    values_OI = table[codes.int()]
-    scale = parts[_SCALE]
-    if scale.dtype == torch.uint8:
-        scale_OS = torch.ldexp(torch.ones(scale.shape), scale.int() - _EXPONENT_BIAS)
-    else:
-        scale_OS = scale.float() / parts[_GLOBAL_SCALE].float()
-    return values_OI * _expand_scales(scale_OS, values_OI.shape)
-
-
-def _decode_integers(parts: Parts) -> Tensor:
-    rows, columns = parts[SHAPE].tolist()
-    num_bits = 32 * parts[PACKED].shape[1] // columns
-    codes_OI = _unpack_integers(parts[PACKED], num_bits, columns)
-    scale_OS = parts[_SCALE]
-    shape = torch.Size((rows, columns))
-    zeros = _zero_point(parts, shape, num_bits, scale_OS.shape)
-    if _GROUP_INDEX in parts and int(parts[_GROUP_INDEX].min()) >= 0:
-        columns_of = parts[_GROUP_INDEX].long()
-        return (codes_OI.to(scale_OS.dtype) - zeros.to(scale_OS.dtype)) * scale_OS[:, columns_of]
-    return (codes_OI.to(scale_OS.dtype) - zeros.to(scale_OS.dtype)) * _expand_scales(scale_OS, shape)
-
-
-def _unpack_integers(words: Tensor, num_bits: int, columns: int) -> Tensor:
-    """Return signed integers [..., columns] from 32-bit words, in which they follow each other from the lowest bits."""
-    if num_bits not in (2, 4, 8):
-        raise ValueError(f"integers of {num_bits} bits")
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
-    codes = (words.unsqueeze(-1) >> shifts) & (2**num_bits - 1)
-    return codes.flatten(-2)[..., :columns] - 2 ** (num_bits - 1)
-
-
-def _zero_point(parts: Parts, shape: torch.Size, num_bits: int = 8, scales: torch.Size | None = None) -> Tensor:
-    """Return the zero point of each number, or a zero."""
-    zeros = parts.get(_ZERO_POINT)
-    if zeros is None:
-        return torch.zeros(())
-    if zeros.dtype == torch.int32 and scales is not None:
-        # Zero points are packed along the rows.
-        zeros = _unpack_integers(zeros.t(), num_bits, shape[0]).t()
-    if _GROUP_INDEX in parts:
-        return zeros[:, parts[_GROUP_INDEX].long()]
-    return _expand_scales(zeros, shape)
-
-
-def _expand_scales(scale: Tensor, shape: torch.Size, rows: int | None = None, columns: int | None = None) -> Tensor:
-    """Return scales [O or 1, I or 1] that fit a matrix, given those of its groups or blocks."""
-    if scale.numel() == 1:
-        return scale.reshape(1, 1)
-    if scale.dim() == 1:
-        scale = scale.unsqueeze(1)
-    for dim, size in ((0, rows), (1, columns if columns is not None else rows)):
-        count = shape[dim] // scale.shape[dim] if size is None else size
-        if scale.shape[dim] not in (1, shape[dim]):
-            scale = scale.repeat_interleave(count, dim).narrow(dim, 0, shape[dim])
-    return scale

@@ -31,6 +31,14 @@ class TensorLocation:
     begin: int
     bytes: int
 
+    def part(self, expert: int, number: int = 0, count: int = 1) -> TensorLocation:
+        """Return one of `count` equal ranges of rows of an expert's matrix, of a tensor [E, ...]."""
+        shape = self.shape[1:]
+        if count > 1:
+            shape = torch.Size((shape[0] // count, *shape[1:]))
+        size = self.bytes // self.shape[0] // count
+        return TensorLocation(shape, self.dtype, self.begin + (expert * count + number) * size, size)
+
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the location of each tensor in a safetensors file. Raises JinguError if the file is damaged or missing."""

@@ -13,9 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from jingu.formats.safetensors import TensorLocation
+from jingu.formats.packed_matrices import PackedMatrix, Place, Stored
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
 
@@ -32,9 +30,6 @@ _DECODER_PREFIXES = {
 _FUSED = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
 # Names of an expert's matrices in the files of each family: module, gate, up, down.
 _EXPERT_NAMES = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
-
-# A tensor: the file, its key there, and its place.
-Stored = tuple[Path, str, TensorLocation]
 
 
 def is_composite(config: Mapping[str, Any]) -> bool:
@@ -69,7 +64,7 @@ def decoder_config(config: dict[str, Any], where: Path) -> dict[str, Any]:
     return result
 
 
-def decoder_tensors(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
+def decoder_tensors(tensors: Mapping[str, Place]) -> tuple[dict[str, Place], list[str]]:
     """Return the decoder's tensors of a composite model under their names in a model of text, and the omitted names."""
     decoder = {}
     left_out = []
@@ -108,17 +103,13 @@ def _expert_matrices(layer: str, part: str, tensor: Stored, model_names: Collect
     names = next(
         (names for names in _EXPERT_NAMES if f"{layer}.{names[0]}.experts.0.{names[1]}.weight" in model_names), None
     )
-    if names is None or len(location.shape) != 3:
+    if names is None or len(location.shape) != 3 or (isinstance(location, PackedMatrix) and location.is_transposed):
         return {}
     module, gate, up, down = names
-    experts, rows, columns = location.shape
-    matrices = {}
+    matrices: dict[str, Stored] = {}
     parts = [gate, up] if part == "gate_up_proj" else [down]
-    size = location.bytes // experts // len(parts)
-    for expert in range(experts):
+    for expert in range(location.shape[0]):
         for number, matrix in enumerate(parts):
-            begin = location.begin + (expert * len(parts) + number) * size
-            shape = torch.Size((rows // len(parts), columns))
             name = f"{layer}.{module}.experts.{expert}.{matrix}.weight"
-            matrices[name] = (path, key, TensorLocation(shape, location.dtype, begin, size))
+            matrices[name] = (path, key, location.part(expert, number, len(parts)))
     return matrices

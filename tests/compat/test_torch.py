@@ -210,6 +210,14 @@ def test_int4_matmul_on_card(torch_compat: Any) -> None:
             assert torch_compat.int4_matmul_on_gpu(x, packed, 32, scales).shape == (3, 16)
 
 
+def test_unpack_halves(torch_compat: Any) -> None:
+    bytes_NB = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    expected = torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1).float()
+    scale, offset = torch.tensor([0.25, 1.5], dtype=torch.float16), torch.tensor([-8.0], dtype=torch.float16)
+    numbers = torch_compat.unpack_halves(bytes_NB[:, 3:], scale, offset)
+    assert torch.equal(numbers, expected[:, 6:] * scale.float()[:, None] - 8)
+
+
 @pytest.mark.parametrize("capability", ["", "avx2", "default"])
 def test_unpack_int4(capability: str) -> None:
     """In the order of each kind of CPU."""

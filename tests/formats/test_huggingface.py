@@ -110,9 +110,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quantization_config": {"bits": 4}},
-        "DIR/config.json: the model sets quantization_config to {'bits': 4}, which is not supported (expected None, "
-        "FP8, or the forms of compressed-tensors without sparsity). Without this option its numbers would be wrong, so "
-        "it is not loaded.",
+        "DIR/config.json: the weights are quantized in a form that jingu does not read: quant_method 'None'. Use a "
+        "release of the model in floating point, or in one of the forms gptq, awq, fp8,",
     ),
     (
         {"hidden_size": "absent"},

@@ -19,10 +19,12 @@ from torch import Tensor
 from jingu.cli import main
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
+from jingu.formats.dequantize import dequantize
 from jingu.formats.export import convert, export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.importance import MAX_PIECES, measure_importance
-from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS, choose_form, decode
+from jingu.formats.packed_forms import compressed_codes
+from jingu.formats.quantized_forms import CALIBRATED_FORMS, FORMS, choose_form
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.resolve import spec_from_settings
@@ -41,6 +43,10 @@ def matrix(dtype: torch.dtype = torch.float32, rows: int = 128, columns: int = 3
     weight = torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
     weight[3] = 0
     return weight.to(dtype)
+
+
+def decode(parts: dict[str, Tensor], block: tuple[int, int] | None = None) -> Tensor:
+    return dequantize(compressed_codes(parts, block))
 
 
 def library_matrix(parts: dict[str, Tensor], form_format: str, group: dict[str, Any]) -> Tensor:

@@ -20,15 +20,6 @@ HFConfig = Mapping[str, Any]
 SpecValues = dict[str, Any]
 # Keys of a config whose values are objects, and fields that other fields are derived from.
 # Formats of compressed-tensors that are read.
-_READABLE_FORMATS = (
-    "float-quantized",
-    "int-quantized",
-    "naive-quantized",
-    "pack-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mixed-precision",
-)
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 _DIMENSIONS = ("hidden_size", "num_layers", "attention.num_heads")
 
@@ -189,10 +180,6 @@ class Family:
         for key in _OBJECTS:
             if config.get(key) is not None and not isinstance(config[key], Mapping):
                 raise _wrong_config(f"{key} is {config[key]!r}, and should be an object")
-        quantization = config.get("quantization_config")
-        if quantization is not None and not is_readable(quantization):
-            detail = "expected None, FP8, or the forms of compressed-tensors without sparsity"
-            raise unsupported_option("quantization_config", quantization, detail)
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
@@ -354,14 +341,6 @@ def parse_activation(key: str, name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise unsupported_option(key, name, f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
-
-
-def is_readable(quantization: Mapping[str, Any]) -> bool:
-    """Return whether matrices stored as a `quantization_config` says can be read: FP8 of transformers, or the forms of
-    compressed-tensors."""
-    if quantization.get("quant_method") == "fp8":
-        return quantization.get("expert_dtype", "fp8") == "fp8"
-    return quantization.get("quant_method") == "compressed-tensors" and quantization.get("format") in _READABLE_FORMATS
 
 
 def _wrong_config(reason: str) -> JinguError:

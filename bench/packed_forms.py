@@ -1,0 +1,207 @@
+"""Reading quantized matrices, compared with `cp` of the packed file; and the memory that it takes.
+
+Each file holds matrices of random codes in one form. `cp` and the reader, which dequantizes all matrices one after
+another on all threads, alternate: first with the file in the page cache, measured in CPU time, then without, measured
+in wall time. Rates are medians over the rounds. Memory is the growth of the process while the file is read, without
+mapped files, relative to a dequantized matrix.
+
+Argument `tiny` is a quick check with small matrices.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from jingu.formats.huggingface import read_stored
+from jingu.formats.packed_forms import METHODS
+from jingu.formats.packed_matrices import Stored, join_packed
+from jingu.formats.safetensors import read_header
+
+ROUNDS = 7
+MATRICES = 8
+Tensors = dict[str, Tensor]
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.randint(0, 255, shape, dtype=torch.uint8)
+
+
+def _fp8(*shape: int) -> Tensor:
+    return (_bytes(*shape) % 126).view(torch.float8_e4m3fn)
+
+
+def _scales(*shape: int) -> Tensor:
+    return (torch.rand(shape) + 0.1) / 100
+
+
+def _gptq(size: int, order: Tensor) -> Tensors:
+    groups = size // 128
+    parts = {"qweight": _words(size // 8, size), "qzeros": _words(groups, size // 8)}
+    return parts | {"scales": _scales(groups, size).half(), "g_idx": (order // 128).int()}
+
+
+def _nf4(size: int) -> Tensors:
+    from jingu.model.quantized_weight import import_bitsandbytes
+
+    import_bitsandbytes()
+    import bitsandbytes.functional as library
+
+    packed, state = library.quantize_4bit(
+        torch.randn(size, size).bfloat16(), compress_statistics=True, quant_type="nf4"
+    )
+    return {"weight": packed, **{f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}}
+
+
+def _forms(size: int) -> dict[str, tuple[dict[str, Any], Callable[[], Tensors]]]:
+    """Return the config of each form, and the function that makes the tensors of a matrix."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    half, groups = size // 2, size // 128
+    return {
+        "GPTQ, 4 bits": (gptq, lambda: _gptq(size, torch.arange(size))),
+        "GPTQ, 4 bits, ordered by activations": (gptq, lambda: _gptq(size, torch.randperm(size))),
+        "AWQ": (
+            {"quant_method": "awq", "bits": 4, "group_size": 128},
+            lambda: {
+                "qweight": _words(size, size // 8),
+                "qzeros": _words(groups, size // 8),
+                "scales": _scales(groups, size).half(),
+            },
+        ),
+        "int4 of compressed-tensors": (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            lambda: {
+                "weight_packed": _words(size, size // 8),
+                "weight_scale": _scales(size, groups).bfloat16(),
+                "weight_shape": torch.tensor([size, size]),
+            },
+        ),
+        "FP8, blocks of 128 × 128": (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            lambda: {"weight": _fp8(size, size), "weight_scale_inv": _scales(groups, groups)},
+        ),
+        "MXFP4, 4 experts": (
+            {"quant_method": "mxfp4"},
+            lambda: {"w_blocks": _bytes(4, size, size // 128, 16), "w_scales": _bytes(4, size, size // 128)},
+        ),
+        "NVFP4 of ModelOpt": (
+            {"quant_method": "modelopt"},
+            lambda: {
+                "weight": _bytes(size, half),
+                "weight_scale": _fp8(size, size // 16),
+                "weight_scale_2": torch.tensor(0.01),
+            },
+        ),
+        "nf4, nested scales": ({"quant_method": "bitsandbytes"}, lambda: _nf4(size)),
+        "int8 of bitsandbytes": (
+            {"quant_method": "bitsandbytes"},
+            lambda: {"weight": _bytes(size, size).view(torch.int8), "SCB": _scales(size)},
+        ),
+    }
+
+
+def _open(file: Path, config: dict[str, Any]) -> list[Stored]:
+    places = {key: (file, key, location) for key, location in read_header(file).items()}
+    return list(join_packed(places, METHODS[config["quant_method"]].forms, config).values())
+
+
+def _cpu_time() -> float:
+    """Return the CPU time of this process and of the programs that it has run."""
+    return sum(os.times()[:4])
+
+
+def _drop_from_cache(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def _peak_memory(work: Callable[[], object]) -> int:
+    """Return the growth in bytes of the process's anonymous memory during a call, at most, sampled in a thread."""
+    before = peak = _anonymous_memory()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.0005):
+            peak = max(peak, _anonymous_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    work()
+    ended.set()
+    thread.join()
+    return peak - before
+
+
+def _anonymous_memory() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, folder: Path) -> list[str]:
+    """Return the cells of a form's row."""
+    file, copy = folder / "model.safetensors", folder / "copy"
+    save_file({f"m{index}.{suffix}": part for index in range(MATRICES) for suffix, part in make().items()}, file)
+    matrices = _open(file, config)
+
+    def read() -> None:
+        for matrix in matrices:
+            read_stored(matrix)
+
+    def copy_file() -> None:
+        subprocess.run(["cp", str(file), str(copy)], check=True)
+
+    largest = max(read_stored(matrix).nbytes for matrix in matrices)
+    size = file.stat().st_size
+    cells = [f"{size / 1e6:.0f}"]
+    for is_cached, clock in ((True, _cpu_time), (False, time.perf_counter)):
+        seconds = []
+        for _ in range(rounds):
+            times = []
+            for work in (copy_file, read):
+                copy.unlink(missing_ok=True)
+                if not is_cached:
+                    _drop_from_cache(file)
+                begin = clock()
+                work()
+                times.append(clock() - begin)
+            seconds.append(times)
+        medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
+        cells += [*(f"{size / each / 1e9:.2f}" for each in medians), f"{medians[0] / medians[1]:.2f}"]
+    return [*cells, f"{_peak_memory(read) / largest:.2f}"]
+
+
+def run(argument: str = "") -> str:
+    """Return the table as Markdown."""
+    size, rounds = (256, 2) if argument == "tiny" else (4096, ROUNDS)
+    lines = [
+        "| form | packed, MB | `cp`, GB per CPU s | read | ratio | from disk: `cp`, GB/s | read | ratio | memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (config, make) in _forms(size).items():
+        with tempfile.TemporaryDirectory() as folder:
+            lines.append(f"| {name} | {' | '.join(_measure(config, make, rounds, Path(folder)))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(run(*sys.argv[1:]))
