@@ -55,3 +55,9 @@ def test_the_preset_has_the_parameters_of_transformers(name: str) -> None:
             model = AutoModelForCausalLM.from_config(type(theirs)())
         expected = sum(parameter.numel() for parameter in model.parameters())
         assert sum(mapping.shape.numel() for mapping in map_tensors(preset)) == expected
+
+
+def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
+    theirs = type(tests_of_tables.CONFIGS[name]())
+    family = FAMILIES[name]
+    assert family.spec_from_hf(family.complete({}, is_part=True)) == family.spec_from_hf(theirs().to_dict())

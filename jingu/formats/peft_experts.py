@@ -43,14 +43,14 @@ def take_expert_adapters(
         if not inside:
             continue
         leaves = modules.pop(module)
-        adapters += _divide(inside, leaves["lora_A"], leaves["lora_B"], spec)
+        adapters += _divide(match[1], inside, leaves["lora_A"], leaves["lora_B"], spec)
     return adapters
 
 
 def _divide(
-    mappings: Sequence[TensorMapping], a: Tensor, b: Tensor, spec: ModelSpec
+    module: str, mappings: Sequence[TensorMapping], a: Tensor, b: Tensor, spec: ModelSpec
 ) -> list[tuple[TensorMapping, dict[str, Tensor]]]:
-    """Return the matrices of each expert, given those of all."""
+    """Return the matrices of each expert, given those of all. Their names are those of peft's patterns of ranks."""
     names = {name for mapping in mappings for name in mapping.jingu_shapes}
     prefix = next(iter(names)).rpartition(".feed_forward.")[0] + ".feed_forward"
     layer = spec.layer_of(f"{prefix}.")
@@ -67,9 +67,10 @@ def _divide(
     result = []
     for part, rows_EOR in parts.items():
         shape = torch.Size((rows_EOR.shape[1], a_ERI.shape[2]))
+        parameter = f"{module}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
         for expert in range(number):
             name = f"{prefix}.{part}.weight"
-            mapping = TensorMapping(f"{prefix}.{expert}.{part}.weight", {name: shape}, IDENTITY, spec, expert)
+            mapping = TensorMapping(parameter, {name: shape}, IDENTITY, spec, expert)
             result.append((mapping, {"lora_A": a_ERI[expert], "lora_B": rows_EOR[expert]}))
     return result
 

@@ -91,8 +91,11 @@ def _convert_weights(
     feedforward_modules: list[str] = []
     is_conv = False
     # Use the names of the exported base model.
+    by_parameter = {module for _, modules, _ in _expert_parameters(base.spec) for module in modules}
     for mapping, modules in _matrices(equivalent_spec(base.spec)):
-        if not any(f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out")):
+        if not by_parameter.isdisjoint(modules) or not any(
+            f"{module}.{leaf}" in shapes for module in modules for leaf in ("lora_a", "ia3_in", "ia3_out")
+        ):
             continue
         module = mapping.hf_name.removesuffix(".weight")
         is_conv = is_conv or mapping.transform is TRANSPOSE
@@ -139,35 +142,54 @@ def _convert_weights(
     return config | lora_config, tensors
 
 
+def _expert_parameters(spec: ModelSpec) -> Iterator[tuple[str, list[str], bool]]:
+    """Yield transformers' parameters of all experts of a layer that peft adapts by their own names.
+
+    These are in the family's files, or peft does not read adapters of single experts. Each comes with jingu's modules
+    that it holds, and whether their outputs come in turns.
+    """
+    for mapping in map_tensors(spec):
+        modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
+        if mapping.transform.of_experts and mapping.hf_name.endswith(_PARAMETERS):
+            yield mapping.hf_name, modules, mapping.transform in EXPERT_PAIRS
+        elif mapping.expert == 0 and not FAMILIES[spec.family].has_peft_experts:
+            prefix, _, part = modules[0].rpartition(".")
+            place = mapping.hf_name.partition(".experts.")[0] + ".experts"
+            if part == "gate":
+                yield f"{place}.gate_up_proj", [modules[0], f"{prefix}.up"], False
+            elif part == "down":
+                yield f"{place}.down_proj", modules, False
+
+
 def _add_experts(
     adapters: StoredModel, base: StoredModel, shapes: Shapes, tensors: dict[str, Tensor]
 ) -> tuple[dict[str, int], list[str]]:
-    """Add the adapters of experts whose matrices are one tensor in the family's files; return their ranks by the names
-    of the parameters, and the names that peft's config lists."""
+    """Add the adapters of all experts at once; return their ranks by the names of the parameters, and the names that
+    peft's config lists."""
     ranks: dict[str, int] = {}
-    for mapping in map_tensors(base.spec):
-        modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
-        is_parameter = mapping.transform.of_experts and mapping.hf_name.endswith(_PARAMETERS)
-        if not is_parameter or not all(f"{module}.lora_a" in shapes for module in modules):
-            if is_parameter and any(f"{module}.lora_a" in shapes for module in modules):
-                what = f"{mapping.hf_name} has adapters for only some of {', '.join(modules)}"
-                raise JinguError(f"{what}, which peft adapts together.", where=adapters.where, fix=_USE_THE_RUN)
+    for name, modules, in_pairs in _expert_parameters(base.spec):
+        adapted = [module for module in modules if f"{module}.lora_a" in shapes]
+        if adapted and adapted != modules:
+            what = f"{name} has adapters for only some of {', '.join(modules)}"
+            raise JinguError(f"{what}, which peft adapts together.", where=adapters.where, fix=_USE_THE_RUN)
+        if not adapted:
             continue
         adapter = adapters.spec.adapter
         assert isinstance(adapter, Lora)
         pairs = []
         for module in modules:
-            scale = adapter.of_module(module).scale / adapter.scale
-            pairs.append((adapters.read(f"{module}.lora_a"), scale * adapters.read(f"{module}.lora_b")))
+            experts = range(shapes[f"{module}.lora_a"][0])
+            both = [read_lora_pair(adapters, base, module, expert) for expert in experts]
+            pairs.append((torch.stack([a for a, _ in both]), torch.stack([b for _, b in both]) / adapter.scale))
         rank = sum(a.shape[1] for a, _ in pairs)
-        in_pairs = mapping.transform in EXPERT_PAIRS
         swaps = FAMILIES[base.spec.family].swaps_expert_adapters
         a, b = join_expert_adapters(pairs, rank, in_pairs=in_pairs, swaps=swaps)
         # peft wraps the module once for each parameter; the wrapper of the second one is outside.
-        module, _, parameter = mapping.hf_name.rpartition(".")
-        inner = ".base_layer" if parameter == "gate_up_proj" else ""
-        tensors |= {f"{PREFIX}{module}{inner}.lora_A.weight": a, f"{PREFIX}{module}{inner}.lora_B.weight": b}
-        ranks[mapping.hf_name] = rank
+        place, _, parameter = name.rpartition(".")
+        down = f"{modules[0].rpartition('.')[0]}.down.lora_a"
+        inner = ".base_layer" if parameter == "gate_up_proj" and down in shapes else ""
+        tensors |= {f"{PREFIX}{place}{inner}.lora_A.weight": a, f"{PREFIX}{place}{inner}.lora_B.weight": b}
+        ranks[name] = rank
     return ranks, sorted({name.split(".", 3)[-1] for name in ranks})
 
 
@@ -175,7 +197,7 @@ def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
     """Raise JinguError if peft would load the adapters of a mixture of experts as something else, often silently.
 
     transformers 5 has the experts of a layer in two tensors: gates with ups, and downs. In some families, peft (0.21)
-    takes targets of LoRA whose names end as those of single experts for experts. In the others it finds none.
+    takes targets of LoRA whose names end as those of single experts for experts.
     """
     spec = base.spec
     if spec.experts is None:
@@ -183,14 +205,15 @@ def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
     shapes = parameter_shapes(adapters.spec)
     adapted: list[tuple[str, str, bool]] = []
     expert_leaves = set()
+    by_parameter = {module for _, modules, _ in _expert_parameters(spec) for module in modules}
     for mapping in map_tensors(spec):
         name = mapping.hf_name.removesuffix(".weight")
+        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
         is_expert = any(len(shapes[parameter]) == 3 for parameter in mapping.jingu_shapes)
-        if is_expert and isinstance(adapter, Lora) and mapping.hf_name.endswith(_PARAMETERS):
+        if is_expert and isinstance(adapter, Lora) and modules[0] in by_parameter:
             continue  # `_add_experts` writes these
         if is_expert:
             expert_leaves.add(name.rpartition(".")[2])
-        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
         adapted += [
             (name, module, is_expert)
             for module in modules
@@ -206,10 +229,8 @@ def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
         problem = f"{confused[0]}, whose name ends as those of experts"
     elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
         problem = "experts whose rank differs from that of other modules"
-    elif sum(module.endswith("feed_forward.gate") for module in experts) != sum(
-        module.endswith("feed_forward.up") for module in experts
-    ):
-        problem = "the gates of experts without their ups, or the reverse"
+    elif {module.rpartition(".")[2] for module in experts} not in (set(), {"down"}, {"gate", "up", "down"}):
+        problem = "some of an expert's matrices, unless it is down alone"
     if problem is not None:
         what = f"peft cannot load an adapter of {problem}."
         raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
