@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -240,7 +240,11 @@ def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _Weig
     Raises:
         JinguError: the matrices cannot have the form.
     """
-    mappings = [*map_tensors(spec), *constant_tensors(spec)]
+    stored_name = FAMILIES[spec.family].stored_name
+    mappings = [
+        replace(mapping, hf_name=stored_name(mapping.hf_name))
+        for mapping in (*map_tensors(spec), *constant_tensors(spec))
+    ]
     wide = frozenset(
         mapping.hf_name for mapping in mappings if any(keeps_wide(name, spec) for name in mapping.jingu_shapes)
     )
@@ -265,7 +269,8 @@ def _plan_weights(spec: ModelSpec, dtype: torch.dtype | QuantizedDtype) -> _Weig
         for mapping in weights
         if mapping.hf_name not in matrices and mapping.hf_name not in embeddings
     ]
-    if spec.tie_word_embeddings:
+    # A tied head is a module, too, and the head has another name in the files of some families.
+    if "lm_head" not in plain:
         plain.append("lm_head")
     form = choose_form(dtype.form, matrices)
     return _WeightPlan(mappings, dtype.scales, form, frozenset(matrices), plain, dtype.importance, wide)

@@ -71,8 +71,9 @@ def open_hf(folder: Path) -> StoredModel:
     """
     config = read_model_json(folder / "config.json", "this is no model: it has neither config.json nor model.json.")
     is_part = is_composite(config)
-    config = decoder_config(config, folder / "config.json")
-    model = open_from_config(folder, folder / "config.json", config, partial(_open_weights, folder, config, is_part))
+    config, complete_config = _decoder_configs(config, folder / "config.json")
+    open_weights = partial(_open_weights, folder, config, is_part)
+    model = replace(open_from_config(folder, folder / "config.json", complete_config, open_weights), config=config)
     if is_part and (model.spec.logit_scale != 1.0 or model.spec.logit_softcap is not None):
         # transformers leaves them out in composite models, though the weights were trained with them.
         log_warning(f"{folder}: logits are scaled or capped, as in the model of text alone.")
@@ -179,7 +180,14 @@ def _are_equal(weights: StoredWeights, first: str, second: str) -> bool:
 
 def spec_from_config(path: Path) -> ModelSpec:
     """Return the spec of the model that a config.json describes. Raises JinguError if it describes none."""
-    return _read_spec(decoder_config(read_model_json(path), path), path)[1]
+    return _read_spec(_decoder_configs(read_model_json(path), path)[1], path)[1]
+
+
+def _decoder_configs(config: dict[str, Any], config_file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of a model's decoder as it is, and with the values of transformers for absent keys."""
+    own_config = decoder_config(config, config_file)
+    family = find_family(own_config, config_file)
+    return own_config, family.complete(own_config, is_part=is_composite(config))
 
 
 def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, ModelSpec]:
@@ -246,8 +254,7 @@ def _open_weights(
     tensors = divide_experts(join_packed(places, find_forms(quantization, places, folder), quantization), shapes)
     by_name: dict[str, Stored] = {}
     for key, tensor in tensors.items():
-        old = next((prefix for prefix in family.renamed if key.startswith(prefix)), None)
-        name = _hf_name(key if old is None else family.renamed[old] + key.removeprefix(old), family.base, shapes)
+        name = _hf_name(family.module_name(key), family.base, shapes)
         if name in by_name:
             raise JinguError(
                 f"{name} is stored twice, as {by_name[name][1]} and as {key}.",

@@ -28,6 +28,7 @@ from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
 from jingu.formats.description import ModelDescription, find_end_ids
 from jingu.formats.huggingface import read_model_json
+from jingu.formats.peft_experts import take_expert_adapters
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import StoredModel, Update, add_bias, extend_base
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_adapter
@@ -55,7 +56,7 @@ _UNDERSTOOD = """
     trainable_token_indices init_lora_weights auto_mapping base_model_name_or_path revision task_type inference_mode
     peft_version megatron_core qalora_group_size lora_dropout target_modules exclude_modules layers_to_transform
     layers_pattern fan_in_fan_out feedforward_modules init_ia3_weights loftq_config eva_config corda_config
-    lora_ga_config runtime_config
+    lora_ga_config runtime_config target_parameters
 """
 # Initializations that do not change the base model.
 _PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
@@ -187,6 +188,10 @@ class _AdapterReader:
         untied_spec = self.spec.model_copy(update={"tie_word_embeddings": False})
         # peft's names are those of the model's own family, or of the equivalent family to which jingu exports it.
         candidates = [_mappings(spec) for spec in (untied_spec, equivalent_spec(untied_spec))]
+        expert_adapters = take_expert_adapters(modules, candidates[0], untied_spec)
+        if self.config.get("target_parameters") and not expert_adapters:
+            parameters = ", ".join(map(str, self.config["target_parameters"]))
+            raise self._error(f"it adapts the parameters {parameters}, and of these jingu reads the experts of a layer")
         unknown = [modules.keys() - {name.rpartition(".")[0] for name in mappings} for mappings in candidates]
         if all(unknown):
             raise self._error(f"the model has no module {min(unknown[0])}", "Choose another base model.")
@@ -203,6 +208,7 @@ class _AdapterReader:
                 (name,) = mappings[f"{module}.weight"].jingu_shapes
                 self._update(name, partial(_replace_rows, self._token_ids(module, rows), rows))
         adapted_modules = [(mappings[f"{module}.weight"], leaves) for module, leaves in modules.items() if leaves]
+        adapted_modules += expert_adapters
         is_lora = self.config["peft_type"] == "LORA"
         return self._assemble(self._read_lora(adapted_modules) if is_lora else self._read_ia3(adapted_modules))
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from jingu.errors import JinguError
 from jingu.formats.huggingface import write_json
 from jingu.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, PROMPT_KEY, TOKEN_ROWS
+from jingu.formats.peft_experts import EXPERT_PAIRS, join_expert_adapters
 from jingu.formats.stored_model import Shapes, StoredModel, read_lora_pair
 from jingu.model.adapter_specs import DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
-from jingu.model.families import equivalent_spec, map_tensors
+from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping
 from jingu.model.prompt_tuning import DeepPromptLayer, SoftPromptLayer
 from jingu.model.spec import ModelSpec
@@ -27,6 +28,8 @@ from jingu.text.tokenizer_files import copy_tokenizer
 
 # Ends of the keys of matrix A, whose first dim is the rank: of a linear layer [R, I], and of an embedding [R, V].
 _A_KEYS = ("lora_A.weight", "lora_embedding_A")
+# Ends of the names of parameters that hold the matrices of all experts.
+_PARAMETERS = (".experts.gate_up_proj", ".experts.down_proj")
 _USE_THE_RUN = "Use the run itself: every command accepts it."
 
 # jingu's modules whose weights one matrix of Hugging Face contains, in order, and the number of outputs of each.
@@ -81,6 +84,7 @@ def _convert_weights(
     """Return peft's config and tensors for LoRA or IA3."""
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
+    _check_experts(adapters, base, adapter)
     saved_modules = _add_saved_modules(adapters, base, tensors) if isinstance(adapter, Lora) else []
     # The rank of each of Hugging Face's modules. That of a fused matrix is the sum of the ranks of its parts.
     ranks: dict[str, int] = {}
@@ -100,8 +104,11 @@ def _convert_weights(
         tensors |= {f"{PREFIX}{module}.{leaf}": tensor for leaf, tensor in leaves.items()}
         if f"{next(iter(modules))}.ia3_in" in shapes:
             feedforward_modules.append(module)
+    further_ranks, targets = _add_experts(adapters, base, shapes, tensors)
+    ranks |= further_ranks
     # Newer releases of peft, where all experts are one tensor, search for the last part of their former names.
-    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in ranks})
+    plain = [name for name in ranks if name not in further_ranks]
+    names = sorted({name.rpartition(".")[2] if ".experts." in name else name for name in plain})
     config: dict[str, Any] = {"target_modules": names, "fan_in_fan_out": is_conv}
     if isinstance(adapter, Ia3):
         return {**config, "peft_type": "IA3", "feedforward_modules": feedforward_modules}, tensors
@@ -123,11 +130,89 @@ def _convert_weights(
     }
     if saved_modules:
         lora_config["modules_to_save"] = saved_modules
+    if targets:
+        lora_config["target_parameters"] = targets
     if adapter.trainable_token_indices:
         embedding = _embedding_name(base.spec)
         tensors[f"{PREFIX}{embedding}.{TOKEN_ROWS}"] = adapters.read("embedding.token_rows")
         lora_config["trainable_token_indices"] = {embedding: list(adapter.trainable_token_indices)}
     return config | lora_config, tensors
+
+
+def _add_experts(
+    adapters: StoredModel, base: StoredModel, shapes: Shapes, tensors: dict[str, Tensor]
+) -> tuple[dict[str, int], list[str]]:
+    """Add the adapters of experts whose matrices are one tensor in the family's files; return their ranks by the names
+    of the parameters, and the names that peft's config lists."""
+    ranks: dict[str, int] = {}
+    for mapping in map_tensors(base.spec):
+        modules = [name.removesuffix(".weight") for name in mapping.jingu_shapes]
+        is_parameter = mapping.transform.of_experts and mapping.hf_name.endswith(_PARAMETERS)
+        if not is_parameter or not all(f"{module}.lora_a" in shapes for module in modules):
+            if is_parameter and any(f"{module}.lora_a" in shapes for module in modules):
+                what = f"{mapping.hf_name} has adapters for only some of {', '.join(modules)}"
+                raise JinguError(f"{what}, which peft adapts together.", where=adapters.where, fix=_USE_THE_RUN)
+            continue
+        adapter = adapters.spec.adapter
+        assert isinstance(adapter, Lora)
+        pairs = []
+        for module in modules:
+            scale = adapter.of_module(module).scale / adapter.scale
+            pairs.append((adapters.read(f"{module}.lora_a"), scale * adapters.read(f"{module}.lora_b")))
+        rank = sum(a.shape[1] for a, _ in pairs)
+        in_pairs = mapping.transform in EXPERT_PAIRS
+        swaps = FAMILIES[base.spec.family].swaps_expert_adapters
+        a, b = join_expert_adapters(pairs, rank, in_pairs=in_pairs, swaps=swaps)
+        # peft wraps the module once for each parameter; the wrapper of the second one is outside.
+        module, _, parameter = mapping.hf_name.rpartition(".")
+        inner = ".base_layer" if parameter == "gate_up_proj" else ""
+        tensors |= {f"{PREFIX}{module}{inner}.lora_A.weight": a, f"{PREFIX}{module}{inner}.lora_B.weight": b}
+        ranks[mapping.hf_name] = rank
+    return ranks, sorted({name.split(".", 3)[-1] for name in ranks})
+
+
+def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3) -> None:
+    """Raise JinguError if peft would load the adapters of a mixture of experts as something else, often silently.
+
+    transformers 5 has the experts of a layer in two tensors: gates with ups, and downs. In some families, peft (0.21)
+    takes targets of LoRA whose names end as those of single experts for experts. In the others it finds none.
+    """
+    spec = base.spec
+    if spec.experts is None:
+        return
+    shapes = parameter_shapes(adapters.spec)
+    adapted: list[tuple[str, str, bool]] = []
+    expert_leaves = set()
+    for mapping in map_tensors(spec):
+        name = mapping.hf_name.removesuffix(".weight")
+        is_expert = any(len(shapes[parameter]) == 3 for parameter in mapping.jingu_shapes)
+        if is_expert and isinstance(adapter, Lora) and mapping.hf_name.endswith(_PARAMETERS):
+            continue  # `_add_experts` writes these
+        if is_expert:
+            expert_leaves.add(name.rpartition(".")[2])
+        modules = [parameter.rpartition(".")[0] for parameter in mapping.jingu_shapes]
+        adapted += [
+            (name, module, is_expert)
+            for module in modules
+            if any(f"{module}.{leaf}" in shapes for leaf in ("lora_a", "ia3_in", "ia3_out"))
+        ]
+    experts = {module for _, module, is_expert in adapted if is_expert}
+    converts = FAMILIES[spec.family].has_peft_experts and isinstance(adapter, Lora)
+    confused = [name for name, _, is_expert in adapted if not is_expert and name.rpartition(".")[2] in expert_leaves]
+    problem = None
+    if experts and not converts:
+        problem = "the experts of this architecture"
+    elif confused and converts:
+        problem = f"{confused[0]}, whose name ends as those of experts"
+    elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
+        problem = "experts whose rank differs from that of other modules"
+    elif sum(module.endswith("feed_forward.gate") for module in experts) != sum(
+        module.endswith("feed_forward.up") for module in experts
+    ):
+        problem = "the gates of experts without their ups, or the reverse"
+    if problem is not None:
+        what = f"peft cannot load an adapter of {problem}."
+        raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:

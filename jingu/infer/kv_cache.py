@@ -317,7 +317,7 @@ class PagedKVCache:
             tables = []
             for first in range(0, self.spec.max_position_embeddings, KV_SPAN):
                 positions = torch.arange(first, first + KV_SPAN, device=positions_BT.device)
-                tables.append(rotary_tables(*key, positions, dtype, per_position=True))
+                tables.append(rotary_tables(*key, positions, dtype, lasts=positions))
             self._rotary[key] = torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
         cos, sin = self._rotary[key]
         return cos[positions_BT], sin[positions_BT]

@@ -274,7 +274,9 @@ class TransformerStack(nn.Module):
         x_BTD: Tensor = embedding(tokens_BT)
         scale = self.spec.embedding_factor
         if scale != 1.0:
-            x_BTD = x_BTD * (torch.tensor(scale).to(x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
+            if self.spec.round_embedding_scale:
+                scale = torch.tensor(scale, dtype=x_BTD.dtype).item()
+            x_BTD = x_BTD * scale
         return x_BTD
 
     def _contexts(
@@ -300,7 +302,7 @@ class TransformerStack(nn.Module):
                 rotary[turns] = (
                     cache.rotary(layer, positions_BT, dtype)
                     if cache is not None
-                    else layer_rotary(layer, positions_BT, dtype)
+                    else layer_rotary(layer, positions_BT, dtype, inputs.documents, inputs.parents)
                 )
             seen = mask_key(layer)
             if seen not in masks:

@@ -28,7 +28,7 @@ RotaryTables = tuple[Tensor, Tensor]
 
 
 def rotary_tables(
-    spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
+    spec: RotaryPositions, head_size: int, positions: Tensor, dtype: torch.dtype, lasts: Tensor | None = None
 ) -> RotaryTables:
     """Return the two tables [..., T, 1, K] of `apply_rotary` in `dtype`. K is the number of rotated dims of a head.
 
@@ -36,11 +36,11 @@ def rotary_tables(
     one has minus its sine for the first element, and its sine for the second.
 
     Args:
-        per_position: applies if frequencies depend on the sequence length (dynamic scaling). If true, each position
-            uses the frequencies of a sequence that ends with it; otherwise all use those of the whole sequence. A KV
-            cache needs the former, because its keys never change.
+        lasts: if frequencies depend on the sequence length (dynamic scaling, longrope), the last position of each
+            token's sequence, which broadcasts to [..., T]; None: all positions are of one sequence. A KV cache gives
+            each position a sequence that ends with it, because its keys never change.
     """
-    last = positions[..., None] if per_position else positions.max()
+    last = positions.max() if lasts is None else lasts[..., None]
     frequencies = rotary_frequencies(spec, rotary_dim(spec, head_size), last, dtype)
     if spec.proportional:
         # The first pairs of the whole head turn.
@@ -61,12 +61,44 @@ def query_factors(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) 
 
 
 def layer_rotary(
-    layer: LayerSpec, positions: Tensor, dtype: torch.dtype, *, per_position: bool = False
+    layer: LayerSpec,
+    positions: Tensor,
+    dtype: torch.dtype,
+    documents_BT: Tensor | None = None,
+    parents_BT: Tensor | None = None,
 ) -> RotaryTables | None:
-    """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`."""
+    """Return the rotary tables of a kind of layer; None if it has no rotary positions. See `rotary_tables`.
+
+    Args:
+        positions: [B, T], or [T] for all rows.
+        documents_BT: the document of each token; None: each row is one document.
+        parents_BT: the document that each token's document continues; see `Inputs`.
+    """
     if not isinstance(layer.position, RotaryPositions):
         return None
-    return rotary_tables(layer.position, layer.attention.rotary_size, positions, dtype, per_position=per_position)
+    lasts = None
+    if isinstance(layer.position.scaling, DynamicScaling | LongropeScaling):
+        # Documents that continue the same parent count as one, because they share its keys.
+        lasts = last_positions(positions, documents_BT if parents_BT is None else parents_BT)
+    return rotary_tables(layer.position, layer.attention.rotary_size, positions, dtype, lasts)
+
+
+def last_positions(positions: Tensor, documents_BT: Tensor | None) -> Tensor:
+    """Return the last position of each token's document, which broadcasts to [B, T].
+
+    Args:
+        positions: [B, T], or [T] for all rows.
+        documents_BT: the document of each token; None: each row is one document.
+    """
+    if documents_BT is None:
+        return positions.amax(-1, keepdim=True)
+    # Number the documents of each row in the order of their ids, which may be any integers.
+    sorted_BT, order_BT = documents_BT.sort(-1)
+    is_next_BT = torch.zeros_like(sorted_BT)
+    is_next_BT[:, 1:] = sorted_BT[:, 1:] != sorted_BT[:, :-1]
+    number_BT = torch.zeros_like(order_BT).scatter(-1, order_BT, is_next_BT.cumsum(-1))
+    last_BN = torch.zeros_like(number_BT).scatter_reduce(-1, number_BT, positions.expand_as(number_BT), "amax")
+    return last_BN.gather(-1, number_BT)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from jingu.config.sections.optimizers import AdamWSettings
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch, EncoderInputs
+from jingu.formats.huggingface import open_hf
 from jingu.model.components import BalancedRouter
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import find_family
@@ -64,10 +65,10 @@ class Result:
     """Shape of the full tensor, offset and values of the part that a rank stores."""
 
 
-def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool) -> Batch:
+def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool, vocab_size: int = 41) -> Batch:
     """Return rows of a step with some untrained labels, and optionally two or three documents per row."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(41, (ROWS, TOKENS + 1), generator=generator)
+    ids = torch.randint(vocab_size, (ROWS, TOKENS + 1), generator=generator)
     labels = ids[:, 1:].masked_fill(torch.rand(ROWS, TOKENS, generator=generator) < 0.2, -100)
     ends = (torch.rand(ROWS, TOKENS, generator=generator) < 0.15).cumsum(1)
     rows = slice(first, first + count)
@@ -83,24 +84,35 @@ def batch_of(step: int, first: int, count: int, documents: bool, encoder: bool) 
     )
 
 
-def few_steps(rank: int, world: int, spec: ModelSpec, layouts: list[dict[str, Any]], documents: bool) -> list[Result]:
+def few_steps(
+    rank: int,
+    world: int,
+    spec: ModelSpec,
+    layouts: list[dict[str, Any]],
+    documents: bool,
+    weights: Path | None = None,
+) -> list[Result]:
     """Train on each of the layouts, one after another."""
-    return [_few_steps(world, spec, ParallelSettings(**layout), documents) for layout in layouts]
+    return [_few_steps(world, spec, ParallelSettings(**layout), documents, weights) for layout in layouts]
 
 
-def build_model_and_mesh(world: int, spec: ModelSpec, settings: ParallelSettings) -> tuple[Any, Any]:
-    """Return a model with its initial weights, laid out over a mesh."""
+def build_model_and_mesh(
+    world: int, spec: ModelSpec, settings: ParallelSettings, weights: Path | None = None
+) -> tuple[Any, Any]:
+    """Return a model with its initial weights, or those of a Hugging Face folder, laid out over a mesh."""
     device = torch.device("cpu")
     mesh = build_mesh(resolve_axis_sizes(settings, world, spec), device)
-    return materialize(spec, mesh, Layout(settings), Precision.uniform(torch.float64), 3), mesh
+    source = 3 if weights is None else open_hf(weights).read
+    return materialize(spec, mesh, Layout(settings), Precision.uniform(torch.float64), source), mesh
 
 
-def _few_steps(world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool) -> Result:
-    model, mesh = build_model_and_mesh(world, spec, settings)
+def _few_steps(
+    world: int, spec: ModelSpec, settings: ParallelSettings, documents: bool, weights: Path | None
+) -> Result:
+    model, mesh = build_model_and_mesh(world, spec, settings, weights)
     optimizer = build_optimizer(AdamWSettings(lr=1e-2), model)
-    source: Any = type(
-        "Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, documents, bool(spec.num_encoder_layers)))}
-    )
+    kind = documents, bool(spec.num_encoder_layers), spec.vocab_size
+    source: Any = type("Source", (), {"batch": staticmethod(lambda *where: batch_of(*where, *kind))})
     task = Pretraining(source, spec, mesh, RunConfig())
     micro_size = max(1, ROWS // num_data_ranks(mesh) // 2)
     settings_of_batch = BatchSettings(sequence_length=TOKENS, global_batch_size=ROWS, micro_batch_size=micro_size)
@@ -130,11 +142,22 @@ def assemble(results: list[Result]) -> dict[str, Tensor]:
     return whole
 
 
-def check(ranks: Any, spec: ModelSpec, world: int, layouts: list[dict[str, Any]], documents: bool = False) -> None:
-    """Compare all layouts with one process."""
-    [one] = ranks.run(few_steps, 1, spec, [{}], documents)[0]
+def check(
+    ranks: Any,
+    spec: ModelSpec,
+    world: int,
+    layouts: list[dict[str, Any]],
+    documents: bool = False,
+    weights: Path | None = None,
+) -> None:
+    """Compare all layouts with one process.
+
+    Args:
+        weights: a Hugging Face folder with the weights; None: initial weights.
+    """
+    [one] = ranks.run(few_steps, 1, spec, [{}], documents, weights)[0]
     expected = assemble([one])
-    by_rank = ranks.run(few_steps, world, spec, layouts, documents)
+    by_rank = ranks.run(few_steps, world, spec, layouts, documents, weights)
     for number, layout in enumerate(layouts):
         results = [outcome[number] for outcome in by_rank]
         same = partial(torch.testing.assert_close, rtol=1e-9)

@@ -151,7 +151,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "loftq": ({"init_lora_weights": "loftq"}, "sets init_lora_weights to 'loftq'"),
     "random": ({"init_lora_weights": "pissa_niter_4"}, "sets init_lora_weights to 'pissa_niter_4'"),
     "tied": ({"ensure_weight_tying": True}, "sets ensure_weight_tying to True"),
-    "parameters": ({"target_parameters": ["mlp.experts"]}, r"sets target_parameters to \['mlp.experts'\]"),
+    "parameters": ({"target_parameters": ["mlp.gate"]}, r"it adapts the parameters mlp\.gate"),
     "no rank": ({"r": None}, r"adapter_config\.json: r is None, and should be a whole number above 0"),
     "half a rank": ({"r": 0.5}, "r is 0.5, and should be a whole number above 0"),
     "no alpha": ({"lora_alpha": 0}, "lora_alpha is 0, and should be a number above 0"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jingu.model.document_mask import DocumentMask, create_document_block_mask, flex_attend
 from jingu.model.matmul_kernels import dot_product_attention
+from jingu.model.rotary import last_positions
 
 
 def tensors(tokens: int, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -90,3 +91,13 @@ def test_compiled_code_is_for_any_documents() -> None:
                 with torch.compiler.set_stance("default"):
                     compiled(q, k, v, documents)
             torch.testing.assert_close(compiled(q, k, v, documents), twice(q, k, v, documents), rtol=1e-11, atol=1e-12)
+
+
+def test_the_last_position_of_each_document() -> None:
+    """By hand: ids in any order, padding, and a document in two pieces; without documents, of each row."""
+    documents = torch.tensor([[7, 7, 7, 2, 2, -1, -1], [0, 5, 5, 0, 0, 5, 9]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 1, 2, 2, 0]])
+    expected = [[2, 2, 2, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 0]]
+    assert last_positions(positions, documents).tolist() == expected
+    assert last_positions(torch.arange(7), documents).tolist() == [[2, 2, 2, 4, 4, 6, 6], [4, 5, 5, 4, 4, 5, 6]]
+    assert last_positions(positions, None).tolist() == [[2], [2]]

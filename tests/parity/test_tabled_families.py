@@ -99,21 +99,6 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
         assert torch.equal(back.read(key), stored.read(key)), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3"])
-def test_greedy_text_in_steps(name: str, in_steps: Callable[..., Any], tmp_path: Path) -> None:
-    """With a cache, in pieces of several tokens and of one, past every window and original context."""
-    theirs = written(name, tmp_path / "theirs").eval()
-    ours = load_model(open_hf(tmp_path / "theirs"), torch.float32).eval()
-    ids = components.sample()[0]
-    with torch.no_grad():
-        text = theirs.generate(ids[None, :25], max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-        chosen = in_steps(ours, text[0], [25, *[1] * 24]).argmax(-1)
-        together = ours.logits(ours(text))[0]
-    assert chosen[24:-1].tolist() == text[0, 25:].tolist()
-    assert together.argmax(-1)[24:-1].tolist() == text[0, 25:].tolist()
-
-
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
@@ -148,6 +133,22 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
     change(folder, **changes)
     with pytest.raises(JinguError, match=message):
         open_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers, and num_hidden_layers is 5"),
+        ("seed_oss", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_options_of_positions_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written(name, tmp_path)
+    change(tmp_path, **changes)
+    with pytest.raises(JinguError, match=message):
+        open_hf(tmp_path)
 
 
 def test_a_prompt_beyond_the_original_context_of_longrope_is_warned_of(

@@ -518,10 +518,15 @@ def test_an_option_that_changes_no_number_is_passed_over() -> None:
     assert FAMILIES["llama"].spec_from_hf({**config, "pretraining_tp": 2}) == FAMILIES["llama"].spec_from_hf(config)
 
 
-def test_windows_on_some_layers_only_are_refused() -> None:
-    config = Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2).to_dict()
-    with pytest.raises(JinguError, match="either all layers have the window, or none"):
-        FAMILIES["qwen2"].spec_from_hf(config)
+def test_windows_on_some_layers() -> None:
+    """With `layer_types`, and without as in older files; a list of another length is refused."""
+    settings = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 4, "max_window_layers": 3}
+    config = Qwen2Config(**settings).to_dict()
+    for types in (config["layer_types"], None):
+        spec = FAMILIES["qwen2"].spec_from_hf({**config, "layer_types": types})
+        assert [layer.attention.sliding_window for layer in spec.layers] == [None, None, None, 9]
+    with pytest.raises(JinguError, match="names 3 layers, and num_hidden_layers is 4"):
+        FAMILIES["qwen2"].spec_from_hf({**config, "layer_types": config["layer_types"][1:]})
 
 
 @pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case.name)

@@ -72,7 +72,9 @@ class Family:
         equivalent: for a family whose models come with their own code (`auto_map`, which jingu never runs): a family of
             transformers with the same computation, to which models are exported.
         constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
-        renamed: prefixes of tensor names in older files, and what they are now.
+        swaps_expert_adapters: whether peft takes the inputs of all experts' matrices for their outputs: transformers
+            stores them with inputs first, and does not say so.
+        renamed: parts of tensor names in files, and those of the modules in transformers, which peft names, too.
     """
 
     architectures: tuple[str, ...]
@@ -86,6 +88,7 @@ class Family:
     equivalent: str | None = None
     constant_tensors: Mapping[str, float] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    swaps_expert_adapters: bool = False
 
     @property
     def name(self) -> str:
@@ -93,10 +96,27 @@ class Family:
         return self.template.family
 
     @property
+    def has_peft_experts(self) -> bool:
+        """Whether peft reads adapters of single experts, although transformers has all experts in one tensor."""
+        return bool(TABLES.get(self.name, {}).get("peft_experts"))
+
+    @property
     def classifier(self) -> str:
         """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
         return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor of transformers' model has in files."""
+        for stored, current in self.renamed.items():
+            name = name.replace(current, stored)
+        return name
+
+    def module_name(self, name: str) -> str:
+        """Return the name in transformers' model of a tensor in files: the inverse of `stored_name`."""
+        for stored, current in self.renamed.items():
+            name = name.replace(stored, current)
+        return name
 
     @property
     def body(self) -> str:
@@ -140,6 +160,20 @@ class Family:
             raise _wrong_config("; ".join(problems)) from error
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
             raise _wrong_config(str(error)) from error
+
+    def complete(self, config: HFConfig, *, is_part: bool) -> dict[str, Any]:
+        """Return a config together with the values that transformers has for keys that it lacks.
+
+        Args:
+            is_part: whether the config is that of the decoder in a composite model. These lack usual sizes, too.
+                Without them, the config of a separate model is damaged.
+        """
+        table = TABLES.get(self.name, {})
+        values = {**(table.get("sizes", {}) if is_part else {}), **table.get("defaults", {})}
+        if config.get("rope_scaling"):
+            # The former name.
+            values.pop("rope_parameters", None)
+        return {**values, **config}
 
     def _read_config(self, config: HFConfig) -> ModelSpec:
         """Return the spec of a `config.json`; also raises what wrong values cause."""
@@ -288,10 +322,17 @@ HF_ACTIVATIONS: dict[Activation, str] = {
 
 
 def activation_key(name: str, default: str) -> ConfigKeys:
-    """Return the conversion of the key `name` for the activation function."""
+    """Return the conversion of the key `name` for the activation function.
+
+    Of several names for a function, the default is written if it is one of them: some readers accept no other.
+    """
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        activation = spec.feed_forward.activation
+        return {name: default if ACTIVATIONS[default] == activation else HF_ACTIVATIONS[activation]}
+
     return ConfigKeys(
-        lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)},
-        lambda spec: {name: HF_ACTIVATIONS[spec.feed_forward.activation]},
+        lambda config: {"feed_forward.activation": parse_activation(name, config.get(name) or default)}, write
     )
 
 

@@ -82,6 +82,8 @@ class LayerOptions:
         if self.no_rope_interval is not None:
             every = config.get("no_rope_layer_interval") or self.no_rope_interval
             flags = config.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(len(types))]
+            if len(flags) != len(types):
+                raise ValueError(f"no_rope_layers names {len(flags)} layers, and num_hidden_layers is {len(types)}")
             types = [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, flags, strict=True)]
         if self.dense is not None:
             dense = self.dense.read(config)

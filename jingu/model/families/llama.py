@@ -98,28 +98,42 @@ MISTRAL = replace(
 
 # Qwen2 and Qwen3
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 
 def _read_window(config: HFConfig) -> SpecValues:
-    """Read the sliding window of Qwen2 and Qwen3. Raises JinguError if only some layers have it."""
-    if not config.get("use_sliding_window"):
-        return {"attention.sliding_window": None}
+    """Read the sliding window of Qwen2 and Qwen3, which all layers have, or some, or none."""
+    layers = config["num_hidden_layers"]
     # As in transformers: `layer_types`, or by default all layers from `max_window_layers` on.
-    layers = config.get("num_hidden_layers") or 0
     first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(layers)]
-    sliding = {kind == "sliding_attention" for kind in kinds}
-    if len(sliding) > 1:
-        raise unsupported_option("max_window_layers", first, "either all layers have the window, or none")
-    return {"attention.sliding_window": config.get("sliding_window") if True in sliding else None}
+    types = config.get("layer_types") or [_SLIDING if layer >= first else _FULL for layer in range(layers)]
+    if len(types) != layers:
+        raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {layers}")
+    unknown = next((name for name in types if name not in (_FULL, _SLIDING)), None)
+    if unknown is not None:
+        raise unsupported_option("layer_types", unknown, f"known are {_FULL} and {_SLIDING}")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    if window is None or len(set(types)) == 1:
+        return {
+            "attention.sliding_window": window if _SLIDING in types else None,
+            "layer_kinds": {},
+            "layer_pattern": (),
+        }
+    kinds = {_FULL: {}, _SLIDING: {"attention.sliding_window": window}}
+    return {"attention.sliding_window": None, "layer_kinds": kinds, "layer_pattern": tuple(types)}
 
 
 def _write_window(spec: ModelSpec) -> dict[str, Any]:
-    window = spec.attention.sliding_window
-    return {
+    windows = [layer.attention.sliding_window for layer in spec.layers]
+    window = next(filter(None, windows), None)
+    keys: dict[str, Any] = {
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": 0 if window else spec.num_layers,
     }
+    if spec.layer_pattern:
+        keys["layer_types"] = [_FULL if size is None else _SLIDING for size in windows]
+    return keys
 
 
 _WINDOW = ConfigKeys(_read_window, _write_window)

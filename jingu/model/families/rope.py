@@ -137,6 +137,7 @@ class RopeDefaults:
         names_original_context: whether the original context of longrope is a key of the config itself, too (Phi-3).
         has_query_scaling: whether `llama_4_scaling_beta` scales queries by their positions.
         has_interleave_key: whether `rope_interleave` says if rotated pairs are neighbors.
+        has_partial_rotary: whether configs say the rotated share, although a config without it rotates whole heads.
     """
 
     theta: float = 10000.0
@@ -146,6 +147,7 @@ class RopeDefaults:
     names_original_context: bool = False
     has_query_scaling: bool = False
     has_interleave_key: bool = False
+    has_partial_rotary: bool = False
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
@@ -156,7 +158,9 @@ class RopeDefaults:
             named = config["rotary_dim"] / config["head_dim"]
         share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
         # Of latent attention, the rotated part of a head is a size of its own.
-        rope["partial_rotary_factor"] = 1.0 if "qk_rope_head_dim" in config else share
+        rope["partial_rotary_factor"] = share = 1.0 if "qk_rope_head_dim" in config else share
+        if share != 1.0 and not (self.has_partial_rotary or self.partial_rotary_factor != 1.0):
+            raise unsupported_option("partial_rotary_factor", share, "expected 1.0")
         alpha = rope.get("alpha") if self.has_alpha and rope.get("rope_type", rope.get("type")) == "dynamic" else None
         if alpha:
             rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}

@@ -16,7 +16,9 @@ An entry has
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
 - `ignored`: suffixes of the names of tensors that are not parameters.
 - `base`: prefix of the body's tensors, if it is not `model.`; no names of Llama then apply.
-- `constant_tensors`, `renamed`: as in `Family`.
+- `constant_tensors`, `renamed`, `swaps_expert_adapters`: as in `Family`.
+- `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
+- `peft_experts`: whether peft reads adapters of single experts.
 - `transforms`: rearrangements (`name_map.TRANSFORMS`) of the tensors of some names.
 - `names`: modules beside those of Llama; false removes one.
 """
@@ -109,6 +111,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         base=table.get("base", "model."),
         constant_tensors=table.get("constant_tensors", {}),
         renamed=table.get("renamed", {}),
+        swaps_expert_adapters=table.get("swaps_expert_adapters", False),
         ignored=(".rotary_emb.inv_freq", *table.get("ignored", ())),
     )
 
