@@ -39,7 +39,7 @@ class StoredModel:
 
     Attributes:
         read: `read(name)` returns a whole parameter by jingu's name, on CPU, in its stored dtype (if it is quantized,
-            in the dtype in which its form is computed). `read(name, expert)` returns one expert's matrix of a parameter
+            in that in which its form is computed). `read(name, expert)` returns one expert's matrix of a parameter
             [E, ...] without reading the others, if possible without a copy; it is thread-safe.
         tokenizer_folder: folder of the tokenizer; None if the model has none.
         where: the folder or file, for messages.

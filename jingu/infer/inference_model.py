@@ -146,6 +146,20 @@ def _open_supported_model(path: Path, ranks: RankInfo | None) -> StoredModel:
     return stored_model
 
 
+def _open_without_predictions(
+    path: Path, ranks: RankInfo | None
+) -> tuple[StoredModel, Callable[[torch.dtype, torch.device], PredictionLayer] | None]:
+    """Open a model without its layers of multi-token prediction, which only speculation needs.
+
+    Returns:
+        The model, and a function that reads the first of these layers; None if there is none, or for several ranks.
+    """
+    whole_model = _open_supported_model(path, ranks)
+    has_layers = whole_model.spec.mtp_layers > 0 and ranks is None
+    spec = whole_model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0})
+    return replace(whole_model, spec=spec), partial(_load_prediction_layer, whole_model) if has_layers else None
+
+
 def _load_prediction_layer(stored_model: StoredModel, dtype: torch.dtype, device: torch.device) -> PredictionLayer:
     """Read the first layer of multi-token prediction of a model."""
     spec = stored_model.spec
@@ -196,12 +210,7 @@ def load(
         JinguError: the model cannot be read, or does not support an option.
     """
     _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
-    whole_model = _open_supported_model(path, ranks)
-    # Only speculation needs layers of multi-token prediction; it reads them itself.
-    stored_model = replace(
-        whole_model, spec=whole_model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0})
-    )
-    # Adapters are read and checked before the model, whose loading takes long.
+    stored_model, load_prediction_layer = _open_without_predictions(path, ranks)
     lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
     place = torch.device(find_device_type(device)) if ranks is None else ranks.device
@@ -210,7 +219,7 @@ def load(
     dtype = _choose_dtype(precision, place, use_bytes)
     if kind is not None:
         _warn_of_slow_matmuls(kind, stored_model.spec, dtype, place)
-    offloader: ExpertOffloader | None = None
+    offloader = None
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
 
@@ -248,9 +257,7 @@ def load(
         default_sampling=stored_model.default_sampling,
         prompt_rows=prompt_rows,
         world_size=1 if ranks is None else ranks.world,
-        load_prediction_layer=partial(_load_prediction_layer, whole_model, dtype, place)
-        if whole_model.spec.mtp_layers and ranks is None
-        else None,
+        load_prediction_layer=load_prediction_layer and partial(load_prediction_layer, dtype, place),
     )
 
 

@@ -171,18 +171,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
             where="--hidden-size",
             fix=f"Give {2 * spec.hidden_size}, {3 * spec.hidden_size} or so on.",
         )
-    if any(isinstance(layer.position, AlibiPositions) for layer in spec.kinds):
-        raise JinguError(
-            "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
-            where="--hidden-size",
-            fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
-        )
-    if any(layer.attention.latent is not None for layer in spec.kinds):
-        raise JinguError(
-            "the latent vectors of attention have norms and sizes of their own, which do not grow by repetition.",
-            where="--hidden-size",
-            fix="Grow the depth or the vocabulary.",
-        )
+    _check_repeatable(spec)
     kinds = {name: {**changes, **_wider(spec.kind(name), times)} for name, changes in spec.layer_kinds.items()}
     sizes = {"hidden_size": width, **_wider(spec.default_layer, times), "layer_kinds": kinds}
     # The head reads k copies, so its inputs are divided by k; a normalized or scaled head needs only √k. The normalized
@@ -221,6 +210,22 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
         return _read_copies(rows, times, noise * float(old.float().std()) if noise else 0.0, name, seed)
 
     return LazyModel(replace_fields(spec, **sizes), read)
+
+
+def _check_repeatable(spec: ModelSpec) -> None:
+    """Raise JinguError if the model has parts that do not grow by repetition."""
+    if any(isinstance(layer.position, AlibiPositions) for layer in spec.kinds):
+        raise JinguError(
+            "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
+            where="--hidden-size",
+            fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
+        )
+    if any(layer.attention.latent is not None for layer in spec.kinds):
+        raise JinguError(
+            "the latent vectors of attention have norms and sizes of their own, which do not grow by repetition.",
+            where="--hidden-size",
+            fix="Grow the depth or the vocabulary.",
+        )
 
 
 def _wider(layer: LayerSpec, times: int) -> dict[str, int]:
