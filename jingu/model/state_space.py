@@ -90,8 +90,9 @@ def chunked_state_space(
     to_end_NBGCRP = (x_NBGRCP * decays.to_state.unflatten(2, groups)).transpose(3, 4)
     added_NBGSRP = (b_NBGCS.transpose(3, 4) @ to_end_NBGCRP.flatten(4)).unflatten(4, to_end_NBGCRP.shape[4:])
     across_NBG1R1 = decays.across.squeeze(-1).unflatten(2, groups).unsqueeze(3)
-    state_BGSRP = torch.zeros_like(added_NBGSRP[0])
-    if state_BHSP is not None:
+    if state_BHSP is None:
+        state_BGSRP = torch.zeros_like(added_NBGSRP[0])
+    else:
         state_BGSRP = state_BHSP.to(wide).unflatten(1, groups).transpose(2, 3)
     states = []
     for added, across in zip(added_NBGSRP.unbind(), across_NBG1R1.unbind(), strict=True):
@@ -114,9 +115,9 @@ def recurrent_state_space(
     repeats = x_BTHP.shape[2] // inputs.b.shape[2]
     b_BTHS, c_BTHS = (x.to(wide).repeat_interleave(repeats, 2) for x in (inputs.b, inputs.c))
     written_BTHP = x_BTHP * step_BTH1
-    state = x_BTHP.new_zeros(len(x_BTHP), x_BTHP.shape[2], b_BTHS.shape[-1], x_BTHP.shape[-1])
-    if state_BHSP is not None:
-        state = state_BHSP.to(wide)
+    if state_BHSP is None:
+        state_BHSP = x_BTHP.new_zeros(len(x_BTHP), x_BTHP.shape[2], b_BTHS.shape[-1], x_BTHP.shape[-1])
+    state = state_BHSP.to(wide)
     outputs = []
     for token in range(x_BTHP.shape[1]):
         if starts_BT is not None:

@@ -162,6 +162,7 @@ def run_charts(record: RunRecord, size: float, unit: str) -> list[Chart]:
         *_source_charts(record),
         *_task_charts(record),
         *_rollout_charts(train),
+        *_expert_charts(train),
         Chart("Learning rate", "", one("rate", "lr"), from_zero=True),
         Chart("Gradient norm", "before clipping", one("norm", "grad_norm"), from_zero=True, logarithmic_beyond=10),
         Chart("Throughput", "tokens per second", one("rate", "tokens_per_second"), from_zero=True),
@@ -222,6 +223,21 @@ def _rollout_charts(train: dict[int, Row]) -> list[Chart]:
         chart("Entropy and KL", "nats per token", ("entropy", "kl")),
         chart("Mismatch of generation and training", "nats per token", ("mismatch_mean", "mismatch_max")),
     ]
+
+
+def _expert_charts(train: dict[int, Row]) -> list[Chart]:
+    """Return the charts of a mixture of experts; none for other models."""
+    last = last_row(train)
+    if "max_expert_load" not in last:
+        return []
+    loads = {"most loaded expert": "max_expert_load", "least loaded expert": "min_expert_load"}
+    charts = [Chart("Loads of experts", "relative to the mean of a layer", _name_series(train, loads), from_zero=True)]
+    if get_number(last, "max_correction") >= 0:
+        series = [Series("largest", _points(train, "max_correction"))]
+        charts.append(Chart("Corrections of routers", "largest absolute value", series, from_zero=True))
+    if any(get_number(row, "dropped") > 0 for row in train.values()):
+        charts.append(Chart("Dropped choices", "share", [Series("dropped", _points(train, "dropped"))], from_zero=True))
+    return charts
 
 
 def _tasks(record: RunRecord) -> list[tuple[str, dict[str, float], float, str]]:

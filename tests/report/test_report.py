@@ -112,6 +112,20 @@ def test_a_realistic_run_shows_its_own_values(
     assert "Thin dotted lines" in seen
 
 
+def test_a_mixture_of_experts_shows_its_loads(make_run: MakeRun, realistic: Rows) -> None:
+    dense, _ = written(make_run(realistic, name="dense"))
+    assert "Loads of experts" not in dense
+    loads = {"max_expert_load": 2.5, "min_expert_load": 0.125, "dropped": 0.0, "max_correction": 0.0625}
+    rows = [row | loads if row["type"] == "train" else row for row in realistic]
+    source, _ = written(make_run(rows, name="experts"))
+    for title in ("Loads of experts", "Corrections of routers"):
+        assert f"<b>{title}</b>" in source
+    assert "Dropped choices" not in source  # none was dropped
+    rows[-5] = rows[-5] | {"dropped": 0.25, "type": "train"}
+    source, _ = written(make_run(rows, name="capacity"))
+    assert "<b>Dropped choices</b>" in source
+
+
 def test_a_run_that_counts_no_bytes_shows_none(make_run: MakeRun, realistic: Rows) -> None:
     """As of removed spans, whose bytes say nothing of a text."""
     nothing = {"bits_per_byte": None, "bytes": None}
