@@ -23,7 +23,9 @@ def quantize_blocks(model: nn.Module, kind: QuantizationFormat) -> None:
     for name, module in model.named_modules():
         in_block = "blocks." in name and ".prompt." not in name
         is_router = name.rpartition(".")[2] == "router"
-        if in_block and isinstance(module, Linear | GroupedLinear) and not is_router:
+        # Experts that are read when they are needed have no matrix here.
+        has_matrix = isinstance(module, Linear | GroupedLinear) and hasattr(module, "weight")
+        if in_block and has_matrix and not is_router:
             _quantize_weight(module, kind)
 
 

@@ -42,7 +42,13 @@ def tiny(
 ) -> ModelSpec:
     """Return the spec of a few blocks of awkward sizes: a vocabulary of 41, an intermediate size of 22."""
     template = find_family(family).template
-    attention = {"num_heads": heads, "num_kv_heads": kv_heads or heads, "head_dim": 8}
+    attention: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads or heads, "head_dim": 8}
+    if template.attention.latent is not None:
+        query_rank = template.attention.latent.query_rank and 10
+        sizes = {"rank": 12, "query_rank": query_rank, "rotary_dim": 4}
+        attention |= {"num_kv_heads": heads, "latent": template.attention.latent.model_copy(update=sizes)}
+    if template.attention.value_dim is not None:
+        attention["value_dim"] = 6
     part = template.feed_forward.model_copy(update={"intermediate_size": size, **others.pop("feed_forward", {})})
     return replace_fields(
         template,
