@@ -33,8 +33,8 @@ TITLES = {
     " bf16",
     "quantization": "8-bit and 4-bit quantization compared with the default: SmolLM2-135M, one stream, CPU time",
     "quantized_exports": "Quantized exports for GPUs: SmolLM2-135M, in the layout of compressed-tensors",
-    "packed_forms": "Reading quantized matrices (4096 × 4096) compared with `cp` of the packed file (target: at least"
-    " 0.5), and memory relative to a dequantized matrix (target: under 2)",
+    "packed_forms": "Reading quantized matrices (4096 × 4096) compared with `cp` of the packed file, CPU time"
+    " (target: at least 0.5), and memory relative to a dequantized matrix (target: under 2)",
     "precision": "Losses in bf16 and fp16 compared with fp32: 200 steps of a real run"
     " (4 × 192, 8 × 256 tokens per step)",
     "data": "Data: opening at any size, batches from a warm page cache, building compared with `datasets.map`",

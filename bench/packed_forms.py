@@ -1,21 +1,19 @@
-"""Reading quantized matrices, compared with `cp` of the packed file; and the memory that it takes.
+"""Reading quantized matrices, compared with `cp` of the packed file, in CPU time; and the memory that it takes.
 
-Each file holds matrices of random codes in one form. `cp` and the reader, which dequantizes all matrices one after
-another on all threads, alternate: first with the file in the page cache, measured in CPU time, then without, measured
-in wall time. Rates are medians over the rounds. Memory is the growth of the process while the file is read, without
-mapped files, relative to a dequantized matrix.
+Each file holds matrices of random codes in one form, in the page cache. `cp` and the reader, which dequantizes all
+matrices one after another, alternate. Rates are medians over the rounds. Memory is the growth of the process while the
+file is read, without mapped files, relative to a dequantized matrix.
 
 Argument `tiny` is a quick check with small matrices.
 """
 
 from __future__ import annotations
 
-import os
+import resource
 import statistics
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jingu.compat.malloc import release_free_memory
 from jingu.formats.huggingface import read_stored
 from jingu.formats.packed_forms import METHODS
 from jingu.formats.packed_matrices import Stored, join_packed
@@ -52,7 +51,8 @@ def _scales(*shape: int) -> Tensor:
 
 def _gptq(size: int, order: Tensor) -> Tensors:
     groups = size // 128
-    parts = {"qweight": _words(size // 8, size), "qzeros": _words(groups, size // 8)}
+    # Symmetric, as most models are: all zero points are 8, of which 7 is stored.
+    parts = {"qweight": _words(size // 8, size), "qzeros": torch.full((groups, size // 8), 0x77777777).int()}
     return parts | {"scales": _scales(groups, size).half(), "g_idx": (order // 128).int()}
 
 
@@ -122,14 +122,8 @@ def _open(file: Path, config: dict[str, Any]) -> list[Stored]:
 
 def _cpu_time() -> float:
     """Return the CPU time of this process and of the programs that it has run."""
-    return sum(os.times()[:4])
-
-
-def _drop_from_cache(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _peak_memory(work: Callable[[], object]) -> int:
@@ -155,7 +149,7 @@ def _anonymous_memory() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, folder: Path) -> list[str]:
+def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, folder: Path) -> str:
     """Return the cells of a form's row."""
     file, copy = folder / "model.safetensors", folder / "copy"
     save_file({f"m{index}.{suffix}": part for index in range(MATRICES) for suffix, part in make().items()}, file)
@@ -169,35 +163,33 @@ def _measure(config: dict[str, Any], make: Callable[[], Tensors], rounds: int, f
         subprocess.run(["cp", str(file), str(copy)], check=True)
 
     largest = max(read_stored(matrix).nbytes for matrix in matrices)
-    size = file.stat().st_size
-    cells = [f"{size / 1e6:.0f}"]
-    for is_cached, clock in ((True, _cpu_time), (False, time.perf_counter)):
-        seconds = []
-        for _ in range(rounds):
-            times = []
-            for work in (copy_file, read):
-                copy.unlink(missing_ok=True)
-                if not is_cached:
-                    _drop_from_cache(file)
-                begin = clock()
-                work()
-                times.append(clock() - begin)
-            seconds.append(times)
-        medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
-        cells += [*(f"{size / each / 1e9:.2f}" for each in medians), f"{medians[0] / medians[1]:.2f}"]
-    return [*cells, f"{_peak_memory(read) / largest:.2f}"]
+    seconds = []
+    for _ in range(rounds):
+        times = []
+        for work in (copy_file, read):
+            copy.unlink(missing_ok=True)
+            begin = _cpu_time()
+            work()
+            times.append(_cpu_time() - begin)
+        seconds.append(times)
+    copy_time, read_time = (statistics.median(each) for each in zip(*seconds, strict=True))
+    size = file.stat().st_size / 1e9
+    release_free_memory()
+    memory = _peak_memory(read) / largest
+    cells = (f"{size * 1000:.0f}", f"{size / copy_time:.2f}", f"{size / read_time:.2f}", f"{copy_time / read_time:.2f}")
+    return f"{' | '.join(cells)} | {memory:.2f}"
 
 
 def run(argument: str = "") -> str:
     """Return the table as Markdown."""
     size, rounds = (256, 2) if argument == "tiny" else (4096, ROUNDS)
     lines = [
-        "| form | packed, MB | `cp`, GB per CPU s | read | ratio | from disk: `cp`, GB/s | read | ratio | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| form | packed, MB | `cp`, GB per CPU second | read | read / cp | memory |",
+        "|---|---|---|---|---|---|",
     ]
     for name, (config, make) in _forms(size).items():
         with tempfile.TemporaryDirectory() as folder:
-            lines.append(f"| {name} | {' | '.join(_measure(config, make, rounds, Path(folder)))} |")
+            lines.append(f"| {name} | {_measure(config, make, rounds, Path(folder))} |")
     return "\n".join(lines)
 
 

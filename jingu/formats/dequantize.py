@@ -19,7 +19,7 @@ from jingu.compat.torch import unpack_halves
 from jingu.runtime.device import request_huge_pages
 
 # Numbers that are computed at a time, chosen to fit into a CPU's cache.
-_CHUNK = 1 << 19
+_CHUNK = 1 << 18
 # Chunks have a multiple of so many rows: forms that pack several rows into a word hold eight of them.
 _ROWS = 16
 # The positive numbers of FP4 (E2M1) by their codes; the fourth bit is the sign.

@@ -19,7 +19,7 @@ from jingu.formats.packed_forms import check_method, find_forms
 from jingu.formats.packed_matrices import PackedMatrix, Stored, join_packed
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
-from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite
+from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite, separate_experts
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, read_parameter
@@ -107,7 +107,7 @@ def open_from_config(
         untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
     if spec.tie_word_embeddings and not spec.score_head:
         spec, weights = _resolve_tied_head(spec, weights, untied_map, where)
-    mappings = map_tensors(spec)
+    mappings = [each for mapping in map_tensors(spec) for each in separate_experts(mapping, weights.shapes)]
     # Compare all shapes before any weight is read.
     compare_shapes({mapping.hf_name: mapping.shape for mapping in mappings}, weights.shapes, where)
     # For each of jingu's parameters, the stored tensors that contain it.
@@ -262,7 +262,8 @@ def _open_weights(
                 fix="Delete one of the two from the files.",
             )
         # A reward model has no head, but some files contain it.
-        if name in shapes or not (name.endswith((*family.ignored, "lm_head.weight")) or _is_filler(key, tensors)):
+        is_filler = f"{name.removesuffix('bias')}weight" in shapes and _is_filler(key, tensors)
+        if name in shapes or not (is_filler or name.endswith((*family.ignored, "lm_head.weight"))):
             by_name[name] = tensor
     _check_wrappers(by_name, shapes, family.base, folder)
     # Quantized matrices have a row for each output, also in families that store other matrices transposed.

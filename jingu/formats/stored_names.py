@@ -2,6 +2,7 @@
 
 - Composite models (`LlavaForConditionalGeneration`, `Mistral3ForConditionalGeneration`, ...) have the decoder's config
   under `text_config`. Its tensors are below `model.language_model.`, or below `language_model.model.` in older files.
+- Tools that quantize linear modules store a matrix per expert, also where transformers has one tensor.
 - `save_pretrained(save_original_format=False)` of transformers 5 stores the matrices of all experts of a layer as they
   are in memory: `experts.gate_up_proj` [E, 2·I, D] and `experts.down_proj` [E, D, I].
 """
@@ -16,6 +17,7 @@ from typing import Any
 from jingu.formats.packed_matrices import PackedMatrix, Place, Stored
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
+from jingu.model.families.name_map import IDENTITY, TensorMapping
 
 # Prefixes of the decoder's tensors in a composite model, and what stands in their place in a model of text.
 _DECODER_PREFIXES = {
@@ -114,3 +116,23 @@ def _expert_matrices(layer: str, part: str, tensor: Stored, model_names: Collect
             name = f"{layer}.{module}.experts.{expert}.{matrix}.weight"
             matrices[name] = (path, key, location.part(expert, number, len(parts)))
     return matrices
+
+
+def separate_experts(mapping: TensorMapping, names: Collection[str]) -> list[TensorMapping]:
+    """Return a mapping per expert in place of that of all experts, where the files have a tensor per expert.
+
+    Tools that quantize linear modules write experts so: `experts.0.gate_proj`, also if transformers has one tensor.
+
+    Args:
+        names: names of the stored tensors.
+    """
+    if mapping.hf_name in names or not mapping.transform.of_experts:
+        return [mapping]
+    stem = mapping.hf_name.rpartition(".")[0]
+    separate = []
+    for name, shape in mapping.jingu_shapes.items():
+        _, part, kind = name.rsplit(".", 2)
+        for expert in range(shape[0]):
+            hf_name = f"{stem}.{expert}.{part}_proj.{kind}"
+            separate.append(TensorMapping(hf_name, {name: shape[1:]}, IDENTITY, mapping.spec, expert))
+    return separate if all(each.hf_name in names for each in separate) else [mapping]

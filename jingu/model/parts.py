@@ -220,6 +220,14 @@ def short_conv_rows(part: ShortConv, width: int, std: float | None = None) -> di
     }
 
 
+# The order of the modules of a mixer.
+_MIXER_ORDER = (
+    *("q", "k", "v", "gate", "decay", "beta", "gate_in", "gate_out", "x", "b", "c", "step", "output", "conv"),
+    *("q_conv", "k_conv", "v_conv", "gate_down", "decay_down", "x_conv", "b_conv", "c_conv"),
+    *("step_bias", "log_rate", "decay_bias", "skip", "norm"),
+)
+
+
 def mixer_rows(part: Mixer, width: int, std: float | None = None) -> dict[str, ModuleRow]:
     """Return the rows of a mixer.
 
@@ -228,10 +236,12 @@ def mixer_rows(part: Mixer, width: int, std: float | None = None) -> dict[str, M
         std: standard deviation of the initial weights of `output`.
     """
     if isinstance(part, GatedDelta):
-        return gated_delta_rows(part, width, std)
-    if isinstance(part, StateSpace):
-        return state_space_rows(part, width, std)
-    return short_conv_rows(part, width, std)
+        rows = gated_delta_rows(part, width, std)
+    elif isinstance(part, StateSpace):
+        rows = state_space_rows(part, width, std)
+    else:
+        rows = short_conv_rows(part, width, std)
+    return {name: rows[name] for name in _MIXER_ORDER if name in rows}
 
 
 def residual_std(spec: ModelSpec) -> float:

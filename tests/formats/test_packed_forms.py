@@ -412,6 +412,60 @@ def test_experts_of_fp8_in_one_tensor(block: tuple[int, int], tmp_path: Path) ->
     assert torch.equal(one, expected.read("blocks.1.feed_forward.up.weight", 2))
 
 
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+def test_experts_that_a_tool_has_stored_one_by_one(family: str, tmp_path: Path) -> None:
+    """As llm-compressor writes them, though transformers has one tensor; in FP8 with a scale per row."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_local_experts": 3, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    model = (
+        transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, intermediate_size_mlp=40))
+        if family == "llama4_text"
+        else transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    )
+    for parameter in model.parameters():
+        # Biases are zero at first.
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    dense = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        whole = tensors.pop(name)
+        stem, kind = name.rpartition(".")[0], "bias" if name.endswith("bias") else "weight"
+        if kind == "weight":
+            scale = whole.abs().amax(1, keepdim=True) / 448
+            values = (whole / scale).to(torch.float8_e4m3fn)
+            dense[name] = values.float() * scale
+        for expert in range(3):
+            # Gates and ups follow each other, or take turns.
+            rows = (values if kind == "weight" else whole)[expert].T
+            pieces = {"down_proj": rows}
+            if "gate_up" in name:
+                halves = (rows[::2], rows[1::2]) if family == "gpt_oss" else rows.chunk(2)
+                pieces = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+            for part, piece in pieces.items():
+                tensors[f"{stem}.{expert}.{part}.{kind}"] = piece
+                if kind == "weight":
+                    row_scale = scale[expert].T
+                    if "gate_up" in name:
+                        two = (row_scale[::2], row_scale[1::2]) if family == "gpt_oss" else row_scale.chunk(2)
+                        row_scale = two[part == "up_proj"]
+                    tensors[f"{stem}.{expert}.{part}.weight_scale"] = row_scale
+    change(tmp_path / "model", dense, None)
+    packed = shutil.copytree(tmp_path / "model", tmp_path / "packed")
+    change(packed, tensors, {"quant_method": "compressed-tensors", "format": "float-quantized"})
+    ours, expected = open_hf(packed), open_hf(tmp_path / "model")
+    for part in ("gate", "up", "down"):
+        name = f"blocks.1.feed_forward.{part}.weight"
+        assert torch.equal(ours.read(name), expected.read(name))
+        assert torch.equal(ours.read(name, 2), expected.read(name, 2))
+    torch.testing.assert_close(logits(packed), logits(tmp_path / "model"))
+    del tensors["model.layers.1." + ("mlp" if family == "gpt_oss" else "feed_forward") + ".experts.2.up_proj.weight"]
+    change(packed, tensors, {"quant_method": "compressed-tensors", "format": "float-quantized"})
+    with pytest.raises(JinguError, match=r"experts\.2\.up_proj\.weight_scale is a part .* is missing"):
+        open_hf(packed)
+
+
 # Damage
 
 
