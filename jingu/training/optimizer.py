@@ -394,7 +394,8 @@ def optimizer_settings(config: RunConfig) -> Optimizer:
 def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | None = None) -> ShardedOptimizer:
     """Build the optimizer, with zero state, for all parameters that are trained.
 
-    By default weight decay applies to matrices and embeddings, but not to norms and biases (parameters with one dim).
+    By default weight decay applies to matrices and embeddings, but not to norms and biases (parameters with one dim),
+    nor to the kernels of convolutions, which have a few weights for each channel.
 
     Args:
         disk: storage for the optimizer state, and then the optimizer steps layer by layer; None: state in memory.
@@ -430,7 +431,8 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
 def _group_settings(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
     """Return the learning rate multiplier and the weight decay of a parameter; the last matching group decides."""
     lr_multiplier = 1.0
-    weight_decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+    is_matrix = parameter.dim() >= 2 and not name.endswith("conv.weight")
+    weight_decay = settings.weight_decay if is_matrix else 0.0
     for group in settings.param_groups:
         if fnmatchcase(name, group.match):
             lr_multiplier = group.lr_multiplier

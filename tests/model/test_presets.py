@@ -95,6 +95,9 @@ PUBLISHED = {
     "mixtral-8x22b": 140_620_634_112,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "lfm2-350m": 354_483_968,
+    "lfm2-700m": 742_489_344,
+    "lfm2-1.2b": 1_170_340_608,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
@@ -125,6 +128,11 @@ PUBLISHED = {
 # arXiv 2106.10715, in billions; with 26,240 entries, and 32 experts in every block.
 # The others are rounded as in the names and cards of the models.
 ROUNDED = {
+    "lfm2-8b-a1b": 8.3,
+    "qwen3-next-80b-a3b": 80,
+    "qwen3.5-27b": 27,
+    "qwen3.5-35b-a3b": 35,
+    "qwen3.5-397b-a17b": 396,  # 397 with its vision encoder
     "cpm2-11b": 11,
     "cpm2-moe-198b": 198,
     "ministral-3-8b": 8.5,

@@ -374,7 +374,13 @@ def generate(engine: Engine, requests: list[Request]) -> list[list[int]]:
 
 def adapter_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Return patterns of the modules to adapt: all; with experts also sets that peft reads in more families."""
-    everything = ("*attention.*", "*.feed_forward.*", "embedding", *["head"] * (not spec.tie_word_embeddings))
+    everything = (
+        "*attention.*",
+        *["*.mixer.*"] * spec.has_state,
+        "*.feed_forward.*",
+        "embedding",
+        *["head"] * (not spec.tie_word_embeddings),
+    )
     if spec.experts is None:
         return {"all": everything}
     experts = [name.removesuffix(".weight") for name, shape in parameter_shapes(spec).items() if len(shape) == 3]
