@@ -56,6 +56,7 @@ from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Specu
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.components import LongropeScaling, RotaryPositions
 from jingu.model.decoder import Decoder
+from jingu.model.parts import state_bytes
 from jingu.runtime.device import copy_to_device
 from jingu.runtime.log import log_warning
 
@@ -107,8 +108,11 @@ class Engine:
         self._events: list[Event] = []
         self._next_request_id = 0
         self._has_warned = False
-        self._block_sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
+        spec = model.spec
+        self._block_sizes = pool_bytes(spec, block_size, model.parameter.itemsize)
         total_bytes = sum(pool.num_usable * size for pool, size in zip(self._pools, self._block_sizes, strict=True))
+        self._state_size = sum(int(state_bytes(spec, layer, model.parameter.itemsize)) for layer in spec.layers)
+        total_bytes += self._state_size * self.settings.max_num_seqs
         self._stats = EngineStats(total_blocks=sum(pool.num_usable for pool in self._pools), total_bytes=total_bytes)
 
     def _check_states(self, draft_model: InferenceModel | None) -> None:
@@ -645,12 +649,13 @@ class Engine:
         """Return the engine's current state, and totals since its start."""
         offloader = self.model.expert_offloader
         block_counts = [pool.num_usable - pool.num_free for pool in self._pools]
+        used_bytes = sum(count * size for count, size in zip(block_counts, self._block_sizes, strict=True))
         return replace(
             self._stats,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             used_blocks=sum(block_counts),
-            used_bytes=sum(count * size for count, size in zip(block_counts, self._block_sizes, strict=True)),
+            used_bytes=used_bytes + self._state_size * len(self._scheduler.running),
             cached_tokens=self._scheduler.cached_tokens(),
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),

@@ -108,8 +108,8 @@ class EngineStats:
         waiting: number of waiting sequences.
         used_blocks: KV cache blocks of running sequences, in all pools.
         total_blocks: KV cache blocks that sequences can use, in all pools.
-        used_bytes: bytes of the used blocks.
-        total_bytes: bytes of all blocks.
+        used_bytes: bytes of the used blocks, and of the states of running sequences.
+        total_bytes: bytes of all blocks, and of the states of as many sequences as can run at a time.
         cached_tokens: tokens in the used blocks of the first pool; the other slots of these blocks are fragmentation.
         generated_tokens: total number of generated tokens.
         prompt_tokens: total number of prompt tokens of all requests.

@@ -133,6 +133,9 @@ def test_a_state_takes_the_bytes_of_its_formula(kind: str, tokenizer: Tokenizer)
         assert sum(part.nbytes for part in parts) == state_bytes(model.spec, layers[number], 4)
         # A state does not keep those of other sequences, or of a whole step.
         assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+    used = engine.stats()
+    blocks = used.used_blocks * pool_bytes(model.spec, engine._pools[0].block_size, 4)[0]
+    assert used.used_bytes - blocks == sum(state_bytes(model.spec, layer, 4) for layer in layers)
     # Blocks and plans count attention once, in the only layer that has it.
     plain = replace_fields(model.spec, layer_kinds={}, layer_pattern=(), num_layers=1)
     assert pool_bytes(model.spec, 16, 4) == pool_bytes(plain, 16, 4)
