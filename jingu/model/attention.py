@@ -39,8 +39,8 @@ class BlockContext(NamedTuple):
         query_factor: factors [B or 1, T, 1, 1] of the queries; None: the layer has none.
         mask: mask of self-attention; unused with a cache.
         starts: [B, T] whether a document starts at a token, for mixers with a state; None: nowhere.
-        family: [B, T] document of each token, and the one that it continues, for mixers with a state; None if no
-            document continues another one.
+        document_parents: [B, T] document of each token, and the one that it continues, for mixers with a state; None
+            if no document continues another one.
         encoder_states: [B, S, D] final hidden states of the encoder; None if there is no encoder, or if a cache has
             their keys and values.
         encoder_mask: which of these states each token attends to; None: all.
@@ -54,7 +54,7 @@ class BlockContext(NamedTuple):
     query_factor: Tensor | None = None
     mask: AttentionMask = None
     starts: Tensor | None = None
-    family: tuple[Tensor, Tensor] | None = None
+    document_parents: tuple[Tensor, Tensor] | None = None
     encoder_states: Tensor | None = None
     encoder_mask: Tensor | None = None
     tokens: Tensor | None = None

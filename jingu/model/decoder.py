@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
+from jingu.errors import JinguError
 from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear, add_adapters
 from jingu.model.adapter_specs import SoftPrompt
 from jingu.model.attention import (
@@ -116,9 +117,7 @@ class Block(nn.Module):
             attended_BTD: Tensor = self.attention(x_BTD, context, cache)
             return attended_BTD
         assert self.mixer is not None
-        if cache is not None:
-            return cache.mix(self.mixer, x_BTD)
-        mixed_BTD: Tensor = self.mixer(x_BTD, context.starts, None, False, context.family)[0]
+        mixed_BTD: Tensor = self.mixer(x_BTD, context.starts, None, False, context.document_parents, cache)[0]
         return mixed_BTD
 
     def _scaled(self, branch_BTD: Tensor) -> Tensor:
@@ -359,11 +358,15 @@ class TransformerStack(nn.Module):
 def _add_documents(shared: BlockContext, inputs: Inputs) -> BlockContext:
     """Return a context with what mixers with a state need of the documents of a row."""
     if inputs.prefix_lengths is not None:
-        raise ValueError("mixers with a state cannot look ahead, as a prefix LM does")
+        raise JinguError(
+            "layers with a state cannot attend in both directions, as a prefix language model does.",
+            where="data.objective",
+            fix="Choose another objective, or a model whose layers all have attention.",
+        )
     if inputs.documents is None:
         return shared
     if inputs.parents is not None and not torch.equal(inputs.parents, inputs.documents):
-        return shared._replace(family=(inputs.documents, inputs.parents))
+        return shared._replace(document_parents=(inputs.documents, inputs.parents))
     return shared._replace(starts=document_starts(inputs.documents))
 
 

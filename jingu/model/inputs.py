@@ -7,13 +7,12 @@ buckets of distances.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from jingu.model.components import LayerSpec
-from jingu.model.mixer_parts import Mixer
 from jingu.model.rotary import RotaryTables
 
 
@@ -38,8 +37,8 @@ class LayerKVCache(Protocol):
             sinks_H: scores of the heads that join the softmax without a value; None: there are none.
         """
 
-    def mix(self, mixer: Mixer, x_BTD: Tensor) -> Tensor:
-        """Return what a mixer makes of each sequence, which continues from its state, and store the new states."""
+    def mix(self, mixer: Any, x_BTD: Tensor) -> Tensor:
+        """Return what a `Mixer` makes of each sequence, which continues from its state, and store the new states."""
 
     def tokens(self, rows: int) -> int:
         """Return how many of the `rows` tokens of a step are real; those after them are padding."""

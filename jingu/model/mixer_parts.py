@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from jingu.model.chunked_scan import wide_dtype
+from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import apply_batch_invariant
 from jingu.model.parts import ModuleRow
 
@@ -54,7 +55,8 @@ class Mixer(nn.Module):
         starts_BT: Tensor | None = None,
         state: MixerState | None = None,
         decode: bool = False,
-        family_BT: tuple[Tensor, Tensor] | None = None,
+        document_parents: tuple[Tensor, Tensor] | None = None,
+        cache: LayerKVCache | None = None,
     ) -> tuple[Tensor, MixerState]:
         """Return the mixed hidden states [B, T, D], and the state after the last token.
 
@@ -62,12 +64,15 @@ class Mixer(nn.Module):
             starts_BT: whether a document starts at a token; None: nowhere.
             state: the state before the first token; None: empty.
             decode: whether to compute token by token instead of chunk by chunk.
-            family_BT: the document of each token, and the document that it continues, if some continue others. Then
-                there is no state.
+            document_parents: [B, T] the document of each token, and the document that it continues, if some continue
+                others. Then no state is returned.
+            cache: has the states of the sequences of a step of generation, and stores the new ones.
         """
+        if cache is not None:
+            return cache.mix(self, x_BTD), MixerState()
         parts, gate = self.project(x_BTD)
-        if family_BT is not None:
-            return self.finish(mix_with_parents(self, parts, *family_BT), gate), MixerState()
+        if document_parents is not None:
+            return self.finish(mix_with_parents(self, parts, *document_parents), gate), MixerState()
         y, state = self.mix(parts, starts_BT, state, decode)
         return self.finish(y, gate), state
 

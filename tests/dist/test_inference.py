@@ -47,7 +47,17 @@ FEW: dict[str, dict[str, Any]] = {
     for name, settings in FAMILIES.items()
 }
 """Models whose matrices can be quantized, also if two ranks share them."""
-LAYOUTS = {"llama": [(2, 1), (4, 1), (4, 2)], "gpt2": [(2, 1)], "mixtral": [(2, 1)]}
+STATES: dict[str, dict[str, Any]] = {
+    "lfm2": {"family": "lfm2", "num_kv_heads": 2},
+    "qwen3_5_text": {"family": "qwen3_5_text", "num_kv_heads": 2, "head_dim": 8},
+}
+LAYOUTS = {
+    "llama": [(2, 1), (4, 1), (4, 2)],
+    "gpt2": [(2, 1)],
+    "mixtral": [(2, 1)],
+    "lfm2": [(2, 1)],
+    "qwen3_5_text": [(2, 1), (4, 2)],
+}
 """Ranks and pipeline stages."""
 
 
@@ -57,7 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("shared")
     tokenizer = train_tokenizer(iter(["the stop is near, the end is far. " * 3, "的数据 🙂"]), 281, ["<|endoftext|>"])
     tokenizer.save(place / "tokenizer")
-    for name, settings in {**FAMILIES, **FEW}.items():
+    for name, settings in {**FAMILIES, **FEW, **STATES}.items():
         spec = spec_from_settings(
             ModelSettings(**{"hidden_size": 24, "num_heads": 4, "num_layers": 3, "initializer_range": 0.4, **settings}),
             tokenizer.vocab_size,
@@ -68,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         export_hf(spec, model.state_dict().__getitem__, place / "tokenizer", place / name)
         if name == "llama":
             write_adapter(place / "adapter", spec)
-    return {name: place / name for name in (*FAMILIES, *FEW)}
+    return {name: place / name for name in (*FAMILIES, *FEW, *STATES)}
 
 
 def write_adapter(folder: Path, spec: ModelSpec) -> None:
@@ -153,7 +163,7 @@ def shared_answers(rank: int, world: int, folder: Path, pipeline: int) -> list[l
         return None if leader is None else [*answers(leader), *answers(leader)]
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2", "mixtral", *STATES])
 def test_ranks_generate_what_one_process_generates(family: str, folders: dict[str, Path], ranks: RankPool) -> None:
     engine = Engine(load(folders[family], "fp64", "cpu", adapters_of(folders[family])), SETTINGS)
     expected = [*answers(engine), *answers(engine)]

@@ -139,6 +139,17 @@ def test_json_round_trip(family: str, kv_heads: int, group: int, half: int, laye
     assert ModelSpec.from_json(spec.to_json()) == spec
 
 
+# Its layers that attend within chunks have norms and scales that its config derives from the others.
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama4_text"}))
+def test_fewer_layers_than_the_pattern_are_exported(family: str) -> None:
+    """All layers may then be of one kind."""
+    for layers in (1, 2, 3):
+        encoder = layers if FAMILIES[family].template.num_encoder_layers else None
+        spec = spec_from_settings(ModelSettings(family=family, num_layers=layers, num_encoder_layers=encoder), 300, 64)
+        config = FAMILIES[family].hf_config(spec)
+        assert FAMILIES[family].spec_from_hf(config).layers == spec.layers
+
+
 def test_damaged_json_names_the_field() -> None:
     text = (
         spec_from_settings(ModelSettings(), 10, 20).to_json().replace('"num_layers": 6', '"num_layers": 0, "lairs": 6')

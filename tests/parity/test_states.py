@@ -159,5 +159,5 @@ def test_drafts_and_lookahead_are_refused(tokenizer: Tokenizer) -> None:
     model = model_of("short_conv", tokenizer)
     with pytest.raises(JinguError, match="cannot return to a token before rejected draft tokens"):
         Engine(model, EngineSettings(num_speculative_tokens=2))
-    with pytest.raises(ValueError, match="cannot look ahead"):
+    with pytest.raises(JinguError, match="cannot attend in both directions"):
         model.module(Inputs(torch.tensor([[1, 2]]), prefix_lengths=torch.tensor([[1, 0]])))
