@@ -16,13 +16,12 @@ from jingu.model.families import FAMILIES
 
 # Name of the config, class of the model, what the error says is missing, and the nearest family.
 REFUSED = [
-    ("Qwen3NextConfig", "Qwen3NextForCausalLM", "layers of the gated delta rule", "qwen3_moe"),
-    ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "rotary positions on three axes", "qwen3"),
+    ("OlmoHybridConfig", "OlmoHybridForCausalLM", "norms before or behind the branches", "olmo3"),
+    ("Lfm3Config", "Lfm3ForCausalLM", "a gate for each head", "qwen3"),
     ("Gemma3nTextConfig", "Gemma3nForCausalLM", "embeddings for each layer", "gemma3_text"),
-    ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "Mamba-2 layers", "granite"),
+    ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "tensors of Mamba-2 layers", "granite"),
     ("NemotronHConfig", "NemotronHForCausalLM", "blocks of one mixer", "arcee"),
     ("FalconH1Config", "FalconH1ForCausalLM", "a multiplier for each projection", "granite"),
-    ("Lfm2Config", "Lfm2ForCausalLM", "gated short convolutions", "qwen3"),
     ("OPTConfig", "OPTForCausalLM", "learned positions with an offset", "gpt2"),
 ]
 
@@ -34,7 +33,7 @@ def test_the_error_names_components(config: str, architecture: str, missing: str
         open_hf(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Gemma3nConfig", "Qwen3_5Config"])
+@pytest.mark.parametrize("name", ["Gemma3nConfig", "Gemma4Config"])
 def test_composite_models_name_components_too(name: str, tmp_path: Path) -> None:
     architecture = name.replace("Config", "ForConditionalGeneration")
     getattr(transformers, name)(architectures=[architecture]).save_pretrained(tmp_path)
