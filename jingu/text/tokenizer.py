@@ -175,7 +175,9 @@ class Tokenizer:
             # Include a piece that begins in the span and ends after it, or whose leading space ends the span.
             if start < end and last < len(ids):
                 begins_inside = encoding.token_to_chars(last)[0] < end
-                last += begins_inside or encoding.char_to_token(end - 1) is None
+                # A combining mark is not covered either, but belongs to the piece before it.
+                is_space = text[end - 1].isspace() and encoding.char_to_token(end - 1) is None
+                last += begins_inside or is_space
             token_spans.append((first_token_from(start), last))
         return ids, token_spans
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -397,6 +397,7 @@ def test_only_some_tokenizers_have_a_least_number_of_tokens(change: dict[str, An
     cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)),
     special=st.booleans(),
 )
+@example(text="e\u0301 is", cuts=(0, 2), special=False)
 def test_spans_from_bytes_equal_those_from_the_offsets_of_the_library(
     normalizer: dict[str, str] | None, text: str, cuts: tuple[int, int], special: bool
 ) -> None:
