@@ -11,7 +11,8 @@ An entry has
   of an expert's.
 - `router_groups`: key that says whether experts are chosen by groups, and the value that says so.
 - `latent`: whether attention is latent.
-- `like`: tables whose `template`, `keys`, `names` and `transforms` apply, too.
+- `like`: tables whose `template`, `keys`, `names`, `transforms` and `mixers` apply, too.
+- `mixers`: fields of `MixerLayers`: which layers have a mixer with a state, and its keys.
 - `adjusted_size`: whether the config has the intermediate size before an adjustment (`ADJUSTED_SIZE`).
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
@@ -104,7 +105,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             *_group_keys(table),
             *([LATENT_KEYS] if table.get("latent") else []),
             *([ADJUSTED_SIZE] if table.get("adjusted_size") else []),
-            _layer_keys(table),
+            _layer_keys(table, bases),
             supported_options(
                 **{
                     key: [None if value == "none" else value for value in values]
@@ -146,13 +147,14 @@ def _separate_predictions(rules: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
     return tuple(result)
 
 
-def _layer_keys(table: dict[str, Any]) -> ConfigKeys:
-    """Return the conversion of an entry's `layers` and `rope`."""
+def _layer_keys(table: dict[str, Any], bases: list[dict[str, Any]]) -> ConfigKeys:
+    """Return the conversion of an entry's `layers` and `rope`, and of the `mixers` of one of its bases."""
     fields = dict(table.get("layers", {}))
+    for base in bases:
+        if "mixers" in base:
+            fields["mixers"] = MixerLayers(**base["mixers"])
     if "dense" in fields:
         fields["dense"] = DenseLayers(**fields["dense"])
-    if "mixers" in fields:
-        fields["mixers"] = MixerLayers(**fields["mixers"])
     if "window_fields" in fields:
         # TOML has no null.
         fields["window_fields"] = {
