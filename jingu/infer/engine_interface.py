@@ -7,13 +7,14 @@ import operator
 from dataclasses import dataclass
 from typing import Protocol
 
-from jingu.errors import refuse
+from jingu.errors import JinguError, refuse
 from jingu.infer.attention_backend import DEFAULT_BLOCK_SIZES, KV_SPAN, BackendName
 from jingu.infer.block_manager import BlockManager
 from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import MAX_MEMORY_SHARE, cache_reaches, pool_bytes
 from jingu.infer.request import Event, Request
+from jingu.model.parts import state_bytes
 from jingu.runtime.device import total_memory
 
 
@@ -65,6 +66,25 @@ class EngineSettings:
         kind = "cpu" if model.parameter.device.type == "cpu" else "other"
         return self.block_size or DEFAULT_BLOCK_SIZES[kind]
 
+    def state_memory(self, model: InferenceModel) -> int:
+        """Return the bytes of the states of `max_num_seqs` sequences; 0 if the model's layers keep none.
+
+        Raises:
+            JinguError: they take more than half of the memory for sequences.
+        """
+        itemsize = model.parameter.itemsize
+        states = sum(int(state_bytes(model.spec, layer, itemsize)) for layer in model.spec.layers)
+        size = states * self.max_num_seqs
+        limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
+        if 2 * size > limit:
+            raise JinguError(
+                f"the states of {self.max_num_seqs} sequences take {size:,} bytes, more than half of the {limit:,} "
+                "bytes for sequences.",
+                where="max_num_seqs",
+                fix=f"Set it to {max(limit // (2 * states), 1)} or less.",
+            )
+        return size
+
     def pools(self, model: InferenceModel) -> list[BlockManager]:
         """Return the allocators of the KV cache blocks, one for each pool.
 
@@ -84,7 +104,7 @@ class EngineSettings:
         ]
         budget = self.kv_cache_bytes
         if budget is None:
-            limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
+            limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE) - self.state_memory(model)
             budget = min(sum(size * blocks for size, blocks in zip(sizes, most, strict=True)), limit)
         # 2. Divide the memory. The first pool, whose layers attend to the most tokens, takes what the others leave.
         equal = max(budget // sum(sizes), 1)

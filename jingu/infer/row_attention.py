@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.errors import JinguError
 from jingu.infer.attention_backend import KV_SPAN, AttentionGroup, AttentionHeads, GatherBackend, attend_padded
 from jingu.infer.kv_cache import PagedKVCache, first_key, pad_heads
 from jingu.model.components import LayerSpec
@@ -76,11 +75,7 @@ class _LayerRowAttention(LayerKVCache):
         return torch.cat(spans, 1)[..., :value_dim]
 
     def mix(self, mixer: Mixer, x_BTD: Tensor) -> Tensor:
-        raise JinguError(
-            "layers with a state cannot be trained with the numbers of generation: their chunks round differently.",
-            where="task",
-            fix="Turn off the exact mode of rollouts.",
-        )
+        raise NotImplementedError("runs refuse task.exact for layers with a state")
 
     def tokens(self, rows: int) -> int:
         return rows

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from jingu.infer.block_manager import ZERO_BLOCK, BlockManager, hash_block
 from jingu.infer.kv_cache import BlockTable, PagedKVCache
 from jingu.infer.sequence import Sequence, SequenceGroup
-
-# Layers with a state compute a prompt in chunks of this number of tokens, or of a divisor. Steps end there, so that the
-# numbers do not depend on how a prompt is divided.
-STATE_CHUNK_SIZE = 64
+from jingu.model.chunked_scan import CHUNK_SIZE
 
 
 @dataclass(frozen=True)
@@ -295,5 +292,5 @@ def _next_tokens(sequence: Sequence, budget: int) -> int:
     num_prompt = len(group.prompt_ids) - sequence.num_computed
     if group.has_state and num_prompt > 0:
         # A whole chunk may exceed the budget.
-        num_tokens = min(max(budget - budget % STATE_CHUNK_SIZE, STATE_CHUNK_SIZE), num_prompt)
+        num_tokens = min(max(budget - budget % CHUNK_SIZE, CHUNK_SIZE), num_prompt)
     return num_tokens

@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Tokens of a chunk, at most: other sizes divide it. A sequence that is divided between these chunks gets the same
+# numbers, to the bit.
+CHUNK_SIZE = 64
+
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of states and of the computations with them: fp32, or fp64 if `x` is fp64."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from jingu.errors import JinguError
 from jingu.model.adapter_layers import AdaptedEmbedding, LoraLinear, add_adapters
 from jingu.model.adapter_specs import SoftPrompt
 from jingu.model.attention import (
@@ -358,11 +357,7 @@ class TransformerStack(nn.Module):
 def _add_documents(shared: BlockContext, inputs: Inputs) -> BlockContext:
     """Return a context with what mixers with a state need of the documents of a row."""
     if inputs.prefix_lengths is not None:
-        raise JinguError(
-            "layers with a state cannot attend in both directions, as a prefix language model does.",
-            where="data.objective",
-            fix="Choose another objective, or a model whose layers all have attention.",
-        )
+        raise ValueError("layers with a state cannot attend in both directions; runs refuse prefix language models")
     if inputs.documents is None:
         return shared
     if inputs.parents is not None and not torch.equal(inputs.parents, inputs.documents):

@@ -27,7 +27,10 @@ DepthRule = Literal["interleaved", "stacked"]
 _MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
 # Parameters whose outputs are added to the hidden states.
-_INTO_STREAM = (".attention.output.", ".cross_attention.output.", ".feed_forward.down.", ".feed_forward.shared.down.")
+_INTO_STREAM = (
+    *(".attention.output.", ".cross_attention.output.", ".mixer.output."),
+    *(".feed_forward.down.", ".feed_forward.shared.down."),
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
     Raises:
         JinguError: the width is not a multiple of the hidden size, or the model has ALiBi, whose slopes depend on the
-            number of the head, or latent attention, whose latent vectors do not grow.
+            number of the head, or latent attention, whose latent vectors do not grow, or layers with a state.
     """
     spec = model.spec
     times, rest = divmod(width, spec.hidden_size)
@@ -219,6 +222,12 @@ def _check_repeatable(spec: ModelSpec) -> None:
             "with ALiBi a head's slope depends on its number, so that repeated heads would not be copies.",
             where="--hidden-size",
             fix="Grow the depth or the vocabulary, or use a model with rotary or learned positions.",
+        )
+    if spec.has_state:
+        raise JinguError(
+            "layers with a state have heads, convolutions and norms of their own, which do not grow by repetition.",
+            where="--hidden-size",
+            fix="Grow the depth or the vocabulary.",
         )
     if any(layer.attention.latent is not None for layer in spec.kinds):
         raise JinguError(

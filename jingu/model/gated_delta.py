@@ -23,7 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, sum_to_end, wide_dtype
+from jingu.model.chunked_scan import (
+    CHUNK_SIZE,
+    Chunks,
+    Decays,
+    decay,
+    join_chunks,
+    pair_sums,
+    split_chunks,
+    sum_to_end,
+    wide_dtype,
+)
 from jingu.model.components import GatedDelta
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
@@ -32,8 +42,6 @@ from jingu.model.short_conv import Convolution, convolve
 
 # Added to the sum of squares of a key or query before its root is taken, as in all published models.
 NORM_EPSILON = 1e-6
-
-CHUNK_SIZE = 64
 
 # The fastest chunk size of decays per channel on CPU, and the tokens of a block within which they are computed pair by
 # pair.

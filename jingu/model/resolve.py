@@ -203,7 +203,7 @@ def expand_targets(targets: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
         mappings = []
     for target in targets:
         if target == "all-linear":
-            patterns += ["*attention.*", "*.feed_forward.*"]
+            patterns += ["*attention.*", *["*.mixer.*"] * spec.has_state, "*.feed_forward.*"]
             continue
         names = [
             name.removesuffix(".weight")

@@ -214,8 +214,8 @@ class ModelSpec(Component):
             problem = f"latent attention has as many key-value heads as heads, not {part.num_kv_heads}"
         elif part.latent is not None and (part.qk_norm or self.num_encoder_layers or part.value_scale != 1.0):
             problem = "latent attention has no norm of queries and keys, no scale of values, and no encoder"
-        elif layer.mixer is not None and (self.num_encoder_layers or isinstance(self.adapter, SoftPrompt | DeepPrompt)):
-            problem = "a mixer with a state needs a model without encoder and without prompt tuning"
+        elif layer.mixer is not None and (self.num_encoder_layers or isinstance(self.adapter, DeepPrompt)):
+            problem = "a mixer with a state needs a model without encoder and without a prompt of keys and values"
         elif self.num_encoder_layers and has_correction(layer.feed_forward):
             problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":

@@ -19,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jingu.model.chunked_scan import Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
+from jingu.model.chunked_scan import CHUNK_SIZE, Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
 from jingu.model.components import StateSpace
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
 from jingu.model.parts import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
-
-CHUNK_SIZE = 64
 
 
 class StateSpaceInputs(NamedTuple):

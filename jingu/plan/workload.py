@@ -388,7 +388,10 @@ def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> floa
 
 def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
     """Return the bytes per token that autograd saves in a block, counted with modules on the meta device."""
-    length = min(64, spec.max_position_embeddings // 2)
+    from jingu.model.chunked_scan import CHUNK_SIZE
+
+    # Layers with a state compute whole chunks, and the first one saves more than the others.
+    length = 4 * CHUNK_SIZE if spec.has_state else min(64, spec.max_position_embeddings // 2)
     # Attention on the meta device saves its probabilities, unlike the kernels of real devices. They grow with the
     # square of the length, so two lengths separate them from the linear part: with f(n) = a·n + b·n²,
     # 4·f(n) - f(2n) = 2·a·n.
@@ -396,6 +399,9 @@ def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
         _count_saved_by_model(spec, 2, size, compute_bytes) - _count_saved_by_model(spec, 1, size, compute_bytes)
         for size in (length, 2 * length)
     )
+    if spec.default_layer.mixer is not None:
+        # There is no attention, but there are constants of the size of a chunk.
+        return (long - short) / length
     return (4 * short - long) / (2 * length)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from jingu.checkpoint.resume import checkpoints_path, complete_steps
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
-from jingu.config.sections.policies import PpoSettings, SharedCriticSettings
+from jingu.config.sections.data import PrefixLmSettings
+from jingu.config.sections.policies import PpoSettings, RolloutSettings, SharedCriticSettings
 from jingu.config.sections.tasks import RewardSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
@@ -96,6 +97,25 @@ def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfi
         )
 
 
+def _check_states(config: RunConfig) -> None:
+    """Raise JinguError for settings that need attention in all layers, in a model whose layers keep states."""
+    problems = {
+        "data.objective": (isinstance(config.data.objective, PrefixLmSettings), "prefixes attend in both directions"),
+        "tune.type": (isinstance(config.tune, tune.DeepPromptBase), "the prompt consists of keys and values"),
+        "task.exact": (
+            isinstance(config.task, RolloutSettings) and config.task.exact,
+            "training rounds chunks of a state differently from generation",
+        ),
+    }
+    for where, (is_set, problem) in problems.items():
+        if is_set:
+            raise JinguError(
+                f"some layers keep a state instead of keys and values, and {problem}.",
+                where=where,
+                fix="Choose another setting, or a model whose layers all have attention.",
+            )
+
+
 def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """Return the spec with the heads that `task` needs, and with the adapters or frozen parameters of `tune`.
 
@@ -103,6 +123,8 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
         JinguError: model, task and `tune` do not fit each other.
     """
     settings = config.tune
+    if spec.has_state:
+        _check_states(config)
     # 1. Heads: a score head for reward models, a value head for PPO with a shared critic.
     has_score_head = isinstance(config.task, RewardSettings)
     if spec.score_head and not has_score_head:

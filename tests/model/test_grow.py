@@ -125,6 +125,18 @@ def test_latent_vectors_do_not_grow() -> None:
         expand_width(LazyModel(spec, lambda name: torch.empty(0)), 48)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_layers_with_a_state_grow_in_number_only(family: str) -> None:
+    FAMILIES[family] = {"family": family, "num_layers": 4, "head_dim": 8}
+    old = model_of(family)
+    del FAMILIES[family]
+    for rule in ("interleaved", "stacked"):
+        grown = expand_depth(old, 7, rule)
+        assert equal(logits(grown), logits(old))
+    with pytest.raises(JinguError, match="layers with a state"):
+        expand_width(old, 48)
+
+
 def test_noise_sets_copies_apart() -> None:
     """Without it copies get equal gradients and stay copies; with it they do not."""
     for noise, apart in ((0.0, False), (0.1, True)):

@@ -14,6 +14,8 @@ CASES = [
     ("llama", "proj", ["proj"]),
     ("llama", "blocks.*.attention.q", ["blocks.*.attention.q"]),
     ("llama", "all-linear", ["*attention.*", "*.feed_forward.*"]),
+    ("qwen3_5_text", "all-linear", ["*attention.*", "*.mixer.*", "*.feed_forward.*"]),
+    ("qwen3_5_text", "in_proj_z", ["blocks.*.mixer.gate"]),
     ("gpt2", "c_proj", ["blocks.*.attention.output", "blocks.*.feed_forward.down"]),
     ("gpt2", "c_attn", ["blocks.*.attention.q", "blocks.*.attention.k", "blocks.*.attention.v"]),
     ("mixtral", "w2", ["blocks.*.feed_forward.down"]),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
+from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import cache_reaches, pool_bytes
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import Decoder
 from jingu.model.inputs import Inputs
 from jingu.model.parts import state_bytes
 from jingu.model.spec import ModelSpec, replace_fields
@@ -155,9 +158,47 @@ def mixer(kind: str) -> dict[str, Any]:
     return {"type": kind, **MIXERS[kind]}
 
 
+@pytest.mark.parametrize("kind", MIXERS)
+def test_scores_and_beams_equal_the_uncached_forward(kind: str, tokenizer: Tokenizer) -> None:
+    """Sequences that fork share the state of their context, which is longer than a chunk."""
+    model = model_of(kind, tokenizer)
+    context = tuple(range(1, 81))
+    continuations = [(7, 9, 200), (11,), (7, 9, 201, 3)]
+    for settings in (EngineSettings(), EngineSettings(prefill_chunk_size=5, block_size=8)):
+        engine = Engine(model, settings)
+        for score, ids in zip(engine.score(context, continuations), continuations, strict=True):
+            assert score.token_logprobs == pytest.approx(logprobs(model, context, ids), abs=1e-4)
+        request = Request(context, SamplingParams(), 6, ignore_eos=True, num_beams=3, n=3)
+        [events] = engine.run([request])
+        beams = [tuple(event.token.id for event in events if event.choice == n and event.token) for n in range(3)]
+        sums = [sum(logprobs(model, context, beam)) for beam in beams]
+        assert len(set(beams)) == 3 and sums == sorted(sums, reverse=True)
+        [greedy] = engine.run([Request(context, SamplingParams(), 6, ignore_eos=True)])
+        assert sums[0] >= sum(logprobs(model, context, [e.token.id for e in greedy if e.token])) - 1e-4
+
+
+def logprobs(model: InferenceModel, context: Sequence[int], ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token after a context."""
+    decoder = cast(Decoder, model.module)
+    with torch.no_grad():
+        table_TV = decoder.logits(decoder(torch.tensor([[*context, *ids]])))[0].log_softmax(-1)
+    first = len(context) - 1
+    return [float(table_TV[first + place, id_]) for place, id_ in enumerate(ids)]
+
+
+def test_states_that_take_too_much_memory_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gated_delta", tokenizer)
+    per_sequence = sum(state_bytes(model.spec, layer, 4) for layer in model.spec.layers)
+    # A quarter of the memory is for sequences, and half of that for states.
+    monkeypatch.setattr("jingu.infer.engine_interface.total_memory", lambda device: int(8 * 10.5 * per_sequence))
+    with pytest.raises(JinguError, match="Set it to 10 or less"):
+        Engine(model, EngineSettings(max_num_seqs=11))
+    assert Engine(model, EngineSettings(max_num_seqs=10)).stats().total_bytes > 10 * per_sequence
+
+
 def test_drafts_and_lookahead_are_refused(tokenizer: Tokenizer) -> None:
     model = model_of("short_conv", tokenizer)
     with pytest.raises(JinguError, match="cannot return to a token before rejected draft tokens"):
         Engine(model, EngineSettings(num_speculative_tokens=2))
-    with pytest.raises(JinguError, match="cannot attend in both directions"):
+    with pytest.raises(ValueError, match="cannot attend in both directions"):
         model.module(Inputs(torch.tensor([[1, 2]]), prefix_lengths=torch.tensor([[1, 0]])))
