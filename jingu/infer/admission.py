@@ -30,11 +30,8 @@ class Admission:
     def check_drafts(self, draft_model: InferenceModel | None) -> None:
         """Raise JinguError if there are draft tokens, and the model has layers with a state."""
         if self._model.spec.has_state and self._settings.draft_tokens(draft_model):
-            raise JinguError(
-                "the model has layers with a state, which cannot return to a token before rejected draft tokens.",
-                where="--draft-model",
-                fix="Leave it out.",
-            )
+            what = "the model's layers with a state cannot return to a token before rejected draft tokens."
+            raise JinguError(what, where="--draft-model", fix="Leave it out.")
 
     def make_group(self, request: Request, request_id: int) -> SequenceGroup:
         """Check a request against the model and the KV cache; return its group, which has no sequences yet.

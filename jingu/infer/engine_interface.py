@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass
 from typing import Protocol
 
-from jingu.errors import JinguError, refuse
+from jingu.errors import refuse
 from jingu.infer.attention_backend import DEFAULT_BLOCK_SIZES, KV_SPAN, BackendName
 from jingu.infer.block_manager import BlockManager
 from jingu.infer.expert_offload import ExpertOffloadStats
@@ -76,13 +76,8 @@ class EngineSettings:
         states = sum(int(state_bytes(model.spec, layer, itemsize)) for layer in model.spec.layers)
         size = states * self.max_num_seqs
         limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
-        if 2 * size > limit:
-            raise JinguError(
-                f"the states of {self.max_num_seqs} sequences take {size:,} bytes, more than half of the {limit:,} "
-                "bytes for sequences.",
-                where="max_num_seqs",
-                fix=f"Set it to {max(limit // (2 * states), 1)} or less.",
-            )
+        what = f"at most {limit // (2 * max(states, 1))}, since states may take half of the memory for sequences"
+        refuse(2 * size > limit, "max_num_seqs", self.max_num_seqs, what)
         return size
 
     def pools(self, model: InferenceModel) -> list[BlockManager]:

@@ -173,13 +173,9 @@ class PagedKVCache:
         self.num_rows = 0
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
+        pools = {layer: self.reaches.index(_reach(spec, layer)) for layer in spec.kinds if layer.mixer is None}
         self.layers = [
-            _LayerKVCache(
-                self,
-                number,
-                spec.kinds.index(layer),
-                self.reaches.index(_reach(spec, layer)) if layer.mixer is None else 0,
-            )
+            _LayerKVCache(self, number, spec.kinds.index(layer), pools.get(layer, 0))
             for number, layer in enumerate(spec.layers)
         ]
         self._rotary: dict[Hashable, RotaryTables] = {}
@@ -454,9 +450,8 @@ class _LayerKVCache:
         y, after = mix_pieces(mixer, [part[:, :num_tokens] for part in parts], pieces, before)
         for number, (_, table) in enumerate(cache.pieces):
             # A copy, so that a sequence does not keep the states of all others.
-            table.states[self._number] = MixerState(
-                *(None if part is None else part[number : number + 1].clone() for part in after)
-            )
+            copies = (None if part is None else part[number : number + 1].clone() for part in after)
+            table.states[self._number] = MixerState(*copies)
         # Padding rows become zeros.
         padding = x_BTD.shape[1] - num_tokens
         y = torch.cat([y, y.new_zeros(1, padding, *y.shape[2:])], 1) if padding else y
@@ -491,10 +486,8 @@ def _stack_states(states: Sequence[MixerState | None]) -> MixerState:
     tensors: list[Tensor | None] = []
     for parts in zip(*(state or MixerState() for state in states), strict=True):
         like = next((part for part in parts if part is not None), None)
-        if like is None:
-            tensors.append(None)
-        else:
-            tensors.append(torch.cat([torch.zeros_like(like) if part is None else part for part in parts]))
+        rows = [] if like is None else [torch.zeros_like(like) if part is None else part for part in parts]
+        tensors.append(torch.cat(rows) if rows else None)
     return MixerState(*tensors)
 
 

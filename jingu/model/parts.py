@@ -488,13 +488,17 @@ def cached_tokens(layer: LayerSpec, past: int) -> int:
     A mixer with a state counts as attention to as many tokens as its state has rows, and half of them again: the state
     decays, is read for the key and for the query, and is written.
     """
-    if isinstance(layer.mixer, GatedDelta):
-        return layer.mixer.key_head_dim * 3 // 2
-    if isinstance(layer.mixer, StateSpace):
-        return layer.mixer.state_size * 3 // 2
     if layer.mixer is not None:
-        return 0
+        return _state_size(layer.mixer)[0] * 3 // 2
     return min(layer.attention.reach or past, past)
+
+
+def _state_size(part: Mixer) -> tuple[int, int]:
+    """Return the rows of the state of a recurrence, and the elements of a row in all heads; (0, 0) if there is none."""
+    if isinstance(part, ShortConv):
+        return 0, 0
+    heads, rows, size = state_shapes(part, 0)[1]
+    return rows, heads * size
 
 
 def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
@@ -504,12 +508,8 @@ def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
         cached: in generation, where queries meet the latent vectors themselves.
     """
     part = layer.attention
-    if isinstance(layer.mixer, GatedDelta):
-        return layer.mixer.num_heads * layer.mixer.value_head_dim
-    if isinstance(layer.mixer, StateSpace):
-        return layer.mixer.num_heads * layer.mixer.head_dim
     if layer.mixer is not None:
-        return 0.0
+        return _state_size(layer.mixer)[1]
     if cached and part.latent is not None:
         return part.num_heads * (part.latent.rank + part.latent.rotary_dim / 2)
     return part.num_heads * (part.head_dim + part.value_size) / 2

@@ -99,21 +99,15 @@ def _check_tokenizers(tokenizer: Tokenizer, initial: Tokenizer, config: RunConfi
 
 def _check_states(config: RunConfig) -> None:
     """Raise JinguError for settings that need attention in all layers, in a model whose layers keep states."""
-    problems = {
-        "data.objective": (isinstance(config.data.objective, PrefixLmSettings), "prefixes attend in both directions"),
-        "tune.type": (isinstance(config.tune, tune.DeepPromptBase), "the prompt consists of keys and values"),
-        "task.exact": (
-            isinstance(config.task, RolloutSettings) and config.task.exact,
-            "training rounds chunks of a state differently from generation",
-        ),
-    }
-    for where, (is_set, problem) in problems.items():
+    is_exact = isinstance(config.task, RolloutSettings) and config.task.exact
+    for where, is_set, problem in (
+        ("data.objective", isinstance(config.data.objective, PrefixLmSettings), "prefixes attend in both directions"),
+        ("tune.type", isinstance(config.tune, tune.DeepPromptBase), "the prompt consists of keys and values"),
+        ("task.exact", is_exact, "training rounds chunks of a state differently from generation"),
+    ):
         if is_set:
-            raise JinguError(
-                f"some layers keep a state instead of keys and values, and {problem}.",
-                where=where,
-                fix="Choose another setting, or a model whose layers all have attention.",
-            )
+            what = f"some layers keep a state instead of keys and values, and {problem}."
+            raise JinguError(what, where=where, fix="Choose another setting, or a model with attention in all layers.")
 
 
 def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:

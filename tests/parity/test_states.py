@@ -191,7 +191,7 @@ def test_states_that_take_too_much_memory_are_refused(tokenizer: Tokenizer, monk
     per_sequence = sum(state_bytes(model.spec, layer, 4) for layer in model.spec.layers)
     # A quarter of the memory is for sequences, and half of that for states.
     monkeypatch.setattr("jingu.infer.engine_interface.total_memory", lambda device: int(8 * 10.5 * per_sequence))
-    with pytest.raises(JinguError, match="Set it to 10 or less"):
+    with pytest.raises(JinguError, match="at most 10, since states"):
         Engine(model, EngineSettings(max_num_seqs=11))
     assert Engine(model, EngineSettings(max_num_seqs=10)).stats().total_bytes > 10 * per_sequence
 
