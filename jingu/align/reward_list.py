@@ -20,7 +20,7 @@ from jingu.align.code_reward import SandboxScorer, weak_fraction
 from jingu.align.json_client import JsonClient, check_url, parse_reply
 from jingu.align.prompt_set import ANSWER_NAMES, Prompt, describe_messages
 from jingu.align.scorer import RewardContext, RewardScorer, Values
-from jingu.align.verifiers import VERIFIERS, Answer, check_expected, verify
+from jingu.align.verifiers import VERIFIERS, Answer, check_expected, find_verifier, verify
 from jingu.align.worker import START_SECONDS, Worker, total_seconds
 from jingu.config.sections.rewards import (
     JudgeReward,
@@ -37,6 +37,7 @@ from jingu.formats.models import open_model
 from jingu.formats.stored_model import load_model
 from jingu.model.decoder import Decoder
 from jingu.runtime.log import log_warning
+from jingu.tables import import_name
 from jingu.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -85,9 +86,8 @@ class Rewards:
         for number, (name, reward) in enumerate(zip(names, settings, strict=True)):
             where = f"task.rewards[{number}]"
             _check_columns(reward, columns, where)
-            build = SCORERS.get(reward.type, VerifierScorer)
             context = RewardContext(name, where, columns, tokenizer, self._worker)
-            self._rewards.append(NamedReward(name, reward, build(reward, context)))
+            self._rewards.append(NamedReward(name, reward, _build_scorer(reward, context)))
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +128,7 @@ class Rewards:
 
     def _problems(self, name: str, settings: VerifierBase, values: Sequence[Any]) -> Iterator[tuple[int, str]]:
         """Yield the index of each value that a verifier cannot compare with, and the reason."""
-        if not VERIFIERS[settings.type].is_slow:
+        if not find_verifier(settings).is_slow:
             for index, value in enumerate(values):
                 try:
                     check_expected(settings, value)
@@ -244,7 +244,7 @@ def _check_columns(reward: Reward, columns: Sequence[str], where: str) -> None:
             where=f"{where}.column",
             fix=f"Their columns are {', '.join(columns) or 'none'} beside the prompt.",
         )
-    package = VERIFIERS[reward.type].package if reward.type in VERIFIERS else None
+    package = find_verifier(reward).package if _has_verifier(reward) else None
     if package is not None and find_spec(package) is None:
         name = package.replace("_", "-")
         raise JinguError(f"it needs the {name} package.", where=where, fix=f"Install it: `pip install {name}`.")
@@ -323,7 +323,7 @@ class VerifierScorer(RewardScorer):
 
     def score(self, answers: Sequence[Answer]) -> Values:
         settings = self._settings
-        if not VERIFIERS[settings.type].is_slow:
+        if not find_verifier(settings).is_slow:
             return [verify(settings, answer) for answer in answers]
         names = ["completion", *([settings.column] if isinstance(settings, VerifierBase) else [])]
         rows = [{name: answer.get(name) for name in names} for answer in answers]
@@ -442,6 +442,21 @@ SCORERS: dict[str, Callable[[Any, RewardContext], RewardScorer]] = {
     "http": ServerScorer,
     "judge": JudgeScorer,
 }
+
+
+def _has_verifier(reward: Reward) -> bool:
+    return reward.type in VERIFIERS or (reward.type not in SCORERS and isinstance(reward, VerifierBase))
+
+
+def _build_scorer(reward: Reward, context: RewardContext) -> RewardScorer:
+    """Return what computes a reward: jingu's, or that of a plug-in."""
+    if reward.type in SCORERS:
+        return SCORERS[reward.type](reward, context)
+    if _has_verifier(reward):
+        return VerifierScorer(reward, context)
+    assert reward.IMPLEMENTATION is not None
+    build: Callable[[Reward, RewardContext], RewardScorer] = import_name(reward.IMPLEMENTATION)
+    return build(reward, context)
 
 
 def _template_columns(template: str) -> set[str]:

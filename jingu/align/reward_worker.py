@@ -39,7 +39,11 @@ class RewardFunctionError(Exception):
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Return the function at `module:function` or `file.py:function`."""
+    """Return the function at `module:function` or `file.py:function`, or the environment of a plug-in of this name."""
+    if ":" not in path:
+        from jingu.config.sections.policies import ENVIRONMENTS
+
+        path = ENVIRONMENTS.get(path, path)
     place, _, name = path.rpartition(":")
     try:
         if place.endswith(".py"):
@@ -135,11 +139,11 @@ def build_verifier(settings: dict[str, Any]) -> Reward:
     """Return the settings of a verifier, after importing what it needs: imports do not count towards its timeout."""
     from pydantic import TypeAdapter
 
-    from jingu.align.verifiers import VERIFIERS
+    from jingu.align.verifiers import find_verifier
     from jingu.config.sections.rewards import Reward
 
     reward: Reward = TypeAdapter(Reward).validate_python(settings)
-    verifier = VERIFIERS[reward.type]
+    verifier = find_verifier(reward)
     if verifier.package is not None:
         importlib.import_module(verifier.package)
     if verifier.warm_up is not None:

@@ -17,6 +17,7 @@ from jingu.align.code_reward import read_tests
 from jingu.align.final_answers import final_number, parse_number
 from jingu.align.formulas import check_formula, is_equivalent, warm_up
 from jingu.config.sections import rewards
+from jingu.tables import import_name
 
 # An answer: its texts and ids (`jingu.align.answer_view`), and the columns of its row.
 Answer = Mapping[str, Any]
@@ -24,7 +25,7 @@ Answer = Mapping[str, Any]
 
 def check_expected(settings: rewards.VerifierBase, value: Any) -> None:
     """Raise ValueError, with the reason, if a verifier cannot compare with the value of a column."""
-    VERIFIERS[settings.type].read(value)
+    find_verifier(settings).read(value)
 
 
 def verify(settings: rewards.Reward, answer: Answer) -> float:
@@ -32,7 +33,7 @@ def verify(settings: rewards.Reward, answer: Answer) -> float:
 
     Since the expected values were checked, any failure is due to the answer.
     """
-    score = VERIFIERS[settings.type].score
+    score = find_verifier(settings).score
     assert score is not None
     try:
         return float(score(settings, answer))
@@ -189,3 +190,12 @@ VERIFIERS = {
     "length": Verifier(lambda value: value, _length),
 }
 """The verifiers by the types of their settings (`jingu.config.sections.rewards`)."""
+
+
+def find_verifier(settings: rewards.Reward) -> Verifier:
+    """Return the verifier of settings: jingu's, or that of a plug-in."""
+    if settings.type in VERIFIERS:
+        return VERIFIERS[settings.type]
+    assert settings.IMPLEMENTATION is not None
+    verifier: Verifier = import_name(settings.IMPLEMENTATION)
+    return verifier

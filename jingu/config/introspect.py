@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic.fields import FieldInfo
 
 from jingu.config.schema import RunConfig
-from jingu.config.sections.base import Description, Settings
+from jingu.config.sections.base import Description, LateAnnotation, Settings
 from jingu.errors import join_words
 
 
@@ -33,6 +33,9 @@ def parse_annotation(annotation: Any, limits: tuple[Any, ...] = ()) -> list[Acce
     Args:
         limits: limits that apply to all alternatives, from an annotation around this one.
     """
+    late = next((limit for limit in limits if isinstance(limit, LateAnnotation)), None)
+    if late is not None:
+        return parse_annotation(late.annotation, tuple(limit for limit in limits if limit is not late))
     origin = get_origin(annotation)
     if origin is Annotated:
         base, *extra = get_args(annotation)

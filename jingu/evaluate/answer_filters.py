@@ -12,6 +12,7 @@ from typing import Any
 
 from jingu.errors import join_words
 from jingu.evaluate.task_file import Options, TaskSettings
+from jingu.plugins import Registry, expect_function
 from jingu.runtime.time_limit import TimeLimitError, time_limit
 
 _GSM8K_ANSWER = r"#### (\-?[0-9\.\,]+)"
@@ -117,18 +118,24 @@ def _custom(answers: list[Any], row: Mapping[str, Any], filter_fn: Callable[...,
     return list(next(iter(filter_fn([answers], [row]))))
 
 
-FILTERS: dict[str, Callable[..., list[Any]]] = {
-    "take_first": lambda answers: answers[:1],
-    "take_first_k": lambda answers, k: answers[:k],
-    "majority_vote": lambda answers: [Counter(answers).most_common(1)[0][0]],
-    "regex": _regex,
-    "remove_whitespace": _for_texts(str.strip),
-    "lowercase": _for_texts(str.lower),
-    "uppercase": _for_texts(str.upper),
-    "format_span": _for_texts(_format_span),
-    "regex_pos": _regex_pos,
-    "map": lambda answers, mapping_dict, default_value=None: [mapping_dict.get(key, default_value) for key in answers],
-}
+FILTERS: Registry[Callable[..., list[Any]]] = Registry(
+    "filters",
+    {
+        "take_first": lambda answers: answers[:1],
+        "take_first_k": lambda answers, k: answers[:k],
+        "majority_vote": lambda answers: [Counter(answers).most_common(1)[0][0]],
+        "regex": _regex,
+        "remove_whitespace": _for_texts(str.strip),
+        "lowercase": _for_texts(str.lower),
+        "uppercase": _for_texts(str.upper),
+        "format_span": _for_texts(_format_span),
+        "regex_pos": _regex_pos,
+        "map": lambda answers, mapping_dict, default_value=None: [
+            mapping_dict.get(key, default_value) for key in answers
+        ],
+    },
+    expect_function,
+)
 
 # Filters that also read the document.
 DOCUMENT_FILTERS: dict[str, Callable[..., list[Any]]] = {"multi_choice_regex": _multi_choice_regex, "custom": _custom}
@@ -144,7 +151,7 @@ def filters_of(task: TaskSettings) -> dict[str, list[Options]]:
     """
     filters = {item.name: item.filter for item in task.filter_list}
     for step in (step for steps in filters.values() for step in steps):
-        name = step.get("function")
+        name = str(step.get("function"))
         if name not in FILTERS and name not in DOCUMENT_FILTERS:
             raise task.error(f"there is no filter {name}.", f"Use {join_words([*FILTERS, *DOCUMENT_FILTERS])}.")
         try:

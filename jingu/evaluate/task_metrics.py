@@ -58,7 +58,7 @@ METRICS: dict[OutputType, list[str]] = {
         "bits_per_word",
     ],
     "generate_until": [
-        *("exact_match", "bleu", "chrf", "chrf++", "ter", *text_metrics.OVERLAPS, *text_metrics.ROUGE),
+        *("exact_match", "bleu", "chrf", "chrf++", "ter", *text_metrics.OVERLAPS.built_in, *text_metrics.ROUGE),
         *(*text_metrics.DISTINCT, "multilabel_f1", "pearson", "spearman", "pass@k"),
     ],
 }
@@ -375,6 +375,8 @@ def metrics_of(task: TaskSettings) -> list[Options]:
         JinguError: a metric does not fit the output type, or its options are not valid.
     """
     names = METRICS[task.output_type]
+    if task.output_type == "generate_until":
+        names = list(dict.fromkeys([*names, *text_metrics.OVERLAPS]))
     for metric in task.metric_list if task.process_results is None else ():
         name = metric.get("metric")
         aggregation = metric.get("aggregation")

@@ -16,6 +16,7 @@ from jingu.errors import JinguError
 from jingu.evaluate.task_data import Row
 from jingu.evaluate.task_file import Options
 from jingu.evaluate.task_templates import render_template
+from jingu.plugins import Registry, expect_function
 from jingu.runtime.python_tests import parse_tests
 from jingu.runtime.sandbox import Limits, Sandbox, SandboxError, passes_statements, passes_tests
 from jingu.text.corpus_file import import_optional
@@ -91,12 +92,17 @@ def cmrc_f1(gold: str, text: str) -> float:
     return _f1_of(match.size, len(gold_tokens), len(tokens))
 
 
-OVERLAPS: dict[str, Callable[[str, str], float]] = {
-    "squad_exact_match": lambda gold, text: float(normalize_squad(gold) == normalize_squad(text)),
-    "squad_f1": squad_f1,
-    "cmrc_exact_match": lambda gold, text: float(normalize_cmrc(gold) == normalize_cmrc(text)),
-    "cmrc_f1": cmrc_f1,
-}
+OVERLAPS: Registry[Callable[[str, str], float]] = Registry(
+    "metrics",
+    {
+        "squad_exact_match": lambda gold, text: float(normalize_squad(gold) == normalize_squad(text)),
+        "squad_f1": squad_f1,
+        "cmrc_exact_match": lambda gold, text: float(normalize_cmrc(gold) == normalize_cmrc(text)),
+        "cmrc_f1": cmrc_f1,
+    },
+    expect_function,
+)
+"""Metrics that compare a right answer and a generated text; the best one over all right answers counts."""
 
 
 @cache

@@ -8,6 +8,7 @@ import io
 import lzma
 import os
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,8 +16,10 @@ from types import ModuleType
 from typing import IO, Any, Literal, cast
 
 from jingu.errors import JinguError
+from jingu.plugins import Registry, expect_function
 
-FileKind = Literal["text", "lines", "json", "parquet", "arrow"]
+FileKind = Literal["text", "lines", "json", "parquet", "arrow", "reader"]
+Reader = Callable[[IO[bytes]], Iterable[str]]
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".lzma": "xz", ".zst": "zstd", ".zstd": "zstd"}
 # Archives of several files, and compressions that are not read.
 _ARCHIVES = (".7z", ".br", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip")
@@ -34,13 +37,12 @@ _MAX_ZSTD_WINDOW = 1 << 31
 # What a store says of the version of a file, the most exact first.
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "VersionId", "generation")
 _TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
-KINDS: dict[str, FileKind] = {
-    ".jsonl": "lines",
-    ".ndjson": "lines",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+READERS: Registry[FileKind | Reader] = Registry(
+    "readers",
+    {"txt": "text", "jsonl": "lines", "ndjson": "lines", "json": "json", "parquet": "parquet", "arrow": "arrow"},
+    expect_function,
+)
+"""The format of files by their suffixes, or the function of a plug-in that returns the texts of a file."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,28 @@ class CorpusFile:
     @property
     def kind(self) -> FileKind:
         """The format of the uncompressed content, by the suffix before that of the compression."""
-        return KINDS.get(os.path.splitext(strip_compression_suffix(self.path))[1], "text")  # noqa: PTH122
+        kind = self._reader
+        return kind if isinstance(kind, str) else "reader"
+
+    @property
+    def _reader(self) -> FileKind | Reader:
+        suffix = os.path.splitext(strip_compression_suffix(self.path))[1]  # noqa: PTH122
+        return READERS.get(suffix[1:], "text")
+
+    def read_texts(self, stream: IO[bytes]) -> Iterator[str]:
+        """Yield the texts that the reader of a plug-in returns. Raises JinguError if it fails."""
+        read = self._reader
+        assert callable(read)
+        try:
+            for text in read(stream):
+                if not isinstance(text, str):
+                    raise TypeError(f"it returned {type(text).__name__}, not a text")
+                yield text
+        except read_errors():
+            raise
+        except Exception as error:
+            what = f"the reader of its plug-in fails ({type(error).__name__}: {error})."
+            raise JinguError(what, where=self.path, fix="Correct the file or the plug-in (`jingu plugins`).") from error
 
     def open(self) -> IO[bytes]:
         """Open the file and decompress it while it is read. Raises OSError, or JinguError if a package is missing."""

@@ -17,7 +17,7 @@ from jingu.runtime.log import log_warning
 from jingu.text.corpus_file import CorpusFile, import_optional, is_misnamed, read_errors
 
 # Kinds of files whose documents are located by row number instead of byte.
-_ROW_KINDS = ("json", "parquet", "arrow")
+_ROW_KINDS = ("json", "parquet", "arrow", "reader")
 # A part of the path to a field: the name of a field, or [*] for all items of a list.
 _PATH_PART = re.compile(r"\[\*\]|[^.\[\]]+")
 _TEXT_FIELD_FIX = "Set data.text_field to the field that holds the document."
@@ -194,7 +194,12 @@ class _DocumentReader:
             return
         with closing(self.file.open()) as stream:
             # Read one byte more than allowed, so that `_decode` notices a text that is too long.
-            if kind == "json":
+            if kind == "reader":
+                try:
+                    yield from zip(self.file.read_texts(stream), count(1), strict=False)
+                except JinguError as error:
+                    self.refuse(error)
+            elif kind == "json":
                 rows = self._parse_json(stream.read(max_bytes + 1), -1)
                 yield from zip(rows if isinstance(rows, list) else [rows], count(1))
             elif kind == "lines" or unit == "line":
@@ -209,6 +214,8 @@ class _DocumentReader:
     def _parse_text(self, value: Any, position: int) -> str:
         """Return the text of a document that `_read_values` yielded."""
         kind = self.kind
+        if kind == "reader":
+            return self._decode(self._check_string(value, position).encode(), position)
         if kind == "text":
             text = self._decode(value, position)
             if position >= 0:

@@ -33,6 +33,7 @@ from jingu.errors import JinguError
 from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 from jingu.parallel.sharding import TensorBlock
+from jingu.plugins import plugin_versions
 from jingu.runtime.collective_stop import StopDecision
 from jingu.runtime.log import log_info, log_warning
 from jingu.runtime.ranks import RankInfo, broadcast_from_first, gather_from_all, wait_until_all_done
@@ -144,9 +145,9 @@ def checkpoint_tensors(model: ParallelModel, optimizer: ShardedOptimizer) -> dic
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of jingu and of the libraries that the results of a run depend on, by name."""
+    """Return the versions of jingu and of the libraries that a run depends on, by name; also of plug-ins."""
     libraries = {name: version(name) for name in ("numpy", "safetensors", "tokenizers")}
-    return {"jingu": __version__, "torch": torch.__version__, **libraries}
+    return {"jingu": __version__, "torch": torch.__version__, **libraries, **plugin_versions()}
 
 
 class Checkpointer:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import cleandoc
 from os.path import expanduser
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from jingu.plugins import Registry
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -71,17 +75,74 @@ class Settings(BaseModel):
             setattr(cls, name, Field(default, description=" ".join(text.split())))
 
 
-def union_of(base: type[Settings]) -> Any:
-    """Return the union of all subclasses of a section whose `type:` has a default, in the order of their definition."""
-    return Union[tuple(_find_variants(base))]  # noqa: UP007
+Section = TypeVar("Section", bound=Settings)
 
 
-def _find_variants(base: type[Settings]) -> list[type[Settings]]:
-    variants = []
+def registry_of(kind: str, base: type[Section], *sections: type[Section]) -> Registry[type[Section]]:
+    """Return the table of a section's variants by their `type:`, to which plug-ins of a kind can add.
+
+    Args:
+        base: the class of all variants.
+        sections: jingu's own; none: all subclasses that exist, in the order of their definition.
+    """
+
+    def check(name: str, section: Any) -> str | None:
+        if not (isinstance(section, type) and issubclass(section, base)):
+            return f"it is no subclass of {base.__name__}"
+        tag = section.model_fields["type"].default
+        return None if tag == name else f"its type is {tag}"
+
+    variants = sections or find_variants(base)
+    return Registry(kind, {section.model_fields["type"].default: section for section in variants}, check)
+
+
+def find_variants(base: type[Section]) -> tuple[type[Section], ...]:
+    """Return jingu's subclasses of a section whose `type:` has a default, in the order of their definition."""
+    variants: list[type[Section]] = []
     for section in base.__subclasses__():
-        variants += [section] * isinstance(section.model_fields["type"].default, str)
-        variants += _find_variants(section)
-    return variants
+        is_own = section.__module__.partition(".")[0] == "jingu"
+        variants += [section] * (is_own and isinstance(section.model_fields["type"].default, str))
+        variants += find_variants(section)
+    return tuple(variants)
+
+
+class LateAnnotation:
+    """An annotation that is known when settings are first read, because plug-ins take part in it.
+
+    Args:
+        build: returns the annotation.
+    """
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._build = build
+
+    @cached_property
+    def annotation(self) -> Any:
+        """The annotation."""
+        return self._build()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return handler.generate_schema(self.annotation)
+
+
+def variants_of(registry: Registry[Any], default: str | None = None) -> Any:
+    """Return the annotation of a section with the variants of a table.
+
+    Args:
+        default: the `type:` of a section without one; None: it must have one.
+    """
+
+    def build() -> Any:
+        union: Any = Union[tuple(registry.values())]  # noqa: UP007
+        tagged: Any = Annotated[union, Discriminator("type")]
+        return tagged if default is None else Annotated[tagged, default_type(default)]
+
+    return Annotated[Any, LateAnnotation(build)]
+
+
+def names_of(registry: Registry[Any]) -> Any:
+    """Return the annotation of a setting that takes the names of a table."""
+    return Annotated[str, LateAnnotation(lambda: Literal[tuple(registry)])]
 
 
 def default_type(default: str) -> BeforeValidator:

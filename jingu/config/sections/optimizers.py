@@ -9,9 +9,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Discriminator, Field
+from pydantic import Field
 
-from jingu.config.sections.base import Settings, default_type, union_of
+from jingu.config.sections.base import Settings, registry_of, variants_of
 
 # Number of elements in a row that share a scale of 8-bit moments.
 QUANTIZATION_BLOCK = 256
@@ -244,7 +244,10 @@ class SgdSettings(OptimizerBase):
         return {"momentum": Slot("sharded", shape)} if self.momentum else {}
 
 
+OPTIMIZERS = registry_of("optimizers", OptimizerBase)
+"""The optimizers by the names of `optimizer.type`."""
+
 if TYPE_CHECKING:
     Optimizer = OptimizerBase
 else:
-    Optimizer = Annotated[union_of(OptimizerBase), Discriminator("type"), default_type("adamw")]
+    Optimizer = variants_of(OPTIMIZERS, "adamw")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from jingu.config.sections.base import Fraction, PathText
+from jingu.config.sections.base import Fraction, PathText, names_of
 from jingu.config.sections.task_base import AuxiliaryModel, TaskBase
+from jingu.plugins import Registry, expect_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,19 +110,17 @@ def _apo_zero(settings: DpoSettings, chosen: Scored, rejected: Scored) -> Tensor
     return 1 - gain + loss
 
 
-DPO_LOSSES: dict[str, Callable[[DpoSettings, Scored, Scored], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "robust": _robust,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "apo_zero": _apo_zero,
-}
+DPO_LOSSES: Registry[Callable[[DpoSettings, Scored, Scored], Tensor]] = Registry(
+    "losses",
+    {"sigmoid": _sigmoid, "robust": _robust, "hinge": _hinge, "ipo": _ipo, "apo_zero": _apo_zero},
+    expect_function,
+)
 """The losses of DPO by the names of `task.loss`."""
 
 if TYPE_CHECKING:
     DpoLoss = str
 else:
-    DpoLoss = Literal[tuple(DPO_LOSSES)]
+    DpoLoss = names_of(DPO_LOSSES)
 
 
 def _smooth_losses(settings: DpoSettings, chosen: Scored, rejected: Scored) -> tuple[Tensor, Tensor]:

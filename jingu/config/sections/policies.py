@@ -14,9 +14,11 @@ from jingu.config.sections.base import (
     Positive,
     Settings,
     default_type,
+    names_of,
 )
 from jingu.config.sections.rewards import ModelReward, Reward
 from jingu.config.sections.task_base import AuxiliaryModel, TaskBase
+from jingu.plugins import Registry, expect_type
 
 Coefficient = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
@@ -87,9 +89,9 @@ class EnvironmentSettings(Settings):
     """An environment: it replies to each turn of the model until the answer ends.
 
     Attributes:
-        path: Class of the environment, `module:class` or `file.py:class`. Its methods are begin(row); step(answer),
-            which returns a text, or None to end the answer; and score(), which returns the reward. null: there are only
-            tools, and an answer ends with a turn without a tool call.
+        path: Class of the environment: `module:class`, `file.py:class`, or the name of a plug-in. Its methods are
+            begin(row); step(answer), which returns a text, or None to end the answer; and score(), which returns the
+            reward. null: there are only tools, and an answer ends with a turn without a tool call.
         tools: Functions that the model may call: `module:function` or `file.py:function`, or names of methods of the
             class. Each needs a docstring and annotated arguments.
         max_turns: Maximum number of the model's turns in an answer.
@@ -100,6 +102,10 @@ class EnvironmentSettings(Settings):
     tools: list[str] = []
     max_turns: Positive = 4
     timeout: AboveZero = 60.0
+
+
+ENVIRONMENTS: Registry[str] = Registry("environments", {})
+"""The classes of environments that plug-ins name, each as `module:name`."""
 
 
 class SynchronousSettings(Settings):
@@ -372,20 +378,24 @@ class AdvantageEntry(NamedTuple):
     is_per_token: bool = False
 
 
-ADVANTAGES = {
-    "group": AdvantageEntry("jingu.align.advantages:group"),
-    "rloo": AdvantageEntry("jingu.align.advantages:leave_one_out"),
-    "gdpo": AdvantageEntry("jingu.align.advantages:separate"),
-    "reinforce++": AdvantageEntry("jingu.align.advantages:reinforce", is_per_token=True),
-    "remax": AdvantageEntry("jingu.align.advantages:greedy", needs_greedy=True),
-    "best": AdvantageEntry("jingu.align.advantages:best"),
-}
+ADVANTAGES = Registry(
+    "advantages",
+    {
+        "group": AdvantageEntry("jingu.align.advantages:group"),
+        "rloo": AdvantageEntry("jingu.align.advantages:leave_one_out"),
+        "gdpo": AdvantageEntry("jingu.align.advantages:separate"),
+        "reinforce++": AdvantageEntry("jingu.align.advantages:reinforce", is_per_token=True),
+        "remax": AdvantageEntry("jingu.align.advantages:greedy", needs_greedy=True),
+        "best": AdvantageEntry("jingu.align.advantages:best"),
+    },
+    expect_type(AdvantageEntry),
+)
 """The advantages by the names of `task.advantage`."""
 
 if TYPE_CHECKING:
     AdvantageName = str
 else:
-    AdvantageName = Literal[tuple(ADVANTAGES)]
+    AdvantageName = names_of(ADVANTAGES)
 
 
 class GrpoSettings(RewardedSettings):

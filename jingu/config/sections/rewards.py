@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, model_validator
+from pydantic import Field, model_validator
 
-from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, union_of
+from jingu.config.sections.base import Description, NonNegative, PathText, Positive, Settings, registry_of, variants_of
 
 Seconds = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -27,6 +27,10 @@ class RewardBase(Settings):
         required: Whether an answer that this reward does not score (None) is left out of training; false: the other
             rewards are summed without it.
     """
+
+    # What computes the reward, as module:name: a `RewardScorer`, or the `Verifier` of a verifier. None: jingu's tables
+    # `SCORERS` and `VERIFIERS` have it. Settings do not import it.
+    IMPLEMENTATION: ClassVar[str | None] = None
 
     type: str
     name: Text | None = None
@@ -232,7 +236,10 @@ class ModelReward(RewardBase):
     model: PathText = "runs/reward"
 
 
+REWARDS = registry_of("rewards", RewardBase)
+"""The rewards by the names of their `type:`."""
+
 if TYPE_CHECKING:
     Reward = RewardBase
 else:
-    Reward = Annotated[union_of(RewardBase), Discriminator("type")]
+    Reward = variants_of(REWARDS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import cos, pi, sqrt
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Discriminator, Field
+from pydantic import Field
 
-from jingu.config.sections.base import Fraction, NonNegative, Positive, Settings, default_type, union_of
+from jingu.config.sections.base import Fraction, NonNegative, Positive, Settings, registry_of, variants_of
 
 
 def resolve_steps(length: int | float, steps: int) -> int:
@@ -155,7 +155,10 @@ class WsdSettings(ScheduleBase):
         return moment.peak - self.decay_range(moment.peak) * (1.0 - min(1.0, remaining))
 
 
+SCHEDULES = registry_of("schedules", ScheduleBase)
+"""The schedules by the names of `schedule.type`."""
+
 if TYPE_CHECKING:
     Schedule = ScheduleBase
 else:
-    Schedule = Annotated[union_of(ScheduleBase), Discriminator("type"), default_type("cosine")]
+    Schedule = variants_of(SCHEDULES, "cosine")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Discriminator
-
-from jingu.config.sections.base import PathText, default_type, union_of
+from jingu.config.sections.base import PathText, find_variants, registry_of, variants_of
 from jingu.config.sections.pairs import Coefficient, PairBase, Temperature
 from jingu.config.sections.policies import DistillationSettings, GrpoSettings, PpoSettings
 from jingu.config.sections.task_base import AuxiliaryModel, TaskBase
@@ -61,17 +59,12 @@ class KtoSettings(TaskBase):
         return (AuxiliaryModel("reference", self.reference or initial, "before"),)
 
 
+_PREFERENCES: tuple[type[TaskBase], ...] = (RewardSettings, *find_variants(PairBase), KtoSettings)
+_POLICIES: tuple[type[TaskBase], ...] = (GrpoSettings, PpoSettings, DistillationSettings)
+TASKS = registry_of("tasks", TaskBase, PretrainingSettings, *_PREFERENCES, *_POLICIES)
+"""The tasks by the names of `task.type`."""
+
 if TYPE_CHECKING:
     Task = TaskBase
 else:
-    Task = Annotated[
-        PretrainingSettings
-        | RewardSettings
-        | union_of(PairBase)
-        | KtoSettings
-        | GrpoSettings
-        | PpoSettings
-        | DistillationSettings,
-        Discriminator("type"),
-        default_type("pretraining"),
-    ]
+    Task = variants_of(TASKS, "pretraining")

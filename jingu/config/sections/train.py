@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field
 
-from jingu.config.sections.base import NonNegative, Positive, Settings, default_type
+from jingu.config.sections.base import NonNegative, Positive, Settings, default_type, names_of
+from jingu.plugins import Registry
 
 
 class BatchSettings(Settings):
@@ -47,17 +48,20 @@ class ProfileSettings(Settings):
     steps: NonNegative = 0
 
 
-TRACKERS = {
-    "wandb": "jingu.training.trackers:WandbTracker",
-    "mlflow": "jingu.training.trackers:MlflowTracker",
-    "swanlab": "jingu.training.trackers:SwanlabTracker",
-}
+TRACKERS = Registry(
+    "trackers",
+    {
+        "wandb": "jingu.training.trackers:WandbTracker",
+        "mlflow": "jingu.training.trackers:MlflowTracker",
+        "swanlab": "jingu.training.trackers:SwanlabTracker",
+    },
+)
 """The classes of the services of `train.trackers`, each as `module:name`."""
 
 if TYPE_CHECKING:
     TrackerName = str
 else:
-    TrackerName = Literal[tuple(TRACKERS)]
+    TrackerName = names_of(TRACKERS)
 
 
 class TrainSettings(Settings):

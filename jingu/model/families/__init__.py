@@ -6,13 +6,27 @@ from jingu.model.families.family import Family
 from jingu.model.families.name_map import CONSTANT, ConstantTensor, TensorMapping, expand_rules
 from jingu.model.families.tabled import tabled_families
 from jingu.model.spec import ModelSpec, replace_fields
+from jingu.plugins import Registry
 
 _FAMILIES = (
     *(llama.BAICHUAN2, bloom.BLOOM, chatglm3.CHATGLM3, cpm2.CPM2, chatglm3.GLM, gpt2.GPT2, llama.LLAMA),
     *(llama.MISTRAL, llama.MIXTRAL, t5.MT5, llama.QWEN2, llama.QWEN3, llama.QWEN3_MOE, t5.T5),
     *tabled_families(),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
+_ARCHITECTURES = {name: family.name for family in _FAMILIES for name in family.architectures}
+
+
+def _check_family(name: str, family: object) -> str | None:
+    """Return what is wrong with the family of a plug-in; None if nothing is."""
+    if not isinstance(family, Family):
+        return "it is no Family"
+    if family.name != name:
+        return f"its name is {family.name}"
+    own = next((each for each in family.architectures if each in _ARCHITECTURES), None)
+    return None if own is None else f"the family {_ARCHITECTURES[own]} of jingu has the architecture {own}"
+
+
+FAMILIES: Registry[Family] = Registry("families", {family.name: family for family in _FAMILIES}, _check_family)
 
 
 def map_tensors(spec: ModelSpec) -> list[TensorMapping]:

@@ -129,7 +129,7 @@ class Family:
     @cached_property
     def presets(self) -> Mapping[str, ModelSpec]:
         """Published models, by name."""
-        models = _published_models().get(self.name, {})
+        models = _published_models().get(self.name) or TABLES.get(self.name, {}).get("presets", {})
         return {
             name: self._read_config(values["config"]) if "config" in values else self._build_spec(values)
             for name, values in models.items()

@@ -75,6 +75,16 @@ def tabled_families() -> tuple[Family, ...]:
     return tuple(_family(name, table) for name, table in TABLES.items() if "architectures" in table)
 
 
+def tabled_family(name: str, table: dict[str, Any]) -> Family:
+    """Return the family of a table that is not in families.toml, such as a plug-in's.
+
+    Args:
+        table: an entry as described above; its `presets` have the form of `models` in presets.toml.
+    """
+    TABLES.setdefault(name, table)
+    return _family(name, TABLES[name])
+
+
 def _family(name: str, table: dict[str, Any]) -> Family:
     # Later tables override earlier ones.
     bases = [TABLES[base] for base in table.get("like", ())]
