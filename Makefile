@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-changed check format bench clean
+.PHONY: develop quickstart test test-all test-changed check format bench clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/develop: .venv/core
 	$(PIP) --editable ".[test,check,bench,tensorboard]"
 	touch $@
+
+develop: .venv/develop
 
 # Clients whose dependencies are not those of jingu, for their tests in `make test-all`.
 .venv-clients: tests/serve/clients/requirements.txt
