@@ -57,6 +57,10 @@ WORDS: dict[tuple[str, object], str] = {
     ("attention.value_scale", None): "scaled values",
     ("attention.sinks", True): "attention sinks",
     ("attention.output_gate", True): "gated output of attention",
+    ("attention.input_scale", None): "scales of projections",
+    ("parallel_mixer", True): "a mixer beside attention",
+    ("feed_forward.gated", False): "experts without gates",
+    ("feed_forward.latent_size", None): "experts in a latent space",
     ("feed_forward.clamped_gate.limit", None): "clamped gates",
     ("feed_forward.router.scores", "sigmoid"): "sigmoid scores",
     ("feed_forward.router.correction", True): "corrected choice of experts",
@@ -70,6 +74,11 @@ WORDS: dict[tuple[str, object], str] = {
     ("normalize_lm_head", True): "normalized rows of the head",
 }
 ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "relu²", "xielu": "xIELU"}
+MIXERS = {
+    "gated_delta": "the gated delta rule",
+    "state_space": "a state space (Mamba-2)",
+    "short_conv": "a short convolution",
+}
 # Words for the arguments of `rope` in the tables.
 ROPE = {
     "has_alpha": "rotary base scaled by alpha",
@@ -132,7 +141,13 @@ def layer_components(spec: ModelSpec) -> Iterator[str]:
     windows = [layer.attention.sliding_window for layer in layers]
     if spec.layer_kinds and any(windows):
         yield "layers with and without windows"
+    mixers = {layer.state_mixer.type for layer in layers if layer.state_mixer is not None}
+    yield from (f"layers with {words}" for name, words in MIXERS.items() if name in mixers)
+    if any(layer.intermediate_size == 0 for layer in layers):
+        yield "layers of one branch"
     rotary = [layer.position for layer in layers if isinstance(layer.position, RotaryPositions)]
+    if spec.position.type == "none":
+        yield "no positions"
     if rotary and len(rotary) < len(layers):
         yield "layers without positions"
     if len({position.theta for position in rotary}) > 1:

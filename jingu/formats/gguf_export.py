@@ -231,7 +231,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
             values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
     # GPT-2's config leaves it out where it is four times the hidden size.
-    values.setdefault("feed_forward_length", spec.feed_forward.intermediate_size)
+    values.setdefault("feed_forward_length", spec.default_layer.intermediate_size)
     if isinstance(spec.feed_forward, Experts):
         values["expert_count"] = spec.feed_forward.num_experts
     values |= _scaling_metadata(spec, to)

@@ -102,7 +102,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "num_heads": spec.attention.num_heads,
             "num_kv_heads": spec.attention.num_kv_heads,
             "head_dim": spec.attention.head_dim,
-            "intermediate_size": spec.feed_forward.intermediate_size,
+            "intermediate_size": spec.default_layer.intermediate_size,
             "vocab_size": spec.vocab_size,
             "sliding_window": spec.attention.sliding_window,
             "tie_word_embeddings": spec.tie_word_embeddings,

@@ -20,6 +20,8 @@ from jingu.model.families.name_map import IDENTITY, TRANSFORMS, TensorMapping
 from jingu.model.spec import ModelSpec
 
 _EXPERTS = re.compile(r"(.+\.experts)((?:\.base_layer)*)")
+# The parameter that holds each matrix of gated experts.
+_PARAMETERS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 # Transforms of matrices whose rows are gates and ups in turns.
 EXPERT_PAIRS = (TRANSFORMS["experts_pairs"], TRANSFORMS["experts_pairs_transposed"])
 
@@ -54,20 +56,23 @@ def _divide(
     names = {name for mapping in mappings for name in mapping.jingu_shapes}
     prefix = next(iter(names)).rpartition(".feed_forward.")[0] + ".feed_forward"
     layer = spec.layer_of(f"{prefix}.")
-    number, size = spec.experts.num_experts if spec.experts else 1, layer.feed_forward.intermediate_size
+    number, size = spec.experts.num_experts if spec.experts else 1, layer.intermediate_size
     a_ERI = a.unflatten(0, (number, -1))
     b_EOR = b.unflatten(1, (-1, number)).permute(2, 0, 1)
     if FAMILIES[spec.family].swaps_expert_adapters:
         a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
     parts = {"down": b_EOR}
-    if b_EOR.shape[1] == 2 * size and a_ERI.shape[2] == spec.hidden_size:
+    if spec.experts is not None and not spec.experts.gated:
+        # Without gates, the shapes of up and down are each other's transposes.
+        parts = {"up" if b_EOR.shape[1] == size else "down": b_EOR}
+    elif b_EOR.shape[1] == 2 * size and a_ERI.shape[2] == spec.hidden_size:
         is_in_pairs = any(mapping.transform in EXPERT_PAIRS for mapping in mappings)
         gate, up = (b_EOR[:, ::2], b_EOR[:, 1::2]) if is_in_pairs else b_EOR.chunk(2, 1)
         parts = {"gate": gate, "up": up}
     result = []
     for part, rows_EOR in parts.items():
         shape = torch.Size((rows_EOR.shape[1], a_ERI.shape[2]))
-        parameter = f"{module}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
+        parameter = f"{module}.{_PARAMETERS[part] if 'gate' in parts or part == 'down' else 'up_proj'}"
         for expert in range(number):
             name = f"{prefix}.{part}.weight"
             mapping = TensorMapping(parameter, {name: shape}, IDENTITY, spec, expert)

@@ -85,6 +85,7 @@ def _convert_weights(
     shapes = parameter_shapes(adapters.spec)
     tensors: dict[str, Tensor] = {}
     _check_experts(adapters, base, adapter)
+    _check_mixers(adapters, base)
     saved_modules = _add_saved_modules(adapters, base, tensors) if isinstance(adapter, Lora) else []
     # The rank of each of Hugging Face's modules. That of a fused matrix is the sum of the ranks of its parts.
     ranks: dict[str, int] = {}
@@ -157,6 +158,8 @@ def _expert_parameters(spec: ModelSpec) -> Iterator[tuple[str, list[str], bool]]
             place = mapping.hf_name.partition(".experts.")[0] + ".experts"
             if part == "gate":
                 yield f"{place}.gate_up_proj", [modules[0], f"{prefix}.up"], False
+            elif part == "up" and spec.experts is not None and not spec.experts.gated:
+                yield f"{place}.up_proj", modules, False
             elif part == "down":
                 yield f"{place}.down_proj", modules, False
 
@@ -187,7 +190,7 @@ def _add_experts(
         # peft wraps the module once for each parameter; the wrapper of the second one is outside.
         place, _, parameter = name.rpartition(".")
         down = f"{modules[0].rpartition('.')[0]}.down.lora_a"
-        inner = ".base_layer" if parameter == "gate_up_proj" and down in shapes else ""
+        inner = ".base_layer" if parameter != "down_proj" and down in shapes else ""
         tensors |= {f"{PREFIX}{place}{inner}.lora_A.weight": a, f"{PREFIX}{place}{inner}.lora_B.weight": b}
         ranks[name] = rank
     return ranks, sorted({name.split(".", 3)[-1] for name in ranks})
@@ -222,6 +225,7 @@ def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
     experts = {module for _, module, is_expert in adapted if is_expert}
     converts = FAMILIES[spec.family].has_peft_experts and isinstance(adapter, Lora)
     confused = [name for name, _, is_expert in adapted if not is_expert and name.rpartition(".")[2] in expert_leaves]
+    every_part = {"gate", "up", "down"} if spec.experts.gated else {"up", "down"}
     problem = None
     if experts and not converts:
         problem = "the experts of this architecture"
@@ -229,11 +233,24 @@ def _check_experts(adapters: StoredModel, base: StoredModel, adapter: Lora | Ia3
         problem = f"{confused[0]}, whose name ends as those of experts"
     elif isinstance(adapter, Lora) and any(adapter.of_module(module).rank != adapter.rank for module in experts):
         problem = "experts whose rank differs from that of other modules"
-    elif {module.rpartition(".")[2] for module in experts} not in (set(), {"down"}, {"gate", "up", "down"}):
+    elif {module.rpartition(".")[2] for module in experts} not in (set(), {"down"}, every_part):
         problem = "some of an expert's matrices, unless it is down alone"
     if problem is not None:
         what = f"peft cannot load an adapter of {problem}."
         raise JinguError(what, where=adapters.where, fix=f"{_USE_THE_RUN} `jingu tune merge` writes a model.")
+
+
+def _check_mixers(adapters: StoredModel, base: StoredModel) -> None:
+    """Raise JinguError if peft refuses the adapter of a mixer's output, as it does in some families."""
+    refused = FAMILIES[base.spec.family].peft_refused
+    shapes = parameter_shapes(adapters.spec)
+    for mapping in map_tensors(base.spec) if refused else ():
+        module = mapping.hf_name.removesuffix(".weight")
+        adapted = any(f"{name.removesuffix('weight')}lora_a" in shapes for name in mapping.jingu_shapes)
+        if adapted and module.endswith(refused):
+            what = f"peft refuses adapters of {module} in models of the type {base.spec.family}."
+            fix = f"{_USE_THE_RUN} `jingu tune merge` writes a model."
+            raise JinguError(what, where=adapters.where, fix=fix)
 
 
 def _add_saved_modules(adapters: StoredModel, base: StoredModel, tensors: dict[str, Tensor]) -> list[str]:

@@ -131,8 +131,9 @@ class ExpertOffloader:
         # Only layers with experts count.
         layers = (*[spec.default_layer] * (spec.num_encoder_layers or 0), *spec.layers)
         num_layers = sum(isinstance(layer.feed_forward, Experts) for layer in layers)
-        up_shape = (experts.intermediate_size, spec.hidden_size)
-        shapes = {"gate": up_shape, "up": up_shape, "down": up_shape[::-1]}
+        up_shape = (experts.intermediate_size, experts.latent_size or spec.hidden_size)
+        shapes = {"gate": up_shape} if experts.gated else {}
+        shapes |= {"up": up_shape, "down": up_shape[::-1]}
         self._stored_model = stored_model
         self._dtype = dtype
         self._device = device
@@ -242,10 +243,10 @@ class ExpertOffloader:
         slot = self._slot_of[layer, expert]
         moe = self._blocks[layer][2]
         # The biases of all experts are resident.
-        biases = {"gate": moe.gate.bias_of(expert), "up": moe.up.bias_of(expert), "down": moe.down.bias_of(expert)}
+        biases = {part: getattr(moe, part).bias_of(expert) for part in slot.weights}
         matmuls = {part: partial(linear, weight=weight, bias=biases[part]) for part, weight in slot.weights.items()}
         # The event lets the reader's stream wait before it overwrites the slot.
-        y_MD = moe.run_experts(x_MD, matmuls["gate"], matmuls["up"], matmuls["down"])
+        y_MD = moe.run_experts(x_MD, matmuls.get("gate"), matmuls["up"], matmuls["down"])
         if self._stream is not None:
             slot.used = device_module(self._device).current_stream().record_event()
         return y_MD

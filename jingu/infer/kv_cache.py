@@ -84,7 +84,7 @@ MAX_MEMORY_SHARE = 0.25
 def cache_reaches(spec: ModelSpec) -> list[int | None]:
     """Return the pools of a model by how far back their layers attend (`AttentionSpec.reach`); None, for all tokens,
     comes first."""
-    reaches = {_reach(spec, layer) for layer in spec.kinds if layer.mixer is None}
+    reaches = {_reach(spec, layer) for layer in spec.kinds if layer.has_attention}
     # Without attention, the scheduler still counts blocks, which take no memory.
     return sorted(reaches, key=lambda reach: reach or 0) or [None]
 
@@ -98,7 +98,7 @@ def pool_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> list[int]:
     """Return for each pool the bytes of a block in all of its layers together; `itemsize` is the size of an element."""
     reaches = cache_reaches(spec)
     sizes = [0] * len(reaches)
-    for layer in (layer for layer in spec.layers if layer.mixer is None):
+    for layer in (layer for layer in spec.layers if layer.has_attention):
         size = stored_numbers(layer) * block_size * itemsize
         sizes[reaches.index(_reach(spec, layer))] += size
     return sizes
@@ -173,7 +173,7 @@ class PagedKVCache:
         self.num_rows = 0
         self.use_slices = True
         self.row_multiple = QUERY_ROW_MULTIPLE
-        pools = {layer: self.reaches.index(_reach(spec, layer)) for layer in spec.kinds if layer.mixer is None}
+        pools = {layer: self.reaches.index(_reach(spec, layer)) for layer in spec.kinds if layer.has_attention}
         self.layers = [
             _LayerKVCache(self, number, spec.kinds.index(layer), pools.get(layer, 0))
             for number, layer in enumerate(spec.layers)

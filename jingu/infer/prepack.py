@@ -101,7 +101,8 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
 def _has_equal_heads(module: SelfAttention) -> bool:
     """Return whether queries, keys and values are projected from the same input to heads of one size."""
     is_latent = isinstance(module, LatentSelfAttention)
-    return not is_latent and module.value_dim == module.head_dim and module.value_scale == 1.0
+    is_scaled = (module.value_scale, module.key_scale) != (1.0, 1.0)
+    return not is_latent and module.value_dim == module.head_dim and not is_scaled
 
 
 def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:

@@ -76,6 +76,7 @@ class Attention(nn.Module):
             self.scale = None  # the default, which all kernels support
         self.softcap = spec.softcap
         self.value_dim, self.value_scale = spec.value_size, spec.value_scale
+        self.input_scale, self.key_scale, self.output_scale = spec.input_scale, spec.key_scale, spec.output_scale
         self.norm_width, self.norm_last = spec.qk_norm_width, spec.qk_norm_after_rotary
         # Index of this rank's first head in the whole model. Tensor and Ulysses parallelism set it.
         self.first_head = 0
@@ -194,14 +195,18 @@ class SelfAttention(Attention):
         if self.gate is not None:
             y_BTF = y_BTF * apply_batch_invariant(torch.sigmoid, self.gate(x_BTD))
         output: Tensor = self.output(y_BTF)
-        return output
+        return output if self.output_scale == 1.0 else output * self.output_scale
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, T, H, K], keys [B, T, G, K] and values [B, T, G, V], with rotary positions."""
         before = (None, None) if self.norm_last else (self.q_norm, self.k_norm)
+        if self.input_scale != 1.0:
+            x_BTD = x_BTD * self.input_scale
         if self.qkv is None:
             q_BTHK = self.split_heads(self.q(x_BTD), before[0])
             k_BTGK = self.split_heads(self.k(x_BTD), before[1])
+            if self.key_scale != 1.0:
+                k_BTGK = k_BTGK * self.key_scale
             v_BTGV = self.split_values(self.v(x_BTD))
         else:
             heads, kv_heads, _ = self.sizes

@@ -237,6 +237,9 @@ class AttentionSpec(Component):
         value_dim: size of a head's values; None: `head_dim`.
         value_scale: multiplies the values.
         latent: how keys and values are computed from a latent vector; None: each has a projection of its own.
+        input_scale: multiplies the hidden states.
+        key_scale: multiplies the keys, before rotary positions.
+        output_scale: multiplies the results of the output projection.
     """
 
     num_heads: PositiveInt
@@ -259,6 +262,9 @@ class AttentionSpec(Component):
     value_dim: PositiveInt | None = optional(None)
     value_scale: PositiveFloat = optional(1.0)
     latent: LatentAttention | None = optional(None)
+    input_scale: PositiveFloat = optional(1.0)
+    key_scale: PositiveFloat = optional(1.0)
+    output_scale: PositiveFloat = optional(1.0)
 
     @property
     def value_size(self) -> int:
@@ -286,12 +292,25 @@ class PlainFeedForward(Component):
 
 
 class GatedFeedForward(Component):
-    """down(activation(gate(x)) · up(x)) (Shazeer, 2020)."""
+    """down(activation(gate(x)) · up(x)) (Shazeer, 2020).
+
+    Attributes:
+        gate_scale: multiplies the gate before the activation.
+        output_scale: multiplies the results.
+    """
 
     type: Literal["gated"] = "gated"
     intermediate_size: PositiveInt
     activation: Activation = "silu"
     bias: bool = False
+    gate_scale: PositiveFloat = optional(1.0)
+    output_scale: PositiveFloat = optional(1.0)
+
+
+class NoFeedForward(Component):
+    """No feed-forward: the layer is attention or a mixer alone."""
+
+    type: Literal["none"] = "none"
 
 
 class TopKRouter(Component):
@@ -363,11 +382,13 @@ class ClampedGate(Component):
 
 
 class Experts(Component):
-    """A mixture of experts: gated feed-forwards, of which a router selects a few per token.
+    """A mixture of experts: feed-forwards, of which a router selects a few per token.
 
     Attributes:
         intermediate_size: intermediate size of one expert.
-        gated: always true; a dense feed-forward is gated or plain.
+        gated: whether the experts and the shared expert are gated feed-forwards, or plain ones.
+        latent_size: the experts compute in a space of this size, between two projections that all share; None: they
+            compute with the hidden states (Nemotron 3).
         bias: whether the matrices of the experts have biases.
         clamped_gate: replaces the activation and its product with the up-projection; None: it does not.
         shared_intermediate_size: intermediate size of a shared expert that every token uses; None: there is none.
@@ -385,7 +406,8 @@ class Experts(Component):
     num_experts_per_token: PositiveInt
     intermediate_size: PositiveInt
     activation: Activation = "silu"
-    gated: Literal[True] = True
+    gated: bool = True
+    latent_size: PositiveInt | None = optional(None)
     bias: bool = False
     clamped_gate: ClampedGate | None = optional(None)
     router: Router = TopKRouter()
@@ -410,6 +432,8 @@ class Experts(Component):
                 where="model.experts",
                 fix="Set num_experts_per_token to 1, or choose another router.",
             )
+        if self.clamped_gate is not None and not self.gated:
+            raise JinguError("clamped_gate needs gated experts.", where="model.experts", fix="Set gated to true.")
         if isinstance(self.router, TopKRouter):
             self._check_router(self.router)
         return self
@@ -486,10 +510,12 @@ class StateSpace(Component):
         step_limits: smallest and largest length of a step; None: no largest one.
         norm: whether the gate is applied before the norm, behind it, or without a norm.
         eps: of the norm of each group of heads.
-        bias: whether the projections have biases.
+        bias: whether the projections of the inputs have biases.
+        output_bias: whether the projection of the outputs has a bias.
         conv_bias: whether the convolutions have biases.
         input_scale: multiplies the hidden states.
         part_scales: multiply gate, x, b, c and step after their projections (Falcon-H1).
+        output_scale: multiplies the results of the output projection.
     """
 
     type: Literal["state_space"] = "state_space"
@@ -502,9 +528,11 @@ class StateSpace(Component):
     norm: Literal["behind_gate", "before_gate", "none"] = "behind_gate"
     eps: PositiveFloat = 1e-5
     bias: bool = False
+    output_bias: bool = False
     conv_bias: bool = True
     input_scale: float = optional(1.0)
     part_scales: tuple[float, float, float, float, float] = optional((1.0, 1.0, 1.0, 1.0, 1.0))
+    output_scale: float = optional(1.0)
 
     @model_validator(mode="after")
     def _check_heads(self) -> StateSpace:
@@ -529,24 +557,31 @@ class ShortConv(Component):
     bias: bool = False
 
 
+class NoMixer(Component):
+    """No mixer, and no attention either: the layer is a feed-forward alone."""
+
+    type: Literal["none"] = "none"
+
+
 Norm = Annotated[RmsNorm | LayerNorm, Field(discriminator="type")]
 
 Position = Annotated[
     LearnedPositions | RotaryPositions | AlibiPositions | RelativeBias | NoPositions, Field(discriminator="type")
 ]
 
-FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts, Field(discriminator="type")]
+FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts | NoFeedForward, Field(discriminator="type")]
 
+# Mixers that keep a state.
+StateMixer = GatedDelta | StateSpace | ShortConv
 
-Mixer = Annotated[GatedDelta | StateSpace | ShortConv, Field(discriminator="type")]
+Mixer = Annotated[StateMixer | NoMixer, Field(discriminator="type")]
 
 
 class LayerSpec(Component):
     """A layer: its attention with the positions of that attention, its feed-forward, and its norms.
 
-    With a mixer, the layer has that instead of attention.
-
-    `ModelSpec.layer` returns it. The fields are those of `ModelSpec`.
+    `ModelSpec.layer` returns it. The fields are those of `ModelSpec`. `has_attention` and `state_mixer` say what of
+    attention and a mixer the layer has.
     """
 
     norm: Norm
@@ -557,3 +592,19 @@ class LayerSpec(Component):
     block_order: BlockOrder = "sequential"
     residual_scale: PositiveFloat = 1.0
     mixer: Mixer | None = None
+    parallel_mixer: bool = False
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer has attention."""
+        return self.mixer is None or self.parallel_mixer
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        """The mixer with a state; None if the layer has none."""
+        return None if isinstance(self.mixer, NoMixer) else self.mixer
+
+    @property
+    def intermediate_size(self) -> int:
+        """The intermediate size of the feed-forward; 0 if there is none."""
+        return 0 if isinstance(self.feed_forward, NoFeedForward) else self.feed_forward.intermediate_size

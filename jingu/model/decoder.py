@@ -28,8 +28,7 @@ from jingu.model.attention import (
 )
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.chunked_scan import document_starts
-from jingu.model.components import Experts, GatedDelta, LayerSpec, StateSpace
-from jingu.model.components import Mixer as MixerSpec
+from jingu.model.components import Experts, GatedDelta, LayerSpec, NoFeedForward, StateMixer, StateSpace
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.gated_delta import GatedDeltaMixer
@@ -59,7 +58,8 @@ AuxiliaryLoss = Callable[[list[RoutingStats]], Tensor]
 class Block(nn.Module):
     """A transformer block: self-attention, cross-attention if there is an encoder, and feed-forward.
 
-    Norms stand before these branches, behind them, or both, as the layer says; absent ones are None.
+    A mixer replaces attention or stands beside it, and a block may have no feed-forward, or nothing else. Norms stand
+    before these branches, behind them, or both, as the layer says; absent ones are None.
     """
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, *, causal: bool = True, cross: bool = False) -> None:
@@ -74,18 +74,18 @@ class Block(nn.Module):
             for place, has_norm in zip(("_norm", "_output_norm"), norm_places(layer, branch), strict=True)
         }
         self.attention_norm = norms["attention_norm"]
-        self.mixer = None if layer.mixer is None else build_mixer(spec, layer.mixer)
-        self.attention = build_attention(spec, layer, causal=causal) if self.mixer is None else None
+        self.attention = build_attention(spec, layer, causal=causal) if layer.has_attention else None
+        self.mixer = None if layer.state_mixer is None else build_mixer(spec, layer.state_mixer)
         self.attention_output_norm = norms["attention_output_norm"]
         self.cross_attention_norm = norms["cross_attention_norm"] if cross else None
         self.cross_attention = CrossAttention(spec, layer) if cross else None
         self.cross_attention_output_norm = norms["cross_attention_output_norm"] if cross else None
         self.feed_forward_norm = norms["feed_forward_norm"]
-        self.feed_forward: MoELayer | FeedForwardLayer
+        self.feed_forward: MoELayer | FeedForwardLayer | None = None
         rows = feed_forward_rows(layer.feed_forward, hidden_size)
         if isinstance(layer.feed_forward, Experts):
             self.feed_forward = MoELayer(layer.feed_forward, rows)
-        else:
+        elif not isinstance(layer.feed_forward, NoFeedForward):
             self.feed_forward = FeedForwardLayer(layer.feed_forward, rows)
         self.feed_forward_output_norm = norms["feed_forward_output_norm"]
 
@@ -97,6 +97,8 @@ class Block(nn.Module):
         self.dropout_seeds.own = context.dropout_seeds
         self.dropout_seeds.source = context.source_dropout_seeds
 
+        if self.attention is None and self.mixer is None:
+            return self._add_feed_forward(x_BTD, cache)
         normed_BTD = _norm(self.attention_norm, x_BTD)
         attended_BTD = _norm(self.attention_output_norm, self._attend(normed_BTD, context, cache))
         if self.parallel:
@@ -107,17 +109,23 @@ class Block(nn.Module):
         if self.cross_attention is not None:
             states_BTD = self.cross_attention(_norm(self.cross_attention_norm, x_BTD), context, cache)
             x_BTD = x_BTD + self._scaled(_norm(self.cross_attention_output_norm, states_BTD))
+        return self._add_feed_forward(x_BTD, cache)
+
+    def _add_feed_forward(self, x_BTD: Tensor, cache: LayerKVCache | None) -> tuple[Tensor, RoutingStats | None]:
+        """Return the hidden states after the feed-forward, if the block has one, and the statistics of the router."""
+        if self.feed_forward is None:
+            return x_BTD, None
         y_BTD, routing = self._feed_forward(_norm(self.feed_forward_norm, x_BTD), cache)
         return x_BTD + self._scaled(_norm(self.feed_forward_output_norm, y_BTD)), routing
 
     def _attend(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None) -> Tensor:
-        """Return the output of self-attention, or of the mixer that replaces it."""
+        """Return the sum of the outputs of self-attention and of the mixer, of which the block has one or both."""
+        outputs: list[Tensor] = []
+        if self.mixer is not None:
+            outputs.append(self.mixer(x_BTD, context.starts, None, False, context.document_parents, cache)[0])
         if self.attention is not None:
-            attended_BTD: Tensor = self.attention(x_BTD, context, cache)
-            return attended_BTD
-        assert self.mixer is not None
-        mixed_BTD: Tensor = self.mixer(x_BTD, context.starts, None, False, context.document_parents, cache)[0]
-        return mixed_BTD
+            outputs.append(self.attention(x_BTD, context, cache))
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
 
     def _scaled(self, branch_BTD: Tensor) -> Tensor:
         """Return the output of a branch as it is added to the hidden states."""
@@ -125,6 +133,7 @@ class Block(nn.Module):
 
     def _feed_forward(self, x_BTD: Tensor, cache: LayerKVCache | None) -> tuple[Tensor, RoutingStats | None]:
         """Return the output of the feed-forward and, with experts in training, the statistics of the router."""
+        assert self.feed_forward is not None
         if not isinstance(self.feed_forward, MoELayer):
             return self.feed_forward(x_BTD), None
         # With a cache, the last rows of a step may be padding. Do not send them to experts.
@@ -144,7 +153,7 @@ def build_attention(spec: ModelSpec, layer: LayerSpec, *, causal: bool) -> SelfA
     return SelfAttention(spec, layer, causal=causal)
 
 
-def build_mixer(spec: ModelSpec, part: MixerSpec) -> Mixer:
+def build_mixer(spec: ModelSpec, part: StateMixer) -> Mixer:
     """Return the mixer of a layer."""
     rows = mixer_rows(part, spec.hidden_size, residual_std(spec))
     if isinstance(part, GatedDelta):
@@ -323,8 +332,9 @@ class TransformerStack(nn.Module):
         masks: dict[Hashable, AttentionMask] = {}
         contexts = []
         for layer in self.kinds:
-            if layer.mixer is not None:
-                contexts.append(_add_documents(shared, inputs))
+            context = shared if layer.state_mixer is None else _add_documents(shared, inputs)
+            if not layer.has_attention:
+                contexts.append(context)
                 continue
             turns = layer.position, layer.attention.rotary_size
             if turns not in rotary:
@@ -350,7 +360,7 @@ class TransformerStack(nn.Module):
             scaling = layer.attention.query_scaling
             if scaling is not None and scaling not in factors:
                 factors[scaling] = query_factors(scaling, positions_BT, dtype)
-            contexts.append(shared._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
+            contexts.append(context._replace(rotary=rotary[turns], query_factor=factors[scaling], mask=masks[seen]))
         return contexts
 
 

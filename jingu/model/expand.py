@@ -242,8 +242,9 @@ def _wider(layer: LayerSpec, times: int) -> dict[str, int]:
     sizes = {
         "attention.num_heads": layer.attention.num_heads,
         "attention.num_kv_heads": layer.attention.num_kv_heads,
-        "feed_forward.intermediate_size": layer.feed_forward.intermediate_size,
     }
+    if layer.intermediate_size:
+        sizes["feed_forward.intermediate_size"] = layer.intermediate_size
     if isinstance(layer.feed_forward, Experts) and layer.feed_forward.shared_intermediate_size:
         sizes["feed_forward.shared_intermediate_size"] = layer.feed_forward.shared_intermediate_size
     return {path: times * size for path, size in sizes.items()}

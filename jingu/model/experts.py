@@ -105,16 +105,19 @@ class GroupedLinear(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts: a router, gated feed-forwards as experts, and a shared expert if the spec has one."""
+    """A mixture of experts: a router, feed-forwards as experts, and a shared expert if the spec has one."""
 
     def __init__(self, spec: Experts, rows: Rows) -> None:
         super().__init__()
         self.spec = spec
         self.sharding = styles(rows)
         self.router = build_linear(rows["router"])
-        self.gate = GroupedLinear(rows["gate"])
+        self.gate = GroupedLinear(rows["gate"]) if "gate" in rows else None
         self.up = GroupedLinear(rows["up"])
         self.down = GroupedLinear(rows["down"])
+        self.to_latent, self.from_latent = (
+            build_linear(rows[name]) if name in rows else None for name in ("to_latent", "from_latent")
+        )
         self.correction = Vector(rows["correction"]) if "correction" in rows else None
         shared = shared_expert(spec)
         self.shared = None if shared is None else FeedForwardLayer(shared, child_rows(rows, "shared"))
@@ -123,7 +126,10 @@ class MoELayer(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
         """Return the layer's output [B, T, D] and, in training, the router's statistics."""
         experts_BTK, weights_BTK, routing = self.route(self.router_logits(x_BTD))
-        y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
+        if self.to_latent is None or self.from_latent is None:
+            y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
+        else:
+            y_BTD = self.from_latent(self._mix(self.to_latent(x_BTD), experts_BTK, weights_BTK))
         # Every token also uses the shared expert.
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
@@ -226,11 +232,18 @@ class MoELayer(nn.Module):
     def compute(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
         """Run the experts on rows sorted by expert, of which each expert has `count_E`."""
         ends_E = count_E.cumsum(0).to(torch.int32)
-        gate, up, down = (partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down))
+        gate, up, down = (
+            None if part is None else partial(part, ends_E=ends_E) for part in (self.gate, self.up, self.down)
+        )
+        assert up is not None and down is not None
         return self.run_experts(x_MD, gate, up, down)
 
-    def run_experts(self, x_MD: Tensor, gate: ExpertProjection, up: ExpertProjection, down: ExpertProjection) -> Tensor:
-        """Run the gated feed-forward of one or several experts, with the given functions for its three matrices."""
+    def run_experts(
+        self, x_MD: Tensor, gate: ExpertProjection | None, up: ExpertProjection, down: ExpertProjection
+    ) -> Tensor:
+        """Run the feed-forward of one or several experts, with the given functions for its matrices."""
+        if gate is None:
+            return down(activate(up(x_MD), self.spec.activation))
         clamped = self.spec.clamped_gate
         if clamped is None:
             return down(activate(gate(x_MD), self.spec.activation) * up(x_MD))

@@ -239,6 +239,9 @@ class FeedForwardLayer(nn.Module):
     def __init__(self, spec: PlainFeedForward | GatedFeedForward, rows: Rows) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
+        self.gate_scale, self.output_scale = 1.0, 1.0
+        if isinstance(spec, GatedFeedForward):
+            self.gate_scale, self.output_scale = spec.gate_scale, spec.output_scale
         self.sharding = styles(rows)
         self.gate = build_linear(rows["gate"]) if "gate" in rows else None
         self.up = build_linear(rows["up"])
@@ -249,14 +252,23 @@ class FeedForwardLayer(nn.Module):
         self.gate_up: Linear | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD = self._compute(x_BTD)
+        return y_BTD if self.output_scale == 1.0 else y_BTD * self.output_scale
+
+    def _compute(self, x_BTD: Tensor) -> Tensor:
+        """Return the results before they are scaled."""
         gate_up = self.gate_up
         if gate_up is not None:
             gate_BTF, up_BTF = gate_up(x_BTD).chunk(2, -1)
-            return self.down(activate(gate_BTF, self.activation).mul_(up_BTF))
+            return self.down(self._activate_gate(gate_BTF).mul_(up_BTF))
         up_BTF = self.up(x_BTD)
         if self.alpha_p is not None and self.alpha_n is not None:
             alphas = self.alpha_p.weight.to(up_BTF.dtype), self.alpha_n.weight.to(up_BTF.dtype)
             return self.down(apply_batch_invariant(lambda x: xielu(x, *alphas), up_BTF))
         if self.gate is None:
             return self.down(activate(up_BTF, self.activation))
-        return self.down(activate(self.gate(x_BTD), self.activation) * up_BTF)
+        return self.down(self._activate_gate(self.gate(x_BTD)) * up_BTF)
+
+    def _activate_gate(self, gate_BTF: Tensor) -> Tensor:
+        """Return the activated gate."""
+        return activate(gate_BTF if self.gate_scale == 1.0 else gate_BTF * self.gate_scale, self.activation)

@@ -20,13 +20,14 @@ from jingu.model.components import (
     LayerNorm,
     LayerSpec,
     LearnedPositions,
-    Mixer,
+    NoFeedForward,
     Norm,
     PlainFeedForward,
     RandomProjectionRouter,
     RelativeBias,
     RmsNorm,
     ShortConv,
+    StateMixer,
     StateSpace,
     TopKRouter,
 )
@@ -137,7 +138,7 @@ def _latent_rows(part: AttentionSpec, latent: LatentAttention, width: int) -> di
     return rows
 
 
-def state_shapes(part: Mixer, width: int) -> list[tuple[int, ...]]:
+def state_shapes(part: StateMixer, width: int) -> list[tuple[int, ...]]:
     """Return the shapes of the state of one sequence: the last inputs of the convolutions, and that of the recurrence.
 
     The first is stored in the dtype of the hidden states, the second in fp32. Their size does not depend on the number
@@ -208,7 +209,7 @@ def state_space_rows(part: StateSpace, width: int, std: float | None = None) -> 
     }
     if part.norm != "none":
         rows["norm"] = ModuleRow((inner,), "heads", initial=1.0)
-    return rows | {"output": ModuleRow((width, inner), "from_heads", part.bias, std=std)}
+    return rows | {"output": ModuleRow((width, inner), "from_heads", part.output_bias, std=std)}
 
 
 def short_conv_rows(part: ShortConv, width: int, std: float | None = None) -> dict[str, ModuleRow]:
@@ -228,7 +229,7 @@ _MIXER_ORDER = (
 )
 
 
-def mixer_rows(part: Mixer, width: int, std: float | None = None) -> dict[str, ModuleRow]:
+def mixer_rows(part: StateMixer, width: int, std: float | None = None) -> dict[str, ModuleRow]:
     """Return the rows of a mixer.
 
     Args:
@@ -260,6 +261,8 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
         width: the hidden size.
         std: standard deviation of the initial weights of `down`.
     """
+    if isinstance(part, NoFeedForward):
+        return {}
     size = part.intermediate_size
     if not isinstance(part, Experts):
         gate = {"gate": ModuleRow((size, width), "column", part.bias)} if isinstance(part, GatedFeedForward) else {}
@@ -268,17 +271,21 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
         numbers = {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3))} if part.activation == "xielu" else {}
         alphas = {name: ModuleRow((1,), initial=number) for name, number in numbers.items()}
         return {**gate, "up": up, "down": down, **alphas}
-    experts = part.num_experts
+    experts, inner = part.num_experts, part.latent_size or width
     rows = {
         "router": ModuleRow(
             (experts, width),
             bias=isinstance(part.router, TopKRouter) and part.router.bias,
             is_trained=not isinstance(part.router, RandomProjectionRouter),
         ),
-        "gate": ModuleRow((experts, size, width), "column", part.bias),
-        "up": ModuleRow((experts, size, width), "column", part.bias),
-        "down": ModuleRow((experts, width, size), "row", part.bias, std=std),
+        "gate": ModuleRow((experts, size, inner), "column", part.bias),
+        "up": ModuleRow((experts, size, inner), "column", part.bias),
+        "down": ModuleRow((experts, inner, size), "row", part.bias, std=std),
     }
+    if not part.gated:
+        del rows["gate"]
+    if part.latent_size is not None:
+        rows |= {"to_latent": ModuleRow((inner, width)), "from_latent": ModuleRow((width, inner), std=std)}
     if has_correction(part):
         rows["correction"] = ModuleRow((experts,), initial=0.0, is_trained=False)
     shared = shared_expert(part)
@@ -289,16 +296,20 @@ def feed_forward_rows(part: FeedForward, width: int, std: float | None = None) -
     return rows
 
 
-def shared_expert(part: Experts) -> GatedFeedForward | None:
+def shared_expert(part: Experts) -> PlainFeedForward | GatedFeedForward | None:
     """Return the feed-forward of the shared expert; None if there is none."""
-    if part.shared_intermediate_size is None:
-        return None
-    return GatedFeedForward(intermediate_size=part.shared_intermediate_size, activation=part.activation)
+    return None if part.shared_intermediate_size is None else _like_experts(part, part.shared_intermediate_size)
+
+
+def _like_experts(part: Experts, size: int) -> PlainFeedForward | GatedFeedForward:
+    """Return a feed-forward of the kind of the experts."""
+    kind = GatedFeedForward if part.gated else PlainFeedForward
+    return kind(intermediate_size=size, activation=part.activation)
 
 
 def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[str, ModuleRow]:
     """Return the rows of a block; with `has_source`, it also attends to an encoder."""
-    branches = {"attention": {} if layer.mixer is not None else attention_rows(spec, layer)}
+    branches = {"attention": attention_rows(spec, layer) if layer.has_attention else {}}
     if has_source:
         branches["cross_attention"] = branches["attention"]
     branches["feed_forward"] = feed_forward_rows(layer.feed_forward, spec.hidden_size, residual_std(spec))
@@ -307,14 +318,20 @@ def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[s
         before, behind = norm_places(layer, branch)
         rows |= norm_rows(f"{branch}_norm", layer.norm, spec.hidden_size) if before else {}
         rows |= _prefixed(branch, branch_rows)
-        if layer.mixer is not None and branch == "attention":
-            rows |= _prefixed("mixer", mixer_rows(layer.mixer, spec.hidden_size, residual_std(spec)))
+        if layer.state_mixer is not None and branch == "attention":
+            rows |= _prefixed("mixer", mixer_rows(layer.state_mixer, spec.hidden_size, residual_std(spec)))
         rows |= norm_rows(f"{branch}_output_norm", layer.norm, spec.hidden_size) if behind else {}
     return rows
 
 
 def norm_places(layer: LayerSpec, branch: str) -> tuple[bool, bool]:
-    """Return whether a branch of a block has a norm before it, and one behind it."""
+    """Return whether a branch of a block has a norm before it, and one behind it; a mixer has those of attention."""
+    has_branch = {
+        "attention": layer.has_attention or layer.state_mixer is not None,
+        "feed_forward": not isinstance(layer.feed_forward, NoFeedForward),
+    }
+    if not has_branch.get(branch, True):
+        return False, False
     is_shared = layer.block_order == "parallel_one_norm" and branch == "feed_forward"
     return layer.norm_placement != "behind" and not is_shared, layer.norm_placement != "before"
 
@@ -388,7 +405,7 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
         size: bytes of the compute dtype.
     """
     part, feed_forward = layer.attention, layer.feed_forward
-    assert layer.mixer is None
+    assert layer.mixer is None and not isinstance(feed_forward, NoFeedForward)
     stacks = 1 + (spec.num_encoder_layers is not None)
     # Tensors saved by norms, and the inputs of matmuls.
     branches = ["attention"] * stacks + ["feed_forward"]
@@ -430,12 +447,12 @@ def _saved_by_attention(part: AttentionSpec, size: float) -> float:
     return saved
 
 
-def dense_equivalent(part: FeedForward) -> PlainFeedForward | GatedFeedForward:
+def dense_equivalent(part: FeedForward) -> PlainFeedForward | GatedFeedForward | NoFeedForward:
     """Return the feed-forward of the size that a token uses of a mixture of experts; a dense one as it is."""
     if not isinstance(part, Experts):
         return part
     size = part.num_experts_per_token * part.intermediate_size + (part.shared_intermediate_size or 0)
-    return GatedFeedForward(intermediate_size=size, activation=part.activation)
+    return _like_experts(part, size)
 
 
 def routed_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
@@ -443,10 +460,15 @@ def routed_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     part = layer.feed_forward
     if not isinstance(part, Experts):
         return 0.0
-    return part.num_experts_per_token * 2.0 * spec.hidden_size * size + 8.0 * part.num_experts
+    # The inputs and outputs of the projections to a latent space.
+    latents = 0 if part.latent_size is None else 2 * part.latent_size
+    width = part.latent_size or spec.hidden_size
+    return (part.num_experts_per_token * 2.0 * width + latents) * size + 8.0 * part.num_experts
 
 
-def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: float) -> float:
+def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward | NoFeedForward, size: float) -> float:
+    if isinstance(part, NoFeedForward):
+        return 0.0
     # The input (for ReLU, the output) of the activation, both factors of the gate, and the input of the last matmul.
     tensors = 2 * isinstance(part, GatedFeedForward) + 1 + (part.activation != "relu")
     # xIELU saves three more tensors and a mask.
@@ -457,7 +479,7 @@ def _saved_by_feed_forward(part: PlainFeedForward | GatedFeedForward, size: floa
 def score_bytes(layer: LayerSpec, size: float) -> float:
     """Return the bytes that a layer saves for each attention score of a head: none with the kernels of PyTorch."""
     part = layer.attention
-    if layer.mixer is not None or (part.softcap is None and not part.sinks):
+    if not layer.has_attention or (part.softcap is None and not part.sinks):
         return 0.0
     # The results of tanh and of softmax, and the probabilities in the compute dtype.
     return (1 + (part.softcap is not None)) * max(size, 4.0) + (size if size < 4 else 0.0)
@@ -473,27 +495,39 @@ def _saved_by_norm(norm: Norm, width: int, groups: int, size: float) -> float:
 
 
 def attended_tokens(layer: LayerSpec, sequence: int) -> float:
-    """Return the mean number of tokens that a token of a sequence attends to: without a window, half of them."""
-    if layer.mixer is not None:
-        return float(cached_tokens(layer, sequence))
-    window = cached_tokens(layer, sequence)
+    """Return the mean number of tokens that a token of a sequence attends to: without a window, half of them.
+
+    A state counts as in `cached_tokens`.
+    """
+    state = _state_tokens(layer)
+    if not layer.has_attention:
+        return state
+    window = cached_tokens(layer, sequence) - state
     if layer.attention.chunk_size == layer.attention.reach is not None:
-        return window / 2
-    return window * (1 - window / (2 * sequence))
+        return window / 2 + state
+    return window * (1 - window / (2 * sequence)) + state
 
 
-def cached_tokens(layer: LayerSpec, past: int) -> int:
+def cached_tokens(layer: LayerSpec, past: int) -> float:
     """Return how many of `past` tokens a layer attends to in generation.
 
     A mixer with a state counts as attention to as many tokens as its state has rows, and half of them again: the state
     decays, is read for the key and for the query, and is written.
     """
-    if layer.mixer is not None:
-        return _state_size(layer.mixer)[0] * 3 // 2
-    return min(layer.attention.reach or past, past)
+    attended = min(layer.attention.reach or past, past) if layer.has_attention else 0
+    return attended + _state_tokens(layer)
 
 
-def _state_size(part: Mixer) -> tuple[int, int]:
+def _state_tokens(layer: LayerSpec) -> float:
+    """Return the tokens of `attention_width` elements that a state counts as."""
+    if layer.state_mixer is None:
+        return 0.0
+    rows, elements = _state_size(layer.state_mixer)
+    tokens = float(rows * 3 // 2)
+    return tokens * elements / attention_width(layer) if layer.has_attention else tokens
+
+
+def _state_size(part: StateMixer) -> tuple[int, int]:
     """Return the rows of the state of a recurrence, and the elements of a row in all heads; (0, 0) if there is none."""
     if isinstance(part, ShortConv):
         return 0, 0
@@ -508,8 +542,8 @@ def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
         cached: in generation, where queries meet the latent vectors themselves.
     """
     part = layer.attention
-    if layer.mixer is not None:
-        return _state_size(layer.mixer)[1]
+    if not layer.has_attention:
+        return 0 if layer.state_mixer is None else _state_size(layer.state_mixer)[1]
     if cached and part.latent is not None:
         return part.num_heads * (part.latent.rank + part.latent.rotary_dim / 2)
     return part.num_heads * (part.head_dim + part.value_size) / 2
@@ -518,7 +552,7 @@ def attention_width(layer: LayerSpec, *, cached: bool = False) -> float:
 def cached_numbers(layer: LayerSpec) -> int:
     """Return the numbers that a layer caches for each token: its keys and values, or the latent vector of both."""
     part = layer.attention
-    if layer.mixer is not None:
+    if not layer.has_attention:
         return 0
     if part.latent is not None:
         return part.latent.rank + part.latent.rotary_dim
@@ -531,12 +565,12 @@ def kv_heads(layer: LayerSpec, name: str) -> int:
     Args:
         name: name of the parameter.
     """
-    if ".mixer." not in name or layer.mixer is None:
+    if ".mixer." not in name or layer.state_mixer is None:
         return layer.attention.num_kv_heads
-    return mixer_heads(layer.mixer)[1]
+    return mixer_heads(layer.state_mixer)[1]
 
 
-def mixer_heads(part: Mixer) -> tuple[int, int]:
+def mixer_heads(part: StateMixer) -> tuple[int, int]:
     """Return the number of heads of a mixer, and of its heads of keys or groups; a convolution has none (0)."""
     if isinstance(part, GatedDelta):
         return part.num_heads, part.num_key_heads
@@ -544,12 +578,12 @@ def mixer_heads(part: Mixer) -> tuple[int, int]:
 
 
 def state_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
-    """Return the bytes of the state that a layer keeps for each sequence in generation: none with attention.
+    """Return the bytes of the state that a layer keeps for each sequence in generation: none without a state.
 
     Args:
         size: bytes of the compute dtype; the state of a recurrence has at least fp32.
     """
-    if layer.mixer is None:
+    if layer.state_mixer is None:
         return 0.0
-    conv, *recurrent = (prod(shape) for shape in state_shapes(layer.mixer, spec.hidden_size))
+    conv, *recurrent = (prod(shape) for shape in state_shapes(layer.state_mixer, spec.hidden_size))
     return conv * size + sum(recurrent) * max(size, 4.0)

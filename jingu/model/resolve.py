@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.components import Experts, RotaryPositions
+from jingu.model.components import Experts, NoFeedForward, RotaryPositions
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping
 from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
@@ -80,6 +80,8 @@ def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) 
     experts = settings.experts.model_dump(exclude_none=True)
     has_encoder = template.num_encoder_layers is not None
     has_rotary = isinstance(template.position, RotaryPositions)
+    has_attention = any(layer.has_attention for layer in template.kinds)
+    has_feed_forward = any(layer.intermediate_size for layer in template.kinds)
     for setting, has, what, where, example in (
         (settings.num_encoder_layers, has_encoder, "encoder", "model.num_encoder_layers", "one (t5)"),
         (settings.rope_theta, has_rotary, "rotary positions", "model.rope_theta", "them (llama)"),
@@ -90,6 +92,8 @@ def _check_family(settings: ModelSettings, template: ModelSpec, family: Family) 
             "model.num_kv_heads",
             "them (llama)",
         ),
+        (settings.num_heads or settings.num_kv_heads, has_attention, "attention", "model.num_heads", "it (llama)"),
+        (settings.intermediate_size, has_feed_forward, "feed-forward", "model.intermediate_size", "one (llama)"),
         (experts, family.experts, "experts", f"model.experts.{next(iter(experts), None)}", "them (mixtral)"),
     ):
         if setting and not has:
@@ -168,10 +172,10 @@ def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) 
     values: dict[str, object] = {}
     # Settings of experts turn a dense feed-forward into a mixture, with the family's defaults.
     if experts and not isinstance(part, Experts):
-        assert family.experts is not None
+        assert family.experts is not None and not isinstance(part, NoFeedForward)
         values = {"": family.experts, ".intermediate_size": part.intermediate_size, ".activation": part.activation}
         part = family.experts
-    if settings.intermediate_size or settings.hidden_size:
+    if settings.intermediate_size or (settings.hidden_size and not isinstance(part, NoFeedForward)):
         values[".intermediate_size"] = settings.intermediate_size or family.feed_forward_size(
             settings.hidden_size or template.hidden_size
         )

@@ -24,6 +24,7 @@ from jingu.model.components import (
     LearnedPositions,
     LongropeScaling,
     Mixer,
+    NoFeedForward,
     Norm,
     NormPlacement,
     Position,
@@ -68,6 +69,7 @@ class ModelSpec(Component):
         block_order: whether attention and feed-forward of a block follow each other or are parallel.
         residual_scale: multiplies the outputs of attention and feed-forward before they are added to the hidden states.
         mixer: a mixer with a state of fixed size, which replaces attention; None: attention.
+        parallel_mixer: whether the mixer stands beside attention, on the same hidden states, instead of replacing it.
         embedding_scale: multiplies the embedding.
         round_embedding_scale: whether `embedding_scale` is rounded to the dtype of the embedding.
         logit_scale: multiplies the logits.
@@ -103,6 +105,7 @@ class ModelSpec(Component):
     block_order: BlockOrder = optional("sequential")
     residual_scale: PositiveFloat = optional(1.0)
     mixer: Mixer | None = optional(None)
+    parallel_mixer: bool = optional(False)
     embedding_scale: PositiveFloat | Literal["sqrt_hidden_size"] = optional(1.0)
     round_embedding_scale: bool = optional(False)
     logit_scale: PositiveFloat = optional(1.0)
@@ -214,8 +217,16 @@ class ModelSpec(Component):
             problem = f"latent attention has as many key-value heads as heads, not {part.num_kv_heads}"
         elif part.latent is not None and (part.qk_norm or self.num_encoder_layers or part.value_scale != 1.0):
             problem = "latent attention has no norm of queries and keys, no scale of values, and no encoder"
+        elif part.latent is not None and (part.input_scale, part.key_scale, part.output_scale) != (1.0, 1.0, 1.0):
+            problem = "latent attention has no scales of inputs, keys and outputs"
         elif layer.mixer is not None and (self.num_encoder_layers or isinstance(self.adapter, DeepPrompt)):
-            problem = "a mixer with a state needs a model without encoder and without a prompt of keys and values"
+            problem = "a mixer needs a model without encoder and without a prompt of keys and values"
+        elif layer.parallel_mixer and layer.state_mixer is None:
+            problem = "parallel_mixer needs a mixer with a state"
+        elif isinstance(layer.feed_forward, NoFeedForward) and (layer.mixer is not None and layer.state_mixer is None):
+            problem = "a layer without mixer and feed-forward computes nothing"
+        elif layer.block_order != "sequential" and isinstance(layer.feed_forward, NoFeedForward):
+            problem = "attention and feed-forward are parallel, and there is no feed-forward"
         elif self.num_encoder_layers and has_correction(layer.feed_forward):
             problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
@@ -270,7 +281,7 @@ class ModelSpec(Component):
     @property
     def has_state(self) -> bool:
         """Whether some layers have a mixer with a state instead of attention."""
-        return any(layer.mixer is not None for layer in self.kinds)
+        return any(layer.state_mixer is not None for layer in self.kinds)
 
     def uniform(self, layer: LayerSpec, num_layers: int = 1) -> ModelSpec:
         """Return the spec of a model whose layers are all equal to `layer`."""

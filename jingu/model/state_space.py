@@ -181,10 +181,12 @@ class StateSpaceMixer(Mixer):
     def finish(self, y_BTHP: Tensor, gate: Tensor) -> Tensor:
         y_BTE = y_BTHP.flatten(2)
         if self.norm is None:
-            return self.output(y_BTE * apply_batch_invariant(F.silu, gate))
-        # Each group of heads has a norm of its own.
-        groups = (-1, self.spec.head_dim * self.spec.num_heads // self.spec.num_groups)
-        return self.output(self.norm(y_BTE.unflatten(-1, groups), gate.unflatten(-1, groups)).flatten(2))
+            y_BTE = y_BTE * apply_batch_invariant(F.silu, gate)
+        else:
+            # Each group of heads has a norm of its own.
+            groups = (-1, self.spec.head_dim * self.spec.num_heads // self.spec.num_groups)
+            y_BTE = self.norm(y_BTE.unflatten(-1, groups), gate.unflatten(-1, groups)).flatten(2)
+        return _scale(self.output(y_BTE), self.spec.output_scale)
 
 
 def _scale(x: Tensor, factor: float) -> Tensor:

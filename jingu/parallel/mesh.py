@@ -166,14 +166,28 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
 
 def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_heads: bool) -> None:
     """Raise JinguError if a layer cannot be divided over these axes; see `_check`."""
-    heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
-    if layer.mixer is not None:
-        heads, kv_heads = mixer_heads(layer.mixer)
+    if layer.has_attention:
+        _check_heads(sizes, layer.attention.num_heads, layer.attention.num_kv_heads, by_heads=by_heads)
+    mixer = layer.state_mixer
+    if mixer is not None:
+        heads, groups = mixer_heads(mixer)
         # A convolution is divided by channels.
-        heads, kv_heads = heads or sizes.tensor, kv_heads or sizes.tensor
-        if isinstance(layer.mixer, StateSpace) and layer.mixer.norm != "none" and kv_heads % sizes.tensor:
+        _check_heads(sizes, heads or sizes.tensor, groups or sizes.tensor, by_heads=by_heads)
+        if isinstance(mixer, StateSpace) and mixer.norm != "none" and groups % sizes.tensor:
             # Its norm is over all heads of a group.
-            raise _division_error(f"{kv_heads} groups of heads", sizes.tensor, "tensor", kv_heads)
+            raise _division_error(f"{groups} groups of heads", sizes.tensor, "tensor", groups)
+    for what, number in (("vocabulary", spec.vocab_size), ("feed-forward intermediate size", layer.intermediate_size)):
+        # Blocks are rounded up, so the last rank can be left without a part.
+        if number and -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
+            raise JinguError(
+                f"a {what} of {number} leaves nothing for the last of {sizes.tensor} ranks.",
+                where="parallel.tensor",
+                fix="Set it lower.",
+            )
+
+
+def _check_heads(sizes: AxisSizes, heads: int, kv_heads: int, *, by_heads: bool) -> None:
+    """Raise JinguError if heads cannot be divided over these axes; see `_check`."""
     if heads % sizes.tensor:
         raise _division_error(f"{heads} attention heads", sizes.tensor, "tensor", heads)
     if kv_heads % sizes.tensor and sizes.tensor % kv_heads:
@@ -183,17 +197,6 @@ def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_head
         if by_heads and number % sizes.context and (what == "attention" or sizes.context % number):
             what_heads = f"the {number} {what} heads of a tensor rank"
             raise _division_error(what_heads, sizes.context, "context", number, or_else="parallel.context_method=ring")
-    for what, number in (
-        ("vocabulary", spec.vocab_size),
-        ("feed-forward intermediate size", layer.feed_forward.intermediate_size),
-    ):
-        # Blocks are rounded up, so the last rank can be left without a part.
-        if -(-number // sizes.tensor) * (sizes.tensor - 1) >= number:
-            raise JinguError(
-                f"a {what} of {number} leaves nothing for the last of {sizes.tensor} ranks.",
-                where="parallel.tensor",
-                fix="Set it lower.",
-            )
 
 
 def _division_error(what: str, size: int, axis: str, total: int, or_else: str = "") -> JinguError:

@@ -307,7 +307,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
     plain_mesh = join_meshes([replicate, fsdp, tensor])
     kv_head_meshes = {}
     numbers = {layer.attention.num_kv_heads for layer in spec.kinds}
-    numbers |= {mixer_heads(layer.mixer)[1] for layer in spec.kinds if layer.mixer is not None}
+    numbers |= {mixer_heads(layer.state_mixer)[1] for layer in spec.kinds if layer.state_mixer is not None}
     for number in sorted(numbers):
         if 0 < number < tensor.size():
             # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.

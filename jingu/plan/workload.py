@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.components import Experts, LayerSpec
+from jingu.model.components import Experts, LayerSpec, NoFeedForward
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
 from jingu.model.parts import attention_width, dense_equivalent, kv_heads, routed_bytes, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
@@ -380,7 +380,8 @@ def _outputs(weight: Weight, layer: LayerSpec) -> float:
 @lru_cache(maxsize=64)
 def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> float:
     """Return the bytes per token that a decoder block saves for its backward pass."""
-    if has_table(spec) and not spec.frozen_parameters and layer.mixer is None:
+    has_formula = layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
+    if has_table(spec) and not spec.frozen_parameters and has_formula:
         return saved_bytes(spec, layer, compute_bytes)
     dense = layer.model_copy(update={"feed_forward": dense_equivalent(layer.feed_forward)})
     return routed_bytes(spec, layer, compute_bytes) + _count_saved(spec.uniform(dense), compute_bytes)
@@ -391,18 +392,15 @@ def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:
     from jingu.model.chunked_scan import CHUNK_SIZE
 
     # Layers with a state compute whole chunks, and the first one saves more than the others.
-    length = 4 * CHUNK_SIZE if spec.has_state else min(64, spec.max_position_embeddings // 2)
+    length = 4 * CHUNK_SIZE if spec.has_state else min(64, spec.max_position_embeddings // 3)
     # Attention on the meta device saves its probabilities, unlike the kernels of real devices. They grow with the
-    # square of the length, so two lengths separate them from the linear part: with f(n) = a·n + b·n²,
-    # 4·f(n) - f(2n) = 2·a·n.
-    short, long = (
+    # square of the length, and layers with a state have constants of the size of a chunk. Three lengths separate them
+    # from the linear part: with f(n) = c + a·n + b·n², -5·f(n) + 8·f(2n) - 3·f(3n) = 2·a·n.
+    saved = [
         _count_saved_by_model(spec, 2, size, compute_bytes) - _count_saved_by_model(spec, 1, size, compute_bytes)
-        for size in (length, 2 * length)
-    )
-    if spec.default_layer.mixer is not None:
-        # There is no attention, but there are constants of the size of a chunk.
-        return (long - short) / length
-    return (4 * short - long) / (2 * length)
+        for size in (length, 2 * length, 3 * length)
+    ]
+    return (-5 * saved[0] + 8 * saved[1] - 3 * saved[2]) / (2 * length)
 
 
 def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_bytes: float) -> int:

@@ -19,9 +19,8 @@ REFUSED = [
     ("OlmoHybridConfig", "OlmoHybridForCausalLM", "norms before or behind the branches", "olmo3"),
     ("Lfm3Config", "Lfm3ForCausalLM", "a gate for each head", "qwen3"),
     ("Gemma3nTextConfig", "Gemma3nForCausalLM", "embeddings for each layer", "gemma3_text"),
-    ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", "tensors of Mamba-2 layers", "granite"),
-    ("NemotronHConfig", "NemotronHForCausalLM", "blocks of one mixer", "arcee"),
-    ("FalconH1Config", "FalconH1ForCausalLM", "a multiplier for each projection", "granite"),
+    ("Zamba2Config", "Zamba2ForCausalLM", "blocks that several layers share", "bamba"),
+    ("JambaConfig", "JambaForCausalLM", "Mamba layers", "mixtral"),
     ("OPTConfig", "OPTForCausalLM", "learned positions with an offset", "gpt2"),
 ]
 

@@ -129,6 +129,18 @@ PUBLISHED = {
 # The others are rounded as in the names and cards of the models.
 ROUNDED = {
     "lfm2-8b-a1b": 8.3,
+    "granite-4.0-h-micro": 3.2,
+    "granite-4.0-h-tiny": 6.9,
+    "granite-4.0-h-small": 32,
+    "bamba-9b": 9.8,
+    "falcon-h1-0.5b": 0.5,
+    "falcon-h1-7b": 7.6,
+    "falcon-h1-34b": 34,
+    "nemotron-h-8b": 8.1,
+    "nemotron-3-nano-30b-a3b": 31.6,
+    "mamba2-130m": 0.1,
+    "mamba2-2.7b": 2.7,
+    "mamba-codestral-7b": 7.3,
     "qwen3-next-80b-a3b": 80,
     "qwen3.5-27b": 27,
     "qwen3.5-35b-a3b": 35,

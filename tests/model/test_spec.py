@@ -72,7 +72,7 @@ def test_settings_override_the_habits() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"family": "lama"},
-        "model.family: there is no family 'lama'. The nearest are llama; `jingu model list` shows all.",
+        "model.family: there is no family 'lama'. The nearest are llama, bamba; `jingu model list` shows all.",
     ),
     (
         {"hidden_size": 100, "num_heads": 6},

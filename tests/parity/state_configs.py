@@ -18,6 +18,45 @@ DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"], "conv_L_cache": 4}
+LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]
+STATE_SPACE = {"mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 10, "mamba_d_conv": 3}
+LIMITS = {"time_step_limit": (0.01, 0.9)}
+GRANITE = {
+    **STATE_SPACE,
+    "layer_types": LAYERS,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+    "shared_intermediate_size": 28,
+}
+FALCON = {
+    **STATE_SPACE,
+    "mamba_d_ssm": 60,
+    "attention_in_multiplier": 0.7,
+    "key_multiplier": 1.9,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
+    "mlp_multipliers": [0.8, 1.4],
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 7,
+    "n_groups": 3,
+    "ssm_state_size": 10,
+    "conv_kernel": 3,
+    "head_dim": 12,
+    "n_routed_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "routed_scaling_factor": 1.7,
+}
 SHARED = {"shared_expert_intermediate_size": 28}
 STATE_CONFIGS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: config("Lfm2", **CONVOLUTIONS, conv_bias=True, block_auto_adjust_ff_dim=False),
@@ -27,4 +66,20 @@ STATE_CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: config("Qwen3Next", **DELTA, **experts(), **SHARED, mlp_only_layers=[1]),
     "qwen3_5_text": lambda: config("Qwen3_5Text", **DELTA),
     "qwen3_5_moe_text": lambda: config("Qwen3_5MoeText", **DELTA, **experts(), **SHARED),
+    "granitemoehybrid": lambda: config("GraniteMoeHybrid", **GRANITE, num_local_experts=5, num_experts_per_tok=2),
+    "granitemoehybrid-dense": lambda: config(
+        "GraniteMoeHybrid", **GRANITE, **LIMITS, num_local_experts=0, position_embedding_type="rope"
+    ),
+    "falcon_h1": lambda: config("FalconH1", **FALCON, mamba_rms_norm=True, attention_bias=True, projectors_bias=True),
+    "falcon_h1-plain": lambda: config("FalconH1", **{**FALCON, **LIMITS, "mamba_d_ssm": None}, mamba_proj_bias=True),
+    "nemotron_h": lambda: config("NemotronH", **NEMOTRON, moe_latent_size=24, n_group=2, topk_group=1),
+    "nemotron_h-dense": lambda: config(
+        "NemotronH",
+        **{**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+        time_step_min=0.05,
+    ),
+    "mamba2": lambda: config(
+        "Mamba2", num_heads=6, head_dim=16, n_groups=3, state_size=10, conv_kernel=3, use_bias=True
+    ),
+    "bamba": lambda: config("Bamba", **STATE_SPACE, **LIMITS, attn_layer_indices=[1, 4], mamba_proj_bias=True),
 }

@@ -32,10 +32,11 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.adapter_specs import Lora
-from jingu.model.components import GatedDelta, LongropeScaling
+from jingu.model.components import GatedDelta, LongropeScaling, StateSpace
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
+from jingu.model.parts import mixer_heads
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
 from jingu.text.tokenizer import Tokenizer
@@ -207,9 +208,14 @@ NO_MODEL = {"granitemoeshared", "glm4_moe", "dots1", "deepseek_v2"}
 def test_an_empty_config_has_the_values_of_transformers(name: str) -> None:
     """If this fails, `sizes` and `defaults` of the family's table lack keys of the class, or have other values."""
     family = FAMILIES[name]
-    assert family.spec_from_hf(family.complete({}, is_part=True)) == family.spec_from_hf(
-        type(CASES[name]())().to_dict()
-    )
+    theirs = type(CASES[name]())().to_dict()
+    assert family.spec_from_hf(family.complete({}, is_part=True)) == read_complete(name, theirs)
+
+
+def read_complete(name: str, config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a config that transformers wrote. Some classes have no key of the context length."""
+    family = FAMILIES[name.partition("-")[0]]
+    return family.spec_from_hf(family.complete(config, is_part=False))
 
 
 @pytest.mark.slow
@@ -223,7 +229,7 @@ def test_each_absent_key_has_the_value_of_transformers(name: str) -> None:
     for key in keys:
         others = {name: value for name, value in keys.items() if name != key}
         try:
-            expected = family.spec_from_hf(type(config)(**others).to_dict())
+            expected = read_complete(name, type(config)(**others).to_dict())
             spec = family.spec_from_hf(family.complete(others, is_part=False))
         except Exception:  # transformers' classes raise any
             continue
@@ -357,10 +363,19 @@ def test_generation_in_a_batch_equals_one_by_one_uncached_and_transformers(pair:
     requests = [Request(prompt, GREEDY, num_tokens, ignore_eos=True) for prompt in prompts]
     settings = EngineSettings(max_num_seqs=3, block_size=4, prefill_chunk_size=5)
     together = generate(Engine(model, settings), requests)
+    # With a cache, transformers ignores the limits of the steps of state spaces.
+    has_limits = any(
+        isinstance(layer.mixer, StateSpace) and layer.mixer.step_limits != (0.0, None) for layer in pair.spec.layers
+    )
     for prompt, request, chosen in zip(prompts, requests, together, strict=True):
         assert generate(Engine(model), [request]) == [chosen]
         text = pair.theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=not has_limits,
         )
         assert text[0, len(prompt) :].tolist() == chosen
         with torch.no_grad():
@@ -381,8 +396,11 @@ def adapter_targets(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
         "embedding",
         *["head"] * (not spec.tie_word_embeddings),
     )
-    if spec.experts is None:
+    if spec.experts is None and not FAMILIES[spec.family].peft_refused:
         return {"all": everything}
+    if spec.experts is None:
+        inputs = "*.mixer.[!o]*"
+        return {"all": everything, "all that peft adapts": tuple(p.replace("*.mixer.*", inputs) for p in everything)}
     experts = [name.removesuffix(".weight") for name, shape in parameter_shapes(spec).items() if len(shape) == 3]
     return {
         "all": everything,
@@ -432,7 +450,8 @@ def test_a_trained_adapter_in_peft_and_back(pair: Pair, tmp_path: Path, monkeypa
         try:
             write_adapters(adapters, pair.stored, pair.folder, folder)
         except JinguError as error:
-            assert pair.spec.experts is not None and "peft cannot load an adapter of" in error.what
+            is_refused = "peft refuses adapters of" in error.what and FAMILIES[pair.spec.family].peft_refused
+            assert is_refused or (pair.spec.experts is not None and "peft cannot load an adapter of" in error.what)
             continue
         written.append(name)
         with torch.no_grad(), exact(pair, monkeypatch):
@@ -443,14 +462,15 @@ def test_a_trained_adapter_in_peft_and_back(pair: Pair, tmp_path: Path, monkeypa
             # The merged weights have the dtype of the files.
             close(back.logits(back(ids)), expected, 1e-5, name)
         assert float((expected - plain).abs().max()) > 0.01 * float(plain.std())
-    assert "all" in written or "queries and outputs" in written
+    assert {"all", "all that peft adapts", "queries and outputs"} & set(written)
     assert not FAMILIES[pair.spec.family].has_peft_experts or pair.spec.family == "afmoe" or len(written) > 1
 
 
 @pytest.mark.slow
 def test_layouts_equal_one_rank(pair: Pair, ranks: RankPool) -> None:
     """ZeRO 3 and a pipeline over two ranks; tensor and context parallelism over as many as divide the heads."""
-    heads = min(layer.attention.num_heads for layer in pair.spec.kinds)
+    counts = [layer.attention.num_heads for layer in pair.spec.kinds if layer.has_attention]
+    heads = min(counts or [mixer_heads(layer.state_mixer)[1] for layer in pair.spec.kinds if layer.state_mixer])
     world = next(number for number in range(2, heads + 1) if heads % number == 0)
     check(ranks, pair.spec, 2, [{"zero_stage": 3}, {"pipeline": 2}], documents=True, weights=pair.folder)
     layouts: list[dict[str, Any]] = [{"tensor": world}]

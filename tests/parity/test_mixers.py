@@ -221,7 +221,7 @@ CASES = {
     "bamba with biases": Case(
         "bamba.BambaMixer",
         {"mamba_proj_bias": True, "mamba_conv_bias": False},
-        state_space(bias=True, conv_bias=False),
+        state_space(bias=True, output_bias=True, conv_bias=False),
         mamba,
     ),
     "nemotron_h": Case("nemotron_h.NemotronHMamba2Mixer", {}, state_space(step_limits=(0.02, None)), mamba),

@@ -61,7 +61,11 @@ CHATGLM3 = Family(
             lambda spec: {"rope_ratio": field_value(spec, "position.theta") / _THETA},
         ),
         ConfigKeys(
-            _biases, lambda spec: {"add_qkv_bias": spec.attention.qkv_bias, "add_bias_linear": spec.feed_forward.bias}
+            _biases,
+            lambda spec: {
+                "add_qkv_bias": spec.attention.qkv_bias,
+                "add_bias_linear": field_value(spec, "feed_forward.bias"),
+            },
         ),
         ConfigKeys(write=lambda spec: {"vocab_size": spec.vocab_size}),
     ),

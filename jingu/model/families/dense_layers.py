@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jingu.model.components import Experts
-from jingu.model.families.family import HFConfig
+from jingu.model.components import Experts, GatedFeedForward
+from jingu.model.families.family import HFConfig, SpecValues, parse_activation
 from jingu.model.spec import ModelSpec
 
 
@@ -19,20 +19,32 @@ class DenseLayers:
             `mlp_layer_types`, or without it such a number. `steps`: `mlp_only_layers` are dense, and all layers but
             every `decoder_sparse_step`-th. `range`: layers from `moe_layer_start_index` to `moe_layer_end_index` have
             experts, every `moe_layer_interval`-th of them. `list`: `moe_layers` have experts, or every
-            `interleave_moe_layer_step`-th.
+            `interleave_moe_layer_step`-th. `no_experts`: all layers, if `num_local_experts` is 0 (Granite 4).
         first: key of the number of first layers.
         default: that number in a config without the key.
         size: key of the intermediate size of a dense feed-forward.
     """
 
-    by: Literal["first", "types", "steps", "range", "list"] = "first"
+    by: Literal["first", "types", "steps", "range", "list", "no_experts"] = "first"
     first: str = "first_k_dense_replace"
     default: int = 0
     size: str = "intermediate_size"
 
+    def feed_forward(self, config: HFConfig) -> GatedFeedForward:
+        """Return the dense feed-forward."""
+        activation = parse_activation("hidden_act", config.get("hidden_act") or "silu")
+        return GatedFeedForward(intermediate_size=config[self.size], activation=activation)
+
+    def read_model(self, config: HFConfig) -> SpecValues:
+        """Return the feed-forward of a model that has no experts in any layer; nothing for other models."""
+        has_experts = self.by != "no_experts" or config.get("num_local_experts") != 0
+        return {} if has_experts else {"feed_forward": self.feed_forward(config)}
+
     def read(self, config: HFConfig) -> list[bool]:
-        """Return for each layer whether it is dense."""
+        """Return for each layer whether it is dense, unless all are."""
         layers = range(config["num_hidden_layers"])
+        if self.by == "no_experts":
+            return [False for _ in layers]
         types = config.get("mlp_layer_types")
         if self.by == "types" and types is not None:
             if len(types) != len(layers) or not set(types) <= {"dense", "sparse"}:
@@ -60,8 +72,11 @@ class DenseLayers:
         dense = [not isinstance(layer.feed_forward, Experts) for layer in spec.layers]
         sparse = [layer for layer, is_dense in enumerate(dense) if not is_dense]
         sizes = [layer.feed_forward.intermediate_size for layer in spec.layers if layer.feed_forward.type == "gated"]
+        if self.by == "no_experts":
+            none = {"num_local_experts": 0, "num_experts_per_tok": 0}
+            return {} if sparse else {**none, self.size: sizes[0]}
         # A model without dense layers needs the key nevertheless.
-        keys: dict[str, Any] = {self.size: sizes[0] if sizes else spec.feed_forward.intermediate_size}
+        keys: dict[str, Any] = {self.size: sizes[0] if sizes else spec.default_layer.intermediate_size}
         if self.by == "types":
             return {**keys, "mlp_layer_types": ["dense" if is_dense else "sparse" for is_dense in dense]}
         if self.by == "steps":

@@ -101,6 +101,11 @@ class Family:
         return bool(TABLES.get(self.name, {}).get("peft_experts"))
 
     @property
+    def peft_refused(self) -> tuple[str, ...]:
+        """Ends of the names of modules whose adapters peft refuses."""
+        return tuple(TABLES.get(self.name, {}).get("peft_refused", ()))
+
+    @property
     def classifier(self) -> str:
         """Name of Hugging Face's class for the family's reward models."""
         name = self.architectures[0]
@@ -170,6 +175,13 @@ class Family:
         """
         table = TABLES.get(self.name, {})
         values = {**(table.get("sizes", {}) if is_part else {}), **table.get("defaults", {})}
+        pattern = config.get("hybrid_override_pattern")
+        if pattern is not None:
+            # The former form of the types of layers.
+            values.pop("layers_block_type", None)
+        types = config.get("layers_block_type") or pattern or values.get("layers_block_type")
+        if types is not None:
+            values["num_hidden_layers"] = len(types)
         if config.get("rope_scaling"):
             # The former name.
             values.pop("rope_parameters", None)
@@ -334,7 +346,7 @@ def activation_key(name: str, default: str) -> ConfigKeys:
     """
 
     def write(spec: ModelSpec) -> dict[str, Any]:
-        activation = spec.feed_forward.activation
+        activation = field_value(spec, "feed_forward.activation") or ACTIVATIONS[default]
         return {name: default if ACTIVATIONS[default] == activation else HF_ACTIVATIONS[activation]}
 
     return ConfigKeys(

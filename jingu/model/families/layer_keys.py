@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jingu.model.components import GatedFeedForward, LayerSpec, NoPositions, RotaryPositions
+from jingu.model.components import (
+    Experts,
+    LayerSpec,
+    NoFeedForward,
+    NoMixer,
+    NoPositions,
+    PlainFeedForward,
+    RotaryPositions,
+)
 from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
-from jingu.model.families.mixer_keys import MixerLayers
+from jingu.model.families.mixer_keys import MLP, MOE, MixerLayers
 from jingu.model.families.rope import RopeDefaults, write_rope
 from jingu.model.spec import ModelSpec
 
@@ -41,6 +49,9 @@ class LayerOptions:
             does not have the key.
         window_fields: fields of the layers with a window, by their paths, that differ from the others'.
         window_kv_heads: multiplies the number of key-value heads in layers with a window.
+        single_branch: whether each layer is attention, a mixer, or a feed-forward alone.
+        has_rope: whether layers have rotary positions.
+        rope_key: key that is `rope` in models with rotary positions, and null in others.
         mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
         dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
     """
@@ -58,6 +69,9 @@ class LayerOptions:
     no_rope_interval: int | None = None
     window_fields: Mapping[str, Any] = field(default_factory=dict)
     window_kv_heads: int = 1
+    single_branch: bool = False
+    has_rope: bool = True
+    rope_key: str | None = None
     mixers: MixerLayers | None = None
     dense: DenseLayers | None = None
 
@@ -96,9 +110,7 @@ class LayerOptions:
     def _read_types(self, config: HFConfig) -> list[str]:
         """Return the type of each layer. Raises JinguError for types of layers that the family does not have."""
         number = config["num_hidden_layers"]
-        types = config.get("layer_types")
-        if types is None and self.mixers is not None:
-            types = self.mixers.read_types(config)
+        types = config.get("layer_types") if self.mixers is None else self.mixers.read_types(config)
         if types is None and self.window == "chunks":
             # Layers without rotary positions are those that attend to everything.
             flags = config.get("no_rope_layers") or []
@@ -112,18 +124,21 @@ class LayerOptions:
             if self.full_first is not None and config.get(self.window_key, self.default_window) is not None:
                 first = config.get(self.full_first, number)
                 types = [self.local if layer >= first else _FULL for layer in range(number)]
-        known = (_FULL, self.local if self.mixers is None else self.mixers.layer_type)
+        known = [_FULL, self.local if self.mixers is None else self.mixers.layer_type]
+        known += [MLP, MOE] if self.single_branch else []
         for name in types:
             if name not in known:
-                raise unsupported_option("layer_types", name, f"known are {' and '.join(known)}")
+                raise unsupported_option("layer_types", name, f"known are {', '.join(known)}")
         if len(types) != number:
             raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {number}")
         return list(types)
 
     def write_type(self, layer: LayerSpec) -> str:
         """Return the type of a layer."""
-        if layer.mixer is not None and self.mixers is not None:
+        if layer.state_mixer is not None and self.mixers is not None:
             return self.mixers.layer_type
+        if not layer.has_attention:
+            return MOE if isinstance(layer.feed_forward, Experts) else MLP
         return _FULL if layer.attention.reach is None else self.local
 
 
@@ -140,6 +155,10 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         kinds = {name: _kind_fields(name, config, options, positions) for name in sorted(set(names))}
         values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context}
         values |= {options.window_field: None, **position.read_query_scaling(config)}
+        if not options.has_rope or (options.rope_key is not None and config.get(options.rope_key) != "rope"):
+            values["position"] = NoPositions()
+        if options.dense is not None:
+            values |= options.dense.read_model(config)
         if len(kinds) == 1:
             return {**values, **kinds.popitem()[1], "layer_kinds": {}, "layer_pattern": ()}
         return {**values, "layer_kinds": kinds, "layer_pattern": tuple(names)}
@@ -151,14 +170,19 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         keys: dict[str, Any] = {"max_position_embeddings": spec.max_position_embeddings}
         if options.window != "none":
             keys[options.window_key] = windows[0] if windows else None
-        if options.window in ("by_type", "chunks") or options.mixers is not None:
-            keys["layer_types"] = types
         if options.mixers is not None:
-            keys |= options.mixers.write(spec)
+            keys |= options.mixers.write_types(types) | options.mixers.write(spec)
+        elif options.window in ("by_type", "chunks"):
+            keys["layer_types"] = types
+        if options.rope_key is not None:
+            keys[options.rope_key] = "rope" if isinstance(spec.position, RotaryPositions) else None
         if options.no_rope_interval is not None:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
         if options.dense is not None:
             keys |= options.dense.write(spec)
+        if options.single_branch:
+            plain = [layer.intermediate_size for layer in layers if options.write_type(layer) == MLP]
+            keys |= {"intermediate_size": plain[0]} if plain else {}
         if options.window_kv_heads != 1:
             full = [layer.attention.num_kv_heads for layer in layers if layer.attention.reach is None]
             keys["num_key_value_heads"] = (full or [spec.attention.num_kv_heads])[0]
@@ -185,7 +209,9 @@ def _kind_fields(
     changes: SpecValues = {}
     has_mixer = options.mixers is not None and type_name == options.mixers.layer_type
     if has_mixer and options.mixers is not None:
-        changes = {"mixer": options.mixers.read(config)}
+        changes = {"mixer": options.mixers.read(config), "parallel_mixer": options.mixers.parallel}
+    elif type_name in (MLP, MOE):
+        changes = {"mixer": NoMixer().model_dump()}
     elif type_name == options.local:
         changes = {options.window_field: size, **options.window_fields}
         if options.window_kv_heads != 1:
@@ -196,12 +222,16 @@ def _kind_fields(
     has_rope = _NO_ROPE not in name and not (type_name == options.without_rope and size is not None)
     if not has_rope:
         changes["position"] = NoPositions().model_dump()
-    elif not has_mixer and positions[type_name] != positions[_FULL]:
+    elif type_name in positions and positions[type_name] != positions[_FULL]:
         changes["position"] = positions[type_name].model_dump()
+    if type_name == MLP:
+        activation = parse_activation("mlp_hidden_act", config.get("mlp_hidden_act") or "relu2")
+        size = config.get("intermediate_size", 21504)
+        changes["feed_forward"] = PlainFeedForward(intermediate_size=size, activation=activation).model_dump()
+    elif options.single_branch and type_name != MOE:
+        changes["feed_forward"] = NoFeedForward().model_dump()
     if name.endswith(_DENSE) and options.dense is not None:
-        activation = parse_activation("hidden_act", config.get("hidden_act") or "silu")
-        dense = GatedFeedForward(intermediate_size=config[options.dense.size], activation=activation)
-        changes["feed_forward"] = dense.model_dump()
+        changes["feed_forward"] = options.dense.feed_forward(config).model_dump()
     return changes
 
 

@@ -19,6 +19,7 @@ from jingu.model.families.family import (
     SpecValues,
     config_key,
     config_keys,
+    field_value,
     load_template,
     parse_activation,
 )
@@ -43,7 +44,7 @@ def _feed_forward_key(default: str) -> ConfigKeys:
         return {"feed_forward.type": "gated" if gated else "plain", "feed_forward.activation": activation}
 
     def write(spec: ModelSpec) -> dict[str, Any]:
-        function = HF_ACTIVATIONS[spec.feed_forward.activation]
+        function = HF_ACTIVATIONS[field_value(spec, "feed_forward.activation")]
         gated = "gated-gelu" if function == "gelu_new" else f"gated-{function}"
         return {"feed_forward_proj": gated if _is_gated(spec) else function}
 

@@ -10,6 +10,8 @@ An entry has
 - `shared_experts`: size of the shared expert: the key of its size, or {key, default}: a key of its size as a multiple
   of an expert's.
 - `router_groups`: key that says whether experts are chosen by groups, and the value that says so.
+- `fixed`: fields that are the same in all models, and have no keys.
+- `lists`: keys whose values are lists of numbers, with the field of each.
 - `latent`: whether attention is latent.
 - `like`: tables whose `template`, `keys`, `names`, `transforms` and `mixers` apply, too.
 - `mixers`: fields of `MixerLayers`: which layers have a mixer with a state, and its keys.
@@ -17,13 +19,15 @@ An entry has
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
 - `ignored`: suffixes of the names of tensors that are not parameters.
-- `base`: prefix of the body's tensors, if it is not `model.`; no names of Llama then apply.
+- `base`: prefix of the body's tensors, if it is not `model.`, which then stands for it in the names of other tables.
+- `names_of_llama`: whether the names of Llama apply; false if there is a `base`.
 - `separate_predictions`: whether layers of multi-token prediction have the prefix `mtp.` instead of further numbers.
 - `constant_tensors`, `renamed`, `swaps_expert_adapters`: as in `Family`.
 - `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
+- `peft_refused`: ends of the names of modules whose adapters peft refuses.
 - `peft_experts`: whether peft reads adapters of single experts.
 - `transforms`: rearrangements (`name_map.TRANSFORMS`) of the tensors of some names.
-- `names`: modules beside those of Llama; false removes one.
+- `names`: modules beside those of Llama; false removes one. Of several modules of jingu in a list, a model has one.
 """
 
 from __future__ import annotations
@@ -89,15 +93,22 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     # Later tables override earlier ones.
     bases = [TABLES[base] for base in table.get("like", ())]
     fields = {path: value for each in (*bases, table) for path, value in each.get("template", {}).items()}
-    transforms = {hf: name for each in (*bases, table) for hf, name in each.get("transforms", {}).items()}
+    base = table.get("base", "model.")
+    transforms = {
+        _replace_base(hf, base): name for each in (*bases, table) for hf, name in each.get("transforms", {}).items()
+    }
     template = replace_fields(LLAMA.template, family=name, **fields)
     has_experts = template.experts is not None
     tables = [TABLES["llama"], *([TABLES["experts"]] if has_experts else []), *bases, table]
     places = {place: entry for each in tables for place, entry in each.get("keys", {}).items()}
     # The conversion of layers reads the context length.
     places.pop("max_position_embeddings", None)
-    is_like_llama = table.get("base", "model.") == "model."
-    names = {hf: name for each in tables[not is_like_llama :] for hf, name in each.get("names", {}).items()}
+    is_like_llama = table.get("names_of_llama", base == "model.")
+    names = {
+        _replace_base(hf, base): name
+        for each in tables[not is_like_llama :]
+        for hf, name in each.get("names", {}).items()
+    }
     rules = _rules(names, transforms)
     if table.get("latent"):
         rules += _QUERY_RULES
@@ -113,6 +124,8 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             activation_key(table.get("activation_key", "hidden_act"), table.get("activation", "silu")),
             *_shared_expert_keys(table, places),
             *_group_keys(table),
+            ConfigKeys(lambda config: table.get("fixed", {})),
+            *(_list_keys(key, places) for key, places in table.get("lists", {}).items()),
             *([LATENT_KEYS] if table.get("latent") else []),
             *([ADJUSTED_SIZE] if table.get("adjusted_size") else []),
             _layer_keys(table, bases),
@@ -126,12 +139,17 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
         rules=rules,
-        base=table.get("base", "model."),
+        base=base,
         constant_tensors=table.get("constant_tensors", {}),
         renamed=table.get("renamed", {}),
         swaps_expert_adapters=table.get("swaps_expert_adapters", False),
         ignored=(".rotary_emb.inv_freq", *table.get("ignored", ())),
     )
+
+
+def _replace_base(name: str, base: str) -> str:
+    """Return a name in the table of another family, with the prefix of this one."""
+    return base + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule, ...]:
@@ -140,7 +158,8 @@ def _rules(names: dict[str, Any], transforms: dict[str, str]) -> tuple[NameRule,
     for hf_name, jingu_name in names.items():
         if jingu_name is not False:
             transform = TRANSFORMS[transforms[hf_name]] if hf_name in transforms else IDENTITY
-            rules += rules_of_names({hf_name: jingu_name}, transform)
+            for name in jingu_name if isinstance(jingu_name, list) else [jingu_name]:
+                rules += rules_of_names({hf_name: name}, transform)
     return tuple(rules)
 
 
@@ -160,9 +179,12 @@ def _separate_predictions(rules: tuple[NameRule, ...]) -> tuple[NameRule, ...]:
 def _layer_keys(table: dict[str, Any], bases: list[dict[str, Any]]) -> ConfigKeys:
     """Return the conversion of an entry's `layers` and `rope`, and of the `mixers` of one of its bases."""
     fields = dict(table.get("layers", {}))
-    for base in bases:
-        if "mixers" in base:
-            fields["mixers"] = MixerLayers(**base["mixers"])
+    mixers = [each["mixers"] for each in (*bases, table) if "mixers" in each]
+    if mixers:
+        entries = {field: value for each in mixers for field, value in each.items()}
+        keys = {field: entry for each in mixers for field, entry in each.get("keys", {}).items()}
+        entries = {field: None if value == "none" else value for field, value in entries.items()}
+        fields["mixers"] = MixerLayers(**{**entries, "keys": keys})
     if "dense" in fields:
         fields["dense"] = DenseLayers(**fields["dense"])
     if "window_fields" in fields:
@@ -218,6 +240,16 @@ def _group_keys(table: dict[str, Any]) -> list[ConfigKeys]:
         }
 
     return [ConfigKeys(read, write)]
+
+
+def _list_keys(key: str, places: list[str]) -> ConfigKeys:
+    """Return the conversion of an entry of `lists`. Numbers are 1 in configs without the key."""
+
+    def read(config: Any) -> dict[str, Any]:
+        numbers = config.get(key)
+        return dict(zip(places, [1.0] * len(places) if numbers is None else numbers, strict=True))
+
+    return ConfigKeys(read, lambda spec: {key: [field_value(spec, place) for place in places]})
 
 
 def _keys(place: str, entry: Any) -> ConfigKeys:
