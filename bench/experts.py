@@ -39,7 +39,7 @@ from jingu.infer.engine import Engine
 from jingu.infer.inference_model import InferenceModel, load
 from jingu.infer.request import Event, Request
 from jingu.infer.sampling import SamplingParams
-from jingu.model.components import Experts
+from jingu.model.feed_forward_specs import Experts
 
 RESIDENT, STREAMS, TOKENS, PROMPT, ROUNDS, THREADS = "25%", (1, 2, 4, 8), 64, 24, 3, 2
 STEPS = 800

@@ -11,10 +11,9 @@ from statistics import median
 
 import torch
 
-from jingu.model.components import Experts, GatedFeedForward
 from jingu.model.experts import MoELayer
+from jingu.model.feed_forward_specs import Experts, GatedFeedForward
 from jingu.model.layers import FeedForwardLayer
-from jingu.model.parts import feed_forward_rows
 
 WIDTH, SIZE, EXPERTS, ACTIVE, ROWS, SEQUENCE, THREADS = 384, 512, 8, 2, 8, 512, 2
 """Two experts with 512 intermediate dims have as many parameters as a dense feed-forward with 1024."""
@@ -38,8 +37,8 @@ def compare(dtype: torch.dtype, rounds: int) -> list[str]:
     dense = GatedFeedForward(intermediate_size=ACTIVE * SIZE)
     experts = Experts(num_experts=EXPERTS, num_experts_per_token=ACTIVE, intermediate_size=SIZE, z_loss_coef=1e-3)
     layers = {
-        "dense": FeedForwardLayer(dense, feed_forward_rows(dense, WIDTH)),
-        "experts": MoELayer(experts, feed_forward_rows(experts, WIDTH)),
+        "dense": FeedForwardLayer(dense, dense.rows(WIDTH)),
+        "experts": MoELayer(experts, experts.rows(WIDTH)),
     }
     for layer in layers.values():
         for parameter in layer.parameters():

@@ -52,6 +52,7 @@ JUSTIFIED_GETATTR = {
     ("model/sharding_table.py", "sharding"): "only modules with a sharding table have it",
     ("runtime/device.py", "mallopt"): "missing in other C libraries than glibc",
     ("serve/middleware.py", "fields"): "only log records of requests have it",
+    ("training/optimizer.py", "decays"): "only some modules say whether they decay",
 }
 
 # Modules that may share a name, because they mean the same in every room.

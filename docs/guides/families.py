@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jingu.formats.gguf import ARCHITECTURES
-from jingu.model.components import Experts, LayerSpec, RotaryPositions
+from jingu.model.components import LayerSpec, RotaryPositions
 from jingu.model.families import FAMILIES, Family
 from jingu.model.families.name_map import TABLES
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.spec import ModelSpec, flatten_fields
 
 OPENING = """\

@@ -21,7 +21,7 @@ from jingu.config.sections.policies import (
 from jingu.errors import JinguError, pluralize, refuse
 from jingu.formats.models import open_model
 from jingu.model.adapter_specs import Lora
-from jingu.model.components import BalancedRouter
+from jingu.model.feed_forward_specs import BalancedRouter
 from jingu.runtime.ranks import is_first_process
 from jingu.training.run import Run
 

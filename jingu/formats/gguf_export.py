@@ -29,9 +29,10 @@ from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
-from jingu.model.components import Experts, LinearScaling, Llama3Scaling, RotaryPositions, TopKRouter, YarnScaling
+from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
 from jingu.model.families.name_map import TensorMapping
+from jingu.model.feed_forward_specs import Experts, TopKRouter
 from jingu.model.rotary import rotary_frequencies
 from jingu.model.spec import ModelSpec, rotary_dim
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically

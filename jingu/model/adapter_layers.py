@@ -23,7 +23,7 @@ from jingu.model.experts import GroupedLinear
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import ModuleRow
+from jingu.model.part_spec import ModuleRow
 from jingu.model.quantize import quantize_blocks
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import ModelSpec

@@ -7,11 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jingu.model.components import (
-    Component,
-    PositiveFloat,
-    PositiveInt,
-)
+from jingu.model.part_spec import Component, PositiveFloat, PositiveInt
 
 # How the matrices of a LoRA adapter are initialized.
 LoraInit = Literal["default", "pissa", "olora", "eva", "loftq"]

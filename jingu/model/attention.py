@@ -21,7 +21,8 @@ from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import Linear, Vector, apply_batch_invariant, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import dot_product_attention
-from jingu.model.parts import Rows, attention_rows, qk_norm, styles
+from jingu.model.part_spec import Rows, styles
+from jingu.model.parts import attention_rows
 from jingu.model.prompt_tuning import DeepPromptLayer
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.spec import ModelSpec
@@ -86,7 +87,8 @@ class Attention(nn.Module):
         self.output = build_linear(rows["output"])
         self.sinks = Vector(rows["sinks"]) if "sinks" in rows else None
         widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
-        self.q_norm, self.k_norm = (build_norm(qk_norm(layer), n) if spec.qk_norm else None for n in widths)
+        norm = spec.head_norm(layer.norm)
+        self.q_norm, self.k_norm = (build_norm(norm, n) if spec.qk_norm else None for n in widths)
 
     def build_projections(self, rows: Rows) -> None:
         """Create the projections of queries, keys and values."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from jingu.model.components import Experts
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.model.spec import ModelSpec
 

@@ -28,23 +28,24 @@ from jingu.model.attention import (
 )
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.chunked_scan import document_starts
-from jingu.model.components import Experts, GatedDelta, LayerSpec, NoFeedForward, StateMixer, StateSpace
+from jingu.model.components import LayerSpec
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
-from jingu.model.gated_delta import GatedDeltaMixer
+from jingu.model.feed_forward_specs import NoFeedForward
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
 from jingu.model.latent_attention import LatentSelfAttention
 from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
 from jingu.model.matmul_kernels import linear
 from jingu.model.mixer_parts import Mixer
-from jingu.model.parts import end_rows, feed_forward_rows, mixer_rows, norm_places, residual_std, stack_rows, styles
+from jingu.model.mixer_specs import StateMixer
+from jingu.model.part_spec import styles
+from jingu.model.parts import end_rows, norm_places, residual_std, stack_rows
 from jingu.model.prediction import PredictionLayer, shift_left
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
 from jingu.model.rotary import RotaryTables, layer_rotary, query_factors
-from jingu.model.short_conv import ShortConvMixer
 from jingu.model.spec import ModelSpec
-from jingu.model.state_space import StateSpaceMixer
+from jingu.tables import import_name
 
 # Computes a loss from the hidden states [B, T, D] and the head's weight [V, D].
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -82,11 +83,9 @@ class Block(nn.Module):
         self.cross_attention_output_norm = norms["cross_attention_output_norm"] if cross else None
         self.feed_forward_norm = norms["feed_forward_norm"]
         self.feed_forward: MoELayer | FeedForwardLayer | None = None
-        rows = feed_forward_rows(layer.feed_forward, hidden_size)
-        if isinstance(layer.feed_forward, Experts):
-            self.feed_forward = MoELayer(layer.feed_forward, rows)
-        elif not isinstance(layer.feed_forward, NoFeedForward):
-            self.feed_forward = FeedForwardLayer(layer.feed_forward, rows)
+        part = layer.feed_forward
+        if not isinstance(part, NoFeedForward):
+            self.feed_forward = import_name(part.module)(part, part.rows(hidden_size))
         self.feed_forward_output_norm = norms["feed_forward_output_norm"]
 
     def forward(
@@ -155,12 +154,8 @@ def build_attention(spec: ModelSpec, layer: LayerSpec, *, causal: bool) -> SelfA
 
 def build_mixer(spec: ModelSpec, part: StateMixer) -> Mixer:
     """Return the mixer of a layer."""
-    rows = mixer_rows(part, spec.hidden_size, residual_std(spec))
-    if isinstance(part, GatedDelta):
-        return GatedDeltaMixer(part, rows)
-    if isinstance(part, StateSpace):
-        return StateSpaceMixer(part, rows)
-    return ShortConvMixer(part, rows)
+    mixer: Mixer = import_name(part.module)(part, part.rows(spec.hidden_size, residual_std(spec)))
+    return mixer
 
 
 def _norm(norm: nn.Module | None, x_BTD: Tensor) -> Tensor:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from jingu.errors import JinguError
-from jingu.model.components import AlibiPositions, Experts, LayerSpec, RmsNorm
+from jingu.model.components import AlibiPositions, LayerSpec
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import Experts
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.weight_init import generator_for_name, initial_tensor
 

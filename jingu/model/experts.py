@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from jingu.model.assignment import balanced_assignment
-from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
+from jingu.model.feed_forward_specs import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
 from jingu.model.layers import FeedForwardLayer, Vector, activate, apply_batch_invariant, build_linear
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import ModuleRow, Rows, child_rows, shared_expert, styles
+from jingu.model.part_spec import ModuleRow, Rows, child_rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.spec import ModelSpec
 
@@ -119,7 +119,7 @@ class MoELayer(nn.Module):
             build_linear(rows[name]) if name in rows else None for name in ("to_latent", "from_latent")
         )
         self.correction = Vector(rows["correction"]) if "correction" in rows else None
-        shared = shared_expert(spec)
+        shared = spec.shared_expert()
         self.shared = None if shared is None else FeedForwardLayer(shared, child_rows(rows, "shared"))
         self.shared_gate = build_linear(rows["shared_gate"]) if "shared_gate" in rows else None
 

@@ -34,10 +34,10 @@ from jingu.model.chunked_scan import (
     sum_to_end,
     wide_dtype,
 )
-from jingu.model.components import GatedDelta
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
-from jingu.model.parts import Rows, styles
+from jingu.model.mixer_specs import GatedDelta
+from jingu.model.part_spec import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
 
 # Added to the sum of squares of a key or query before its root is taken, as in all published models.

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import LoraLinear
 from jingu.model.attention import BlockContext, SelfAttention
-from jingu.model.components import LayerSpec, RmsNorm
+from jingu.model.components import LayerSpec
 from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import Linear, build_linear, build_norm
 from jingu.model.matmul_kernels import matmul
-from jingu.model.parts import Rows
+from jingu.model.norm_specs import RmsNorm
+from jingu.model.part_spec import Rows
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.spec import ModelSpec

@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jingu.model.components import Activation, GatedFeedForward, LayerNorm, Norm, PlainFeedForward, RmsNorm
+from jingu.model.feed_forward_specs import Activation, GatedFeedForward, PlainFeedForward
 from jingu.model.matmul_kernels import linear
-from jingu.model.parts import ModuleRow, Rows, styles
+from jingu.model.norm_specs import LayerNorm, Norm, RmsNorm
+from jingu.model.part_spec import ModuleRow, Rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
 from jingu.model.scaled_matmul import Scaling, scaled_linear
+from jingu.tables import import_name
 
 
 class Linear(nn.Linear):
@@ -112,6 +114,9 @@ class RMSNorm(nn.Module):
 class LayerNormLayer(nn.LayerNorm):
     """PyTorch's LayerNorm with a weight whose dtype may be wider than that of the hidden states."""
 
+    def __init__(self, spec: LayerNorm, width: int) -> None:
+        super().__init__(width, spec.eps, bias=spec.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         bias: Tensor | None = self.bias
         bias = None if bias is None else bias.to(input.dtype)
@@ -126,9 +131,8 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def build_norm(spec: Norm, width: int) -> nn.Module:
     """Return an uninitialized norm of the type that the spec names, for vectors of `width` elements."""
-    if isinstance(spec, LayerNorm):
-        return LayerNormLayer(width, spec.eps, bias=spec.bias)
-    return RMSNorm(spec, width)
+    norm: nn.Module = import_name(spec.module)(spec, width)
+    return norm
 
 
 def build_linear(row: ModuleRow) -> Linear:

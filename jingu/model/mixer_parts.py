@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from jingu.model.chunked_scan import wide_dtype
 from jingu.model.inputs import LayerKVCache
 from jingu.model.layers import apply_batch_invariant
-from jingu.model.parts import ModuleRow
+from jingu.model.part_spec import ModuleRow
 
 
 class MixerState(NamedTuple):

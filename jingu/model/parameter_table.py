@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from jingu.model.parts import InitialValues, model_rows
+from jingu.model.part_spec import InitialValues
+from jingu.model.parts import model_rows
 from jingu.model.sharding_table import ShardingStyle
 from jingu.model.spec import ModelSpec
 

@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.components import Experts, NoFeedForward, RotaryPositions
+from jingu.model.components import RotaryPositions
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TensorMapping
+from jingu.model.feed_forward_specs import Experts, NoFeedForward
 from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
 
 

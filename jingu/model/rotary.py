@@ -10,6 +10,7 @@ from math import ceil, floor, log, pi
 import torch
 from torch import Tensor
 
+from jingu.model.attention_specs import QueryScaling
 from jingu.model.components import (
     AlphaScaling,
     DynamicScaling,
@@ -17,7 +18,6 @@ from jingu.model.components import (
     LinearScaling,
     Llama3Scaling,
     LongropeScaling,
-    QueryScaling,
     RotaryPositions,
     YarnScaling,
 )

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jingu.model.chunked_scan import wide_dtype
-from jingu.model.components import ShortConv
 from jingu.model.layers import apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import Mixer, MixerState
-from jingu.model.parts import ModuleRow, Rows, styles
+from jingu.model.mixer_specs import ShortConv
+from jingu.model.part_spec import ModuleRow, Rows, styles
 
 
 def causal_convolution(
@@ -65,10 +65,15 @@ def causal_convolution(
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each channel."""
+    """A causal convolution of each channel.
+
+    Attributes:
+        decays: whether weight decay applies to its kernels.
+    """
 
     def __init__(self, row: ModuleRow) -> None:
         super().__init__()
+        self.decays = row.decays
         self.weight = nn.Parameter(torch.empty(row.shape))
         self.bias = nn.Parameter(torch.empty(row.shape[0])) if row.bias else None
 

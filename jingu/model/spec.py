@@ -13,28 +13,21 @@ from pydantic_core import from_json
 from jingu.config.batch_plan import divisors
 from jingu.errors import JinguError
 from jingu.model.adapter_specs import Adapter, DeepPrompt, SoftPrompt
+from jingu.model.attention_specs import AttentionSpec
 from jingu.model.components import (
-    AttentionSpec,
     BlockOrder,
-    Component,
-    Experts,
-    FeedForward,
-    GatedFeedForward,
     LayerSpec,
     LearnedPositions,
     LongropeScaling,
-    Mixer,
-    NoFeedForward,
-    Norm,
     NormPlacement,
     Position,
-    PositiveFloat,
-    PositiveInt,
     RelativeBias,
     RotaryPositions,
-    TopKRouter,
-    optional,
 )
+from jingu.model.feed_forward_specs import Experts, FeedForward, GatedFeedForward, NoFeedForward
+from jingu.model.mixer_specs import Mixer
+from jingu.model.norm_specs import Norm
+from jingu.model.part_spec import Component, PositiveFloat, PositiveInt, optional
 from jingu.tables import flatten
 
 # Formats of quantized matrices (`jingu.model.quantized_weight`).
@@ -227,7 +220,7 @@ class ModelSpec(Component):
             problem = "a layer without mixer and feed-forward computes nothing"
         elif layer.block_order != "sequential" and isinstance(layer.feed_forward, NoFeedForward):
             problem = "attention and feed-forward are parallel, and there is no feed-forward"
-        elif self.num_encoder_layers and has_correction(layer.feed_forward):
+        elif self.num_encoder_layers and layer.feed_forward.has_correction:
             problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
             problem = "xielu needs a feed-forward of the type plain"
@@ -363,11 +356,6 @@ def _kinds(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     encoder = (spec.default_layer,) if spec.num_encoder_layers else ()
     kinds = (_kind(spec, name) for name in spec.layer_pattern) if spec.layer_pattern else (spec.default_layer,)
     return tuple(dict.fromkeys((*encoder, *kinds)))
-
-
-def has_correction(part: FeedForward) -> bool:
-    """Return whether a feed-forward is a mixture of experts whose router has corrections."""
-    return isinstance(part, Experts) and isinstance(part.router, TopKRouter) and part.router.correction
 
 
 def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:

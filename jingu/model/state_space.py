@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.chunked_scan import CHUNK_SIZE, Chunks, Decays, decay, join_chunks, pair_sums, split_chunks, wide_dtype
-from jingu.model.components import StateSpace
 from jingu.model.layers import Vector, apply_batch_invariant, build_linear
 from jingu.model.mixer_parts import GatedNorm, Mixer, MixerState
-from jingu.model.parts import Rows, styles
+from jingu.model.mixer_specs import StateSpace
+from jingu.model.part_spec import Rows, styles
 from jingu.model.short_conv import Convolution, convolve
 
 

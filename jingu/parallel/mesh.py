@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.errors import JinguError, join_words, pluralize
-from jingu.model.components import LayerSpec, StateSpace
-from jingu.model.parts import mixer_heads
+from jingu.model.components import LayerSpec
 from jingu.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -170,10 +169,10 @@ def _check_layer(sizes: AxisSizes, spec: ModelSpec, layer: LayerSpec, *, by_head
         _check_heads(sizes, layer.attention.num_heads, layer.attention.num_kv_heads, by_heads=by_heads)
     mixer = layer.state_mixer
     if mixer is not None:
-        heads, groups = mixer_heads(mixer)
+        heads, groups = mixer.heads
         # A convolution is divided by channels.
         _check_heads(sizes, heads or sizes.tensor, groups or sizes.tensor, by_heads=by_heads)
-        if isinstance(mixer, StateSpace) and mixer.norm != "none" and groups % sizes.tensor:
+        if mixer.norm_groups is not None and groups % sizes.tensor:
             # Its norm is over all heads of a group.
             raise _division_error(f"{groups} groups of heads", sizes.tensor, "tensor", groups)
     for what, number in (("vocabulary", spec.vocab_size), ("feed-forward intermediate size", layer.intermediate_size)):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.data.batch import Batch
-from jingu.model.components import Experts
 from jingu.model.decoder import AuxiliaryLoss, Decoder, FurtherLoss, LossFunction, StageOutput, build_model
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.inputs import Inputs, as_inputs
 from jingu.model.layers import widen_vectors
 from jingu.model.spec import ModelSpec

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jingu.compat.torch_distributed import is_dtensor, join_meshes, split_axis
 from jingu.model.layers import Vector
-from jingu.model.parts import kv_heads, mixer_heads
+from jingu.model.parts import kv_heads
 from jingu.model.sharding_table import ShardedDim, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
@@ -307,7 +307,7 @@ def plan_sharding(stages: Sequence[nn.Module], mesh: DeviceMesh, spec: ModelSpec
     plain_mesh = join_meshes([replicate, fsdp, tensor])
     kv_head_meshes = {}
     numbers = {layer.attention.num_kv_heads for layer in spec.kinds}
-    numbers |= {mixer_heads(layer.state_mixer)[1] for layer in spec.kinds if layer.state_mixer is not None}
+    numbers |= {layer.state_mixer.heads[1] for layer in spec.kinds if layer.state_mixer is not None}
     for number in sorted(numbers):
         if 0 < number < tensor.size():
             # Split the axis `tensor` in two: the first divides the key-value heads, the second has copies of them.

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 from jingu.config.sections.optimizers import AdamWSettings, OptimizerBase
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
-from jingu.model.components import Experts, LayerSpec, NoFeedForward
+from jingu.model.components import LayerSpec
+from jingu.model.feed_forward_specs import Experts, NoFeedForward
 from jingu.model.parameter_table import has_table, parameter_sizes, parameter_table
-from jingu.model.parts import attention_width, dense_equivalent, kv_heads, routed_bytes, saved_bytes
+from jingu.model.parts import attention_width, kv_heads, saved_bytes
 from jingu.model.sharding_table import ShardedDim, divided_dims, sharded_dims
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
@@ -383,8 +384,9 @@ def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> floa
     has_formula = layer.mixer is None and not isinstance(layer.feed_forward, NoFeedForward)
     if has_table(spec) and not spec.frozen_parameters and has_formula:
         return saved_bytes(spec, layer, compute_bytes)
-    dense = layer.model_copy(update={"feed_forward": dense_equivalent(layer.feed_forward)})
-    return routed_bytes(spec, layer, compute_bytes) + _count_saved(spec.uniform(dense), compute_bytes)
+    part = layer.feed_forward
+    dense = spec.uniform(layer.model_copy(update={"feed_forward": part.dense_equivalent()}))
+    return part.routed_bytes(spec.hidden_size, compute_bytes) + _count_saved(dense, compute_bytes)
 
 
 def _count_saved(spec: ModelSpec, compute_bytes: float) -> float:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from jingu.model.components import Experts, TopKRouter
 from jingu.model.decoder import iterate_blocks
 from jingu.model.experts import LOAD_PREFIX, MoELayer
+from jingu.model.feed_forward_specs import Experts, TopKRouter
 from jingu.model.trainable import is_trained
 from jingu.parallel.pipeline import ParallelModel
 

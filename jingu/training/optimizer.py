@@ -395,7 +395,7 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     """Build the optimizer, with zero state, for all parameters that are trained.
 
     By default weight decay applies to matrices and embeddings, but not to norms and biases (parameters with one dim),
-    nor to the kernels of convolutions, which have a few weights for each channel.
+    nor to modules whose attribute `decays` is false, such as convolutions.
 
     Args:
         disk: storage for the optimizer state, and then the optimizer steps layer by layer; None: state in memory.
@@ -407,9 +407,12 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     else:
         shardings = {parameter: ParameterSharding.on_one_rank(parameter.shape) for parameter in params.values()}
     # 2. Group the parameters that share all settings.
+    modules = [module for module in model.modules() if not getattr(module, "decays", True)]
+    undecayed = {parameter for module in modules for parameter in module.parameters(recurse=False)}
     groups: dict[tuple[Any, ...], ParamGroup] = {}
     for name, parameter in params.items():
-        lr_multiplier, weight_decay = _group_settings(settings, name, parameter)
+        decays = parameter.dim() >= 2 and parameter not in undecayed
+        lr_multiplier, weight_decay = _group_settings(settings, name, decays)
         key = {
             "layer": _layer_name(name) if disk else "",
             "lr_multiplier": lr_multiplier,
@@ -428,11 +431,10 @@ def build_optimizer(settings: Optimizer, model: nn.Module, disk: DiskStorage | N
     return optimizer
 
 
-def _group_settings(settings: Optimizer, name: str, parameter: nn.Parameter) -> tuple[float, float]:
+def _group_settings(settings: Optimizer, name: str, decays: bool) -> tuple[float, float]:
     """Return the learning rate multiplier and the weight decay of a parameter; the last matching group decides."""
     lr_multiplier = 1.0
-    is_matrix = parameter.dim() >= 2 and not name.endswith("conv.weight")
-    weight_decay = settings.weight_decay if is_matrix else 0.0
+    weight_decay = settings.weight_decay if decays else 0.0
     for group in settings.param_groups:
         if fnmatchcase(name, group.match):
             lr_multiplier = group.lr_multiplier

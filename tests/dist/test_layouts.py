@@ -20,8 +20,8 @@ from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import BatchSettings
 from jingu.data.batch import Batch, EncoderInputs
 from jingu.formats.huggingface import open_hf
-from jingu.model.components import BalancedRouter
 from jingu.model.decoder import parameter_shapes
+from jingu.model.feed_forward_specs import BalancedRouter
 from jingu.model.resolve import find_family
 from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
 from jingu.model.weight_init import initial_tensor

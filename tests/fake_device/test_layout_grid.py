@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
-from jingu.model.components import Experts
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.spec import ModelSpec
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.runtime.ranks import clear_mesh_caches

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.components import Experts, RelativeBias
+from jingu.model.components import RelativeBias
 from jingu.model.decoder import Decoder, build_model, iterate_blocks
 from jingu.model.experts import RoutingStats
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec, replace_fields

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.model.assignment import balanced_assignment
-from jingu.model.components import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.count import count_parameters, flops_per_token
 from jingu.model.decoder import parameter_shapes
 from jingu.model.experts import MoELayer, auxiliary_losses
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.grouped_matmul import grouped_matmul
 from jingu.model.layers import activate
-from jingu.model.parts import feed_forward_rows
 from jingu.model.spec import replace_fields
 
 WIDTH = 11
@@ -29,7 +28,7 @@ WIDTH = 11
 def layer(dtype: torch.dtype = torch.float64, **changes: Any) -> MoELayer:
     torch.manual_seed(3)
     spec = Experts(**{"num_experts": 5, "num_experts_per_token": 2, "intermediate_size": 7, **changes})
-    made = MoELayer(spec, feed_forward_rows(spec, WIDTH)).to(dtype)
+    made = MoELayer(spec, spec.rows(WIDTH)).to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.components import Experts
 from jingu.model.decoder import build_model
 from jingu.model.expand import LazyModel, expand_depth, expand_width, replace_vocab, upcycle_to_experts
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.inputs import Inputs
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec

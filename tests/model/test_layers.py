@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jingu.model.components import Activation
+from jingu.model.feed_forward_specs import Activation
 from jingu.model.layers import activate, apply_batch_invariant
 from jingu.runtime.device import run_in_thread
 

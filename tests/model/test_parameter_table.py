@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from jingu.model.components import Experts, NoFeedForward, PlainFeedForward, RmsNorm
 from jingu.model.decoder import build_model
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import Experts, NoFeedForward, PlainFeedForward
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.parameter_table import parameter_table
 from jingu.model.parts import saved_bytes
 from jingu.model.sharding_table import divided_dims, sharded_dims

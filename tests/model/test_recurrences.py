@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from jingu.model.chunked_scan import document_starts
-from jingu.model.components import GatedDelta, ShortConv, StateSpace
 from jingu.model.gated_delta import GatedDeltaMixer, chunked_delta_rule, recurrent_delta_rule
 from jingu.model.mixer_parts import Mixer, MixerState, RowPiece, mix_pieces, mix_with_parents
-from jingu.model.parts import gated_delta_rows, short_conv_rows, state_shapes, state_space_rows
+from jingu.model.mixer_specs import GatedDelta, ShortConv, StateSpace
 from jingu.model.short_conv import ShortConvMixer, causal_convolution
 from jingu.model.state_space import (
     StateSpaceInputs,
@@ -125,12 +124,12 @@ def mixer(module: Mixer, state_shapes: list[tuple[int, ...]]) -> Recurrence:
 
 def delta_mixer(**settings: Any) -> Mixer:
     spec = GatedDelta(num_heads=4, num_key_heads=2, key_head_dim=6, value_head_dim=5, **settings)
-    return GatedDeltaMixer(spec, gated_delta_rows(spec, WIDTH))
+    return GatedDeltaMixer(spec, spec.rows(WIDTH))
 
 
 def state_space_mixer(**settings: Any) -> Mixer:
     spec = StateSpace(num_heads=4, num_groups=2, head_dim=5, state_size=6, **settings)
-    return StateSpaceMixer(spec, state_space_rows(spec, WIDTH))
+    return StateSpaceMixer(spec, spec.rows(WIDTH))
 
 
 RECURRENCES = {
@@ -153,7 +152,7 @@ MIXERS: dict[str, tuple[Mixer, list[tuple[int, ...]]]] = {
     ),
     "state space mixer": (state_space_mixer(), [(3, 44), (4, 6, 5)]),
     "short convolution mixer": (
-        ShortConvMixer(ShortConv(bias=True), short_conv_rows(ShortConv(bias=True), WIDTH)),
+        ShortConvMixer(ShortConv(bias=True), ShortConv(bias=True).rows(WIDTH)),
         [(2, WIDTH)],
     ),
 }
@@ -335,7 +334,7 @@ def test_strong_decays_keep_precision_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize(("module", "shapes"), MIXERS.values(), ids=MIXERS)
 def test_states_have_the_size_of_the_formula(module: Mixer, shapes: list[tuple[int, ...]]) -> None:
-    assert state_shapes(module.spec, WIDTH) == shapes
+    assert module.spec.state_shapes(WIDTH) == shapes
     module.bfloat16()
     for tokens in (1, 70):
         for decode in (False, True):

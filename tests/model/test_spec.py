@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
-from jingu.model.components import GatedFeedForward, LearnedPositions, RmsNorm, RotaryPositions
+from jingu.model.components import LearnedPositions, RotaryPositions
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import GatedFeedForward
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
 

@@ -22,10 +22,11 @@ from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
 from jingu.model.attention import relative_buckets
-from jingu.model.components import Experts, RandomProjectionRouter, RelativeBias
+from jingu.model.components import RelativeBias
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.families.name_map import expand_rules, read_parameter
+from jingu.model.feed_forward_specs import Experts, RandomProjectionRouter
 from jingu.model.inputs import Inputs
 from jingu.model.spec import replace_fields
 from jingu.text.tokenizer import Tokenizer

@@ -32,11 +32,11 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
 from jingu.model.adapter_specs import Lora
-from jingu.model.components import GatedDelta, LongropeScaling, StateSpace
+from jingu.model.components import LongropeScaling
 from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
-from jingu.model.parts import mixer_heads
+from jingu.model.mixer_specs import GatedDelta, StateSpace
 from jingu.model.spec import ModelSpec
 from jingu.model.weight_init import initial_tensor
 from jingu.text.tokenizer import Tokenizer
@@ -470,7 +470,7 @@ def test_a_trained_adapter_in_peft_and_back(pair: Pair, tmp_path: Path, monkeypa
 def test_layouts_equal_one_rank(pair: Pair, ranks: RankPool) -> None:
     """ZeRO 3 and a pipeline over two ranks; tensor and context parallelism over as many as divide the heads."""
     counts = [layer.attention.num_heads for layer in pair.spec.kinds if layer.has_attention]
-    heads = min(counts or [mixer_heads(layer.state_mixer)[1] for layer in pair.spec.kinds if layer.state_mixer])
+    heads = min(counts or [layer.state_mixer.heads[1] for layer in pair.spec.kinds if layer.state_mixer])
     world = next(number for number in range(2, heads + 1) if heads % number == 0)
     check(ranks, pair.spec, 2, [{"zero_stage": 3}, {"pipeline": 2}], documents=True, weights=pair.folder)
     layouts: list[dict[str, Any]] = [{"tensor": world}]

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jingu.model.components import GatedDelta, ShortConv, StateSpace
 from jingu.model.gated_delta import GatedDeltaMixer
-from jingu.model.parts import gated_delta_rows, short_conv_rows, state_space_rows
+from jingu.model.mixer_specs import GatedDelta, ShortConv, StateSpace
 from jingu.model.short_conv import ShortConvMixer
 from jingu.model.state_space import StateSpaceMixer
 from tests.parity.fp64 import fp64_in_place_of_fp32
@@ -188,7 +187,7 @@ def lfm2(tensors: Tensors) -> Tensors:
 def delta(**settings: Any) -> nn.Module:
     sizes = {"num_heads": HEADS, "num_key_heads": KEY_HEADS, "key_head_dim": KEY, "value_head_dim": VALUE, "eps": EPS}
     spec = GatedDelta(**(sizes | settings))
-    return GatedDeltaMixer(spec, gated_delta_rows(spec, WIDTH))
+    return GatedDeltaMixer(spec, spec.rows(WIDTH))
 
 
 def kda(**settings: Any) -> nn.Module:
@@ -199,12 +198,12 @@ def kda(**settings: Any) -> nn.Module:
 def state_space(**settings: Any) -> nn.Module:
     sizes = {"num_heads": HEADS, "num_groups": GROUPS, "head_dim": HEAD, "state_size": STATE, "eps": EPS}
     spec = StateSpace(**(sizes | {"step_limits": (0.01, 0.9)} | settings))
-    return StateSpaceMixer(spec, state_space_rows(spec, WIDTH))
+    return StateSpaceMixer(spec, spec.rows(WIDTH))
 
 
 def short_conv(**settings: Any) -> nn.Module:
     spec = ShortConv(**settings)
-    return ShortConvMixer(spec, short_conv_rows(spec, WIDTH))
+    return ShortConvMixer(spec, spec.rows(WIDTH))
 
 
 FALCON = {"input_scale": 0.6875, "part_scales": (0.625, 1.25, 0.875, 1.125, 0.75)}

@@ -19,10 +19,10 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
-from jingu.model.components import Experts, RandomProjectionRouter
 from jingu.model.decoder import Decoder
 from jingu.model.experts import auxiliary_losses
 from jingu.model.families.llama import MIXTRAL, QWEN3_MOE
+from jingu.model.feed_forward_specs import Experts, RandomProjectionRouter
 from jingu.model.spec import replace_fields
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer

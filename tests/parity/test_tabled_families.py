@@ -17,8 +17,8 @@ from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
-from jingu.model.components import GatedDelta
 from jingu.model.families import FAMILIES
+from jingu.model.mixer_specs import GatedDelta
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity import test_components as components

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jingu.config.sections.parallel import ParallelSettings
-from jingu.model.components import Experts
 from jingu.model.families import FAMILIES
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan.machine import find_machine, machine_library

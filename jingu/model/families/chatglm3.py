@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jingu.model.components import RmsNorm
 from jingu.model.families.family import (
     ConfigKeys,
     Family,
@@ -22,6 +21,7 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.llama import SHARED_KEYS
 from jingu.model.families.name_map import name_rules
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.spec import ModelSpec, replace_fields
 
 

@@ -9,10 +9,10 @@ config holds the `Experts` component of the spec.
 
 from __future__ import annotations
 
-from jingu.model.components import Experts
 from jingu.model.families.family import ConfigKeys, Family, config_key
 from jingu.model.families.name_map import NameRule, name_rules
 from jingu.model.families.t5 import SHARED_KEYS, V1_1
+from jingu.model.feed_forward_specs import Experts
 from jingu.model.spec import replace_fields
 
 _ROUTERS = (

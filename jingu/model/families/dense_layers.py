@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jingu.model.components import Experts, GatedFeedForward
 from jingu.model.families.family import HFConfig, SpecValues, parse_activation
+from jingu.model.feed_forward_specs import Experts, GatedFeedForward
 from jingu.model.spec import ModelSpec
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jingu.errors import JinguError
-from jingu.model.components import Activation, Experts, LayerSpec
+from jingu.model.components import LayerSpec
 from jingu.model.families.name_map import TABLES, NameRule
+from jingu.model.feed_forward_specs import Activation, Experts
 from jingu.model.spec import ModelSpec, flatten_fields, repeat_pattern, replace_fields
 from jingu.tables import read_table
 

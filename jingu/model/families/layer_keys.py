@@ -10,19 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jingu.model.components import (
-    Experts,
-    LayerSpec,
-    NoFeedForward,
-    NoMixer,
-    NoPositions,
-    PlainFeedForward,
-    RotaryPositions,
-)
+from jingu.model.components import LayerSpec, NoPositions, RotaryPositions
 from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
 from jingu.model.families.mixer_keys import MLP, MOE, MixerLayers
 from jingu.model.families.rope import RopeDefaults, write_rope
+from jingu.model.feed_forward_specs import Experts, NoFeedForward, PlainFeedForward
+from jingu.model.mixer_specs import NoMixer
 from jingu.model.spec import ModelSpec
 
 _WINDOW, _CHUNK, _FULL = "sliding_attention", "chunked_attention", "full_attention"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from jingu.errors import JinguError
-from jingu.model.components import AlibiPositions, Experts, RmsNorm, RotaryPositions
+from jingu.model.components import AlibiPositions, RotaryPositions
 from jingu.model.families.family import (
     ConfigKeys,
     Family,
@@ -31,6 +31,8 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.name_map import name_rules
 from jingu.model.families.rope import ROPE
+from jingu.model.feed_forward_specs import Experts
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.spec import ModelSpec, replace_fields
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jingu.model.components import StateSpace
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, field_value
+from jingu.model.mixer_specs import StateSpace
 from jingu.model.spec import ModelSpec
 
 _FULL = "full_attention"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jingu.model.components import GatedDelta
+from jingu.model.mixer_specs import GatedDelta
 from jingu.model.spec import ModelSpec
 from jingu.tables import read_table
 

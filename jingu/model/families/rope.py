@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any, get_args
 
-from jingu.model.components import (
-    AlphaScaling,
-    Component,
-    DynamicScaling,
-    LongropeScaling,
-    RopeScaling,
-    RotaryPositions,
-)
+from jingu.model.components import AlphaScaling, DynamicScaling, LongropeScaling, RopeScaling, RotaryPositions
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, unsupported_option
 from jingu.model.families.latent_keys import mscale_weight
+from jingu.model.part_spec import Component
 from jingu.model.spec import ModelSpec
 
 # Components of scaling by the value of `rope_type`.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jingu.model.components import GatedFeedForward
 from jingu.model.families.family import (
     HF_ACTIVATIONS,
     ConfigKeys,
@@ -24,6 +23,7 @@ from jingu.model.families.family import (
     parse_activation,
 )
 from jingu.model.families.name_map import name_rules
+from jingu.model.feed_forward_specs import GatedFeedForward
 from jingu.model.spec import ModelSpec, replace_fields
 
 # Keys of T5 and of the models derived from it.
