@@ -126,7 +126,7 @@ def mix_with_parents(mixer: Mixer, parts: list[Tensor], documents_BT: Tensor, pa
     """Return the outputs [B, T, …] of documents that may continue another one of their row, as described in `Inputs`.
 
     All documents that continue a parent start from its state. They are computed together, padded to the longest one.
-    Parents must be in the row.
+    Parents must be in the row, unless they have no tokens: then those that continue them start from an empty state.
     """
     rows = []
     for row, (document_T, parent_T) in enumerate(zip(documents_BT, parents_BT, strict=True)):
@@ -139,7 +139,7 @@ def mix_with_parents(mixer: Mixer, parts: list[Tensor], documents_BT: Tensor, pa
         # Outputs by the place of their first token.
         outputs: dict[int, Tensor] = {}
         for number, parent, place in documents:
-            if parent != number:
+            if parent != number and parent in numbers:
                 continue
             y, state = mixer.mix([part[row : row + 1, place] for part in parts], None, None, False)
             outputs[place.start] = y[0]

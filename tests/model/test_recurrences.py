@@ -380,8 +380,9 @@ def test_documents_continue_their_parents(module: Mixer) -> None:
     module.double().chunk_size = 16
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    # Lengths of two prompts with their answers, of a document that none continues, and of padding.
-    families = [[20, 7, 33, 1], [1, 16, 2], [9], [3]]
+    # Lengths of two prompts with their answers, of a document that none continues, of padding, and of answers to a
+    # prompt whose only token belongs to them.
+    families = [[20, 7, 33, 1], [1, 16, 2], [9], [3], [0, 5, 3]]
     documents, parents = [], []
     for family in families:
         first = len(set(documents))
@@ -396,7 +397,7 @@ def test_documents_continue_their_parents(module: Mixer) -> None:
     pieces, start = [], 0
     for prompt, *answers in families:
         parent = inputs[1][:, start : start + prompt]
-        pieces.append(module(parent)[0])
+        pieces += [module(parent)[0]] if prompt else []
         start += prompt
         for answer in answers:
             both = torch.cat((parent, inputs[1][:, start : start + answer]), 1)
