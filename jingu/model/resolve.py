@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
@@ -59,7 +60,7 @@ def spec_from_settings(
         "max_position_embeddings": _context(settings, context, preset),
         "hidden_size": settings.hidden_size,
         "num_layers": settings.num_layers,
-        "layer_pattern": repeat_pattern(template.layer_pattern, settings.num_layers or template.num_layers),
+        "layer_pattern": _pattern(settings, template),
         "num_encoder_layers": template.num_encoder_layers and (settings.num_encoder_layers or settings.num_layers),
         "norm.eps": settings.norm_eps,
         "position.theta": settings.rope_theta,
@@ -72,6 +73,7 @@ def spec_from_settings(
         "mtp_layers": settings.mtp_layers,
         "mtp_loss_weight": settings.mtp_loss_weight,
         **_feed_forward(settings, template, family),
+        **_mixers(settings, template),
     }
     return replace_fields(template, **{path: value for path, value in values.items() if value is not None})
 
@@ -164,6 +166,70 @@ def _head_size(width: int, heads: int) -> int:
             fix=f"Use a hidden size of {near}, another number of heads, or set model.head_dim.",
         )
     return width // heads
+
+
+def _pattern(settings: ModelSettings, template: ModelSpec) -> tuple[str, ...]:
+    """Return the kinds of all layers."""
+    number = settings.num_layers or template.num_layers
+    pattern = settings.layer_pattern
+    if pattern is None:
+        return repeat_pattern(template.layer_pattern, number)
+    unknown = next((name for name in pattern if name not in template.layer_kinds), None)
+    if unknown is not None or not pattern:
+        kinds = ", ".join(template.layer_kinds)
+        what = f"all layers of {template.family} are equal"
+        fix = "Leave it out, or choose a family whose layers differ, such as qwen3_5_text."
+        if kinds:
+            what, fix = f"the kinds of layers of {template.family} are {kinds}, not {unknown}", "Name some of these."
+        raise JinguError(f"{what}.", where="model.layer_pattern", fix=fix)
+    return tuple(pattern[layer % len(pattern)] for layer in range(number))
+
+
+# By the type of a mixer, its numbers of heads, with the size of each and the number that divides them. All heads
+# together follow the hidden size.
+_MIXER_HEADS = {
+    "gated_delta": (("num_key_heads", "key_head_dim", None), ("num_heads", "value_head_dim", "num_key_heads")),
+    "state_space": (("num_heads", "head_dim", "num_groups"),),
+}
+
+
+def _mixers(settings: ModelSettings, template: ModelSpec) -> dict[str, object]:
+    """Return the fields of the mixers with a state, by their paths in the spec; nothing if none changes."""
+    changes = settings.mixer.model_dump(exclude_none=True)
+    mixer = next((layer.state_mixer for layer in template.kinds if layer.state_mixer is not None), None)
+    if mixer is None:
+        if changes:
+            what = f"the family {template.family!r} has no mixer with a state."
+            fix = "Leave it out, or choose a family that has one, such as qwen3_5_text."
+            raise JinguError(what, where=f"model.mixer.{next(iter(changes))}", fix=fix)
+        return {}
+    fields = mixer.model_dump()
+    unknown = next((name for name in changes if name not in fields), None)
+    if unknown is not None:
+        known = ", ".join(name for name in type(settings.mixer).model_fields if name in fields)
+        what = f"the mixer of {template.family} ({mixer.type}) has no {unknown}."
+        raise JinguError(what, where=f"model.mixer.{unknown}", fix=f"It has {known}.")
+    if settings.norm_eps is not None and "eps" in fields:
+        changes["eps"] = settings.norm_eps
+    width = settings.hidden_size or template.hidden_size
+    for number, size, divisor in _MIXER_HEADS.get(mixer.type, ()):
+        if number not in changes and (settings.hidden_size is not None or size in changes):
+            heads = fields[number] * fields[size] * width / (changes.get(size, fields[size]) * template.hidden_size)
+            multiple = 1 if divisor is None else changes.get(divisor, fields[divisor])
+            changes[number] = multiple * max(1, round(heads / multiple))
+    if not changes:
+        return {}
+    kinds = {
+        name: {**kind, "mixer": {**kind["mixer"], **changes}} if _has_state(kind) else kind
+        for name, kind in template.layer_kinds.items()
+    }
+    top = {f"mixer.{name}": value for name, value in changes.items()} if template.mixer is not None else {}
+    return {**top, "layer_kinds": kinds}
+
+
+def _has_state(kind: Mapping[str, Any]) -> bool:
+    """Return whether the differences of a kind of layer name a mixer with a state."""
+    return kind.get("mixer", {}).get("type", "none") != "none"
 
 
 def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) -> dict[str, object]:

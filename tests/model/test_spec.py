@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jingu.config.sections.model import ModelSettings
+from jingu.config.sections.model import MixerSettings, ModelSettings
 from jingu.errors import JinguError
 from jingu.model.components import LearnedPositions, RotaryPositions
 from jingu.model.families import FAMILIES
 from jingu.model.feed_forward_specs import GatedFeedForward
+from jingu.model.mixer_specs import StateSpace
 from jingu.model.norm_specs import RmsNorm
 from jingu.model.resolve import spec_from_settings
 from jingu.model.spec import ModelSpec, repeat_pattern, replace_fields
@@ -107,7 +108,50 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "model.rope_theta: the family 'gpt2' has no rotary positions. Leave it out, or choose a family that has them "
         "(llama).",
     ),
+    (
+        {"family": "mamba2", "num_heads": 4},
+        "model.num_heads: the family 'mamba2' has no attention. Leave it out, or choose a family that has it (llama).",
+    ),
+    (
+        {"family": "mamba2", "intermediate_size": 64},
+        "model.intermediate_size: the family 'mamba2' has no feed-forward. Leave it out, or choose a family that has "
+        "one (llama).",
+    ),
+    (
+        {"layer_pattern": ["full_attention"]},
+        "model.layer_pattern: all layers of llama are equal. Leave it out, or choose a family whose layers differ, "
+        "such as qwen3_5_text.",
+    ),
+    (
+        {"family": "lfm2", "layer_pattern": ["conv", "mamba"]},
+        "model.layer_pattern: the kinds of layers of lfm2 are full_attention, conv, not mamba. Name some of these.",
+    ),
+    (
+        {"mixer": MixerSettings(num_taps=3)},
+        "model.mixer.num_taps: the family 'llama' has no mixer with a state. Leave it out, or choose a family that has "
+        "one, such as qwen3_5_text.",
+    ),
+    (
+        {"family": "bamba", "mixer": MixerSettings(key_head_dim=3)},
+        "model.mixer.key_head_dim: the mixer of bamba (state_space) has no key_head_dim. It has num_heads, num_groups, "
+        "head_dim, state_size, num_taps.",
+    ),
 ]
+
+
+def test_settings_of_hybrids() -> None:
+    """The pattern repeats; heads of mixers follow the hidden size, and the config can be exported."""
+    pattern = ["linear_attention", "full_attention", "linear_attention"]
+    mixer = MixerSettings(head_dim=32, num_groups=2, num_taps=3)
+    settings = ModelSettings(
+        family="bamba", hidden_size=192, num_heads=3, num_layers=5, norm_eps=1e-6, layer_pattern=pattern, mixer=mixer
+    )
+    spec = spec_from_settings(settings, vocabulary=300, context=64)
+    assert spec.layer_pattern == (*pattern, *pattern[:2])
+    part = StateSpace(num_heads=12, num_groups=2, head_dim=32, state_size=64, num_taps=3, eps=1e-6)
+    assert [layer.mixer for layer in spec.layers] == [part, None, part, part, None]
+    config = FAMILIES["bamba"].hf_config(spec)
+    assert (config["mamba_expand"], config["attn_layer_indices"]) == (2, [1, 4])
 
 
 @pytest.mark.parametrize(
@@ -128,12 +172,13 @@ def test_mistakes_are_told_in_words(settings: dict[str, Any], words: str) -> Non
     std=st.floats(1e-9, 10),
 )
 def test_json_round_trip(family: str, kv_heads: int, group: int, half: int, layers: int, std: float) -> None:
-    is_latent = FAMILIES[family].template.attention.latent is not None
+    template = FAMILIES[family].template
+    has_attention = any(layer.has_attention for layer in template.kinds)
     settings = ModelSettings(
         family=family,
         num_layers=layers,
-        num_heads=kv_heads * group,
-        num_kv_heads=None if is_latent else kv_heads,
+        num_heads=kv_heads * group if has_attention else None,
+        num_kv_heads=kv_heads if has_attention and template.attention.latent is None else None,
         hidden_size=kv_heads * group * half * 24,  # some families rotate a quarter or a third of a head
         initializer_range=std,
     )

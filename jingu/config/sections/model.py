@@ -44,6 +44,32 @@ class ExpertsSettings(Settings):
     correction_rate: Annotated[float, Field(ge=0)] | None = None
 
 
+class MixerSettings(Settings):
+    """Mixer with a state, for families that have one. null stands for the family's default.
+
+    Without a number of heads, all heads together follow `hidden_size`, rounded to whole heads.
+
+    Attributes:
+        num_heads: Heads; of the gated delta rule, those of the values.
+        num_key_heads: Heads of queries and keys (gated delta rule).
+        num_groups: Groups of heads that share b and c (Mamba-2).
+        head_dim: Size of a head (Mamba-2).
+        key_head_dim: Size of a head of queries and keys (gated delta rule).
+        value_head_dim: Size of a head of values (gated delta rule).
+        state_size: Length of b and c (Mamba-2).
+        num_taps: Kernel length of the convolutions.
+    """
+
+    num_heads: Positive | None = None
+    num_key_heads: Positive | None = None
+    num_groups: Positive | None = None
+    head_dim: Positive | None = None
+    key_head_dim: Positive | None = None
+    value_head_dim: Positive | None = None
+    state_size: Positive | None = None
+    num_taps: Annotated[int, Field(ge=2)] | None = None
+
+
 class ModelSettings(Settings):
     """The model to train from scratch: a family or a preset, and dimensions that override it.
 
@@ -53,6 +79,8 @@ class ModelSettings(Settings):
             starts from a model (`initialize.from`), that model must have these dimensions; all other values come from
             it.
         num_layers: Number of blocks; null: the preset's, or 6.
+        layer_pattern: Kinds of the layers in order, such as `[linear_attention, linear_attention, full_attention]`, for
+            families whose layers differ; repeated until `num_layers`. null: the preset's, or the family's.
         num_encoder_layers: Number of encoder blocks, for families with an encoder; null: the preset's, or `num_layers`.
         hidden_size: Size of the hidden states; null: the preset's, or 384.
         num_heads: Attention (query) heads; null: the preset's, or 6.
@@ -75,6 +103,7 @@ class ModelSettings(Settings):
     family: str | None = None
     preset: str | None = None
     num_layers: Positive | None = None
+    layer_pattern: list[str] | None = None
     num_encoder_layers: Positive | None = None
     hidden_size: Positive | None = None
     num_heads: Positive | None = None
@@ -82,6 +111,7 @@ class ModelSettings(Settings):
     head_dim: Positive | None = None
     intermediate_size: Positive | None = None
     experts: ExpertsSettings = ExpertsSettings()
+    mixer: MixerSettings = MixerSettings()
     vocab_size: Positive | Literal["auto"] = "auto"
     max_position_embeddings: Positive | None = None
     tie_word_embeddings: bool | None = None
