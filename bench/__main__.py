@@ -17,8 +17,8 @@ TITLES = {
     "train_step": "Training step of a 17M Llama (6 × 384, vocabulary 16,384), sequence 512, batch 4, 2 threads",
     "loop": "Training loop compared with a bare loop around the same model (17M Llama, fp32, not compiled)",
     "convert": "Import and export compared with cp: a Hugging Face folder of half a gigabyte (target: at least 0.5)",
-    "planning": "Planner compared with published runs: errors of step time and memory (targets: 9% vTrain over several"
-    " nodes, 8% on one, 7% llm-foundry, 15% mixtures; library alone 15%; memory 5%, worst 12%)",
+    "planning": "Planner compared with published runs: errors of step time and memory, each training system without"
+    " its own rows (targets: 9% vTrain over several nodes, 8% on one, 7% llm-foundry, 10% torchtitan; memory 5%)",
     "plan_runs": "Runs on four CPU ranks, planned before they start (targets: median error 10% after doctor, 5%"
     " after 20 steps of calibration)",
     "pipeline_bubble": "Pipeline bubble (target: 1f1b at most 1.05, schedules with split backward passes half of it)",

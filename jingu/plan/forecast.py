@@ -20,8 +20,9 @@ from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, checkpoint_bytes, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
 from jingu.plan.serving import ServingPlan
+from jingu.plan.software import Software
 from jingu.plan.step_time import step_time
-from jingu.plan.workload import Software, Workload, model_sizes
+from jingu.plan.workload import Workload, model_sizes
 
 if TYPE_CHECKING:
     from jingu.parallel.layout import Precision
@@ -153,6 +154,7 @@ def run_software(precision: Precision) -> Software:
         compute_bytes=precision.compute.itemsize,
         state_share=precision.masters.itemsize / 4,
         offload_copies_weights=False,
+        flash_attention=False,
     )
 
 
@@ -161,7 +163,13 @@ def gpu_software(settings: PrecisionSettings) -> Software:
     masters = 8.0 if settings.type == "fp64" else 4.0
     reduce = masters if settings.reduce == "auto" else _ITEMSIZES.get(settings.reduce, 2.0)
     compute = _ITEMSIZES.get(settings.type, 2.0)
-    return Software(masters, masters, reduce, compute, masters / 4)
+    return Software(
+        weight_bytes=masters,
+        gradient_bytes=masters,
+        reduce_bytes=reduce,
+        compute_bytes=compute,
+        state_share=masters / 4,
+    )
 
 
 def estimate_memory(

@@ -43,18 +43,18 @@ class Efficiency(_Part):
         operation_us: minimum time of an elementwise operation on a CPU, in µs.
         link: share of the bandwidth within a node that collectives achieve.
         nic: share of the network bandwidth that collectives achieve.
-        hop_us: latency of a collective between two neighbors of a ring, in µs.
+        hop_us: latency of a collective between two GPUs of a node, or two ranks of a CPU, in µs.
     """
 
-    matmul: Positive = 0.85
-    half_gflop: Positive = 8.0
-    attention: Positive = 0.5
-    memory: Positive = 0.7
-    kernel_us: Positive = 9.0
-    operation_us: Positive = 5.0
-    link: Positive = 0.8
-    nic: Positive = 0.7
-    hop_us: Positive = 6.0
+    matmul: Positive = 0.95
+    half_gflop: Positive = 12.0
+    attention: Positive = 0.58
+    memory: Positive = 0.58
+    kernel_us: Positive = 11.5
+    operation_us: Positive = 2.0
+    link: Positive = 0.75
+    nic: Positive = 0.8
+    hop_us: Positive = 4.2
 
 
 class Machine(_Part):
@@ -72,6 +72,8 @@ class Machine(_Part):
         disk_gbs: write bandwidth of a node to the storage of checkpoints.
         watts: power of a GPU under load.
         gpus_per_node: GPUs of a node.
+        multiprocessors: units of a GPU that compute tiles of a matmul; 0: unknown, or a CPU.
+        sustained: share of `matmul_tflops` that remains under continuous load, by the limit of power.
         is_shared: whether the ranks of a node share one device, as on CPUs.
         cores: cores of a node if `is_shared`; None for one per rank.
         interval: bounds of measured over planned seconds for 8 of 10 logged steps, from a calibration.
@@ -89,10 +91,17 @@ class Machine(_Part):
     disk_gbs: Positive = 2.0
     watts: Positive = 400.0
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
+    multiprocessors: Annotated[int, Field(ge=0)] = 0
+    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
     is_shared: bool = False
     cores: Annotated[int, Field(ge=1)] | None = None
     efficiency: Efficiency = Efficiency()
     interval: tuple[Positive, Positive] | None = None
+
+    @property
+    def matmul_flops(self) -> float:
+        """Best FLOP/s of matmuls under continuous load."""
+        return self.matmul_tflops * 1e12 * self.sustained
 
     @property
     def usable_bytes(self) -> float:

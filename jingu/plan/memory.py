@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 
 from jingu.config.sections.optimizers import Slots
 from jingu.model.parts import score_bytes
 from jingu.parallel.stages import stages_per_rank
-from jingu.plan.workload import BlockSizes, Software, Stage, Workload
+from jingu.plan.software import Software
+from jingu.plan.workload import BlockSizes, Stage, Workload
 
 # Elements of one chunk of logits (jingu/training/loss.py), on a GPU.
 LOGITS_CHUNK = 2**27
@@ -87,43 +88,71 @@ def rank_share(
     return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes)
 
 
-@singledispatch
-def micro_batches_in_flight(_software: Software, work: Workload, stage: Stage) -> float:
+def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     """Return the maximum number of micro-batches in flight, in units of all blocks of the rank."""
     ranks, batches = work.sizes.pipeline, work.accumulation
     if ranks == 1:
         return 1.0
+    if work.software.buffers_per_stage:
+        return min(batches, work.software.buffers_per_stage * ranks + 4)
     chunks = stages_per_rank(work.parallel)
     match work.parallel.pipeline_schedule:
         case "gpipe":
             return batches
         case "1f1b":
             return min(batches, ranks - stage.rank)
-        case "zbv":
+        case "zero_bubble" | "zbv":
+            # Activations are freed only with the gradients of weights, which wait until the bubble.
             return min(batches, ranks)
     # Interleaved: a rank has several chunks of blocks (Narayanan et al., 2021).
     warm_up = 2 * (ranks - stage.rank - 1) + (chunks - 1) * ranks + 1
     return min(batches, warm_up / chunks)
 
 
-@singledispatch
-def block_activations(software: Software, block: BlockSizes, work: Workload) -> tuple[float, float, float]:
+def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
     """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
     input."""
-    sizes, spec, layer = work.sizes, work.spec, block.layer
+    sizes, spec, layer, soft = work.sizes, work.spec, block.layer, work.software
     assert layer is not None
-    tokens = work.tokens / sizes.tensor
-    input_bytes = tokens * spec.hidden_size * software.compute_bytes
-    # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
-    inputs = (work.tokens - tokens) * (block.num_attention + 1) * spec.hidden_size * software.compute_bytes
-    total = tokens * block.saved_bytes + inputs
+    tokens, hidden = work.tokens / sizes.tensor, spec.hidden_size
+    input_bytes = (tokens if soft.sequence_parallel else work.tokens) * hidden * soft.compute_bytes
+    total, inputs = tokens * saved_bytes(block, work), 0.0
+    if not soft.sequence_parallel:
+        # Norms, residuals and dropout are replicated on the ranks of `tensor` (Korthikanti et al., 2022, equation 2).
+        total += (work.tokens - tokens) * 10 * hidden
+    elif not soft.saved_per_hidden:
+        # Ranks of `tensor` gather the tokens before attention and feed-forward, and keep them.
+        inputs = (work.tokens - tokens) * (block.num_attention + 1) * hidden * soft.compute_bytes
+    total += inputs
     heads = layer.attention.num_heads
-    scores = score_bytes(layer, software.compute_bytes) * heads / sizes.tensor * work.tokens * work.sequence
+    of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
+    scores = of_score * heads / sizes.tensor * work.tokens * work.sequence
     if block.experts is not None and sizes.expert > 1:
         # The all-to-all stores the rows of tokens in two more orders.
-        total += 2 * tokens * block.experts.num_experts_per_token * spec.hidden_size * software.compute_bytes
-    selective = tokens * (block.matmul_outputs * software.compute_bytes + 4 * heads) + (input_bytes + inputs)
-    return total + scores, selective, input_bytes
+        total += 2 * tokens * block.experts.num_experts_per_token * hidden * soft.compute_bytes
+    if not soft.fused_attention:
+        # Selective checkpointing recomputes the scores alone.
+        return total + scores, total, input_bytes
+    outputs = soft.saved_matmuls * block.matmul_outputs * soft.compute_bytes
+    selective = tokens * (outputs + 4 * heads) + input_bytes + inputs
+    return total + scores, min(selective, total + scores), input_bytes
+
+
+def saved_bytes(block: BlockSizes, work: Workload) -> float:
+    """Return the bytes per token that a block saves for its backward pass, without attention scores."""
+    soft, layer = work.software, block.layer
+    if soft.saved_per_hidden:
+        return soft.saved_per_hidden * work.spec.hidden_size
+    if layer is None or not soft.flash_attention or layer.mixer is not None or score_bytes(layer, soft.compute_bytes):
+        return block.saved_bytes
+    # The size of a block counts queries, keys and values of all heads in at least fp32, as without a fused kernel. One
+    # saves them as they are, and a number for each row of scores.
+    part, size = layer.attention, soft.compute_bytes
+    if part.latent is not None:
+        return block.saved_bytes
+    wide = 3 * part.num_heads * max(part.head_dim, part.value_size) * max(size, 4.0)
+    narrow = (part.num_heads + 2 * part.num_kv_heads) * part.head_dim * size + 4.0 * part.num_heads
+    return block.saved_bytes - block.num_attention * max(0.0, wide - narrow)
 
 
 def stage_memory(work: Workload, stage: Stage) -> RankMemory:
@@ -133,7 +162,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.num_trained for part, count in parts),
         "optimizer state": sum(count * part.state for part, count in parts),
-        **gathered_memory(soft, work, stage, parts),
+        **_gathered_memory(work, stage, parts),
         **_activations(work, stage),
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
@@ -147,6 +176,10 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         host = {part: device.pop(part) for part in STATE}
         device["gradients"] = full_gradients
     device["gradients"] = max(device["gradients"], full_gradients)
+    # Parts of a GPU that no tensor uses.
+    device["fragmentation"] = (soft.reserved - 1) * sum(device.values())
+    axes = sum(size > 1 for size in work.sizes.shape)
+    device["libraries"] = soft.context_gib * 2**30 + axes * soft.group_gib * 2**30
     return RankMemory({part: size for part, size in device.items() if size}, host)
 
 
@@ -167,12 +200,11 @@ def checkpoint_bytes(work: Workload) -> float:
     return sum(part.num_trained * soft.weight_bytes + part.state for part in parts)
 
 
-@singledispatch
-def gathered_memory(
-    soft: Software, work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]
-) -> dict[str, float]:
+def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> dict[str, float]:
     """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
-    zero = work.parallel.zero_stage
+    soft, zero = work.software, work.parallel.zero_stage
+    if not soft.copies_weights:
+        return {}
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
         # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
@@ -197,32 +229,49 @@ def gathered_memory(
 
 
 def _activations(work: Workload, stage: Stage) -> dict[str, float]:
-    """Return the bytes of activations in flight, and of one chunk of the loss."""
-    soft, checkpointing = work.software, work.checkpointing
-    in_flight = micro_batches_in_flight(soft, work, stage)
+    """Return the bytes of activations in flight, of what travels between stages, and of one chunk of the loss."""
+    checkpointing = work.checkpointing
+    in_flight = micro_batches_in_flight(work, stage)
     total = recomputation = 0.0
     for block, numbers in stage.blocks:
-        all_bytes, selective, input_bytes = block_activations(soft, block, work)
+        all_bytes, selective, input_bytes = block_activations(block, work)
         num_checkpointed = 0
         if checkpointing.type != "none":
             num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
         checkpoint = input_bytes if checkpointing.type == "full" else selective
         total += in_flight * (num_checkpointed * checkpoint + (len(numbers) - num_checkpointed) * all_bytes)
-        # Checkpointed blocks are recomputed one at a time.
-        recomputation = max(recomputation, all_bytes * min(1, num_checkpointed))
+        # Checkpointed blocks are recomputed one at a time, from what they have stored.
+        recomputation = max(recomputation, (all_bytes - checkpoint) * min(1, num_checkpointed))
     result = {"activations": total, "recomputation": recomputation}
+    ranks = work.sizes.pipeline
+    if ranks > 1 and work.software.keeps_buffers:
+        # Buffers for the hidden states and their gradients of all micro-batches. Those in flight count as the input of
+        # a block.
+        incoming = stages_per_rank(work.parallel) * (stage.rank > 0)
+        outgoing = stages_per_rank(work.parallel) * (stage.rank + 1 < ranks)
+        buffers = incoming * max(0.0, work.accumulation - in_flight) + outgoing * work.accumulation
+        result["stage buffers"] = buffers * boundary_bytes(work)
     if stage.has_head and not work.spec.score_head:
-        result["loss"] = loss_bytes(soft, work)
+        result["loss"] = loss_bytes(work)
     return result
 
 
-@singledispatch
-def loss_bytes(software: Software, work: Workload) -> float:
-    """Return the bytes of hidden states and their gradient, of a chunk of logits, and of the gradient of the head's
-    weight in fp32."""
-    vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
-    tokens = min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
+def boundary_bytes(work: Workload) -> float:
+    """Return the bytes of hidden states that a rank sends to the next pipeline stage, for one micro-batch."""
+    tokens = work.tokens / work.sizes.tensor if work.software.splits_sends else work.tokens
+    return tokens * work.spec.hidden_size * work.software.compute_bytes
+
+
+def loss_bytes(work: Workload) -> float:
+    """Return the bytes of hidden states and their gradient, of logits, and of what the chunks of a loss need.
+
+    A loss that computes one chunk of the logits at a time accumulates the gradient of the head's weight in fp32.
+    """
+    software, vocabulary = work.software, -(-work.spec.vocab_size // work.sizes.tensor)
     states = 2 * work.tokens * work.spec.hidden_size * software.compute_bytes
+    if software.whole_logits:
+        return states + work.tokens * vocabulary * software.logit_bytes
+    tokens = min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
     return states + tokens * vocabulary * software.logit_bytes + 4.0 * vocabulary * work.spec.hidden_size
 
 

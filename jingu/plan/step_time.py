@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
-from math import log2
+from functools import lru_cache
+from math import ceil, log2
 from typing import Any
 
 from jingu.config.sections.parallel import ParallelSettings
@@ -19,14 +19,22 @@ from jingu.model.parts import attended_tokens, attention_width, cached_tokens
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.machine import Machine
-from jingu.plan.memory import rank_shares
-from jingu.plan.workload import BlockSizes, ModelSizes, Software, Stage, Workload
+from jingu.plan.memory import boundary_bytes, rank_shares, saved_bytes
+from jingu.plan.software import Software
+from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
 # Terms of a step, in the order of tables.
 TERMS = (
     *("matmuls", "attention", "elementwise", "launch", "tensor", "context", "expert", "data", "pipeline"),
     *("bubble", "optimizer"),
 )
+# Latency of a collective's start, and of a hop between nodes, relative to a hop between GPUs of a node: 14 and 8.4 µs
+# against 3.4 µs in NCCL's own model of its rings (src/graph/tuning.cc), and a launch on each GPU.
+START_HOPS, NODE_HOPS = 4.0, 4.0
+# Largest cost of the start and end of a matmul, relative to the matmul itself.
+START_SHARE = 3.0
+# Slowdown of computation by communication that overlaps with it (Isaev et al., 2023: 15% within a node).
+CONTENTION = 0.15
 # Terms of a whole step; the others are sums over micro-batches.
 _STEP_TERMS = ("data", "pipeline", "bubble", "optimizer")
 
@@ -61,17 +69,48 @@ def _place(sizes: AxisSizes, gpus_per_node: int) -> dict[str, Neighbors]:
 
 
 def ring_seconds(size: float, group: Neighbors, machine: Machine, calls: float = 1.0) -> float:
-    """Return the time of an all-gather or reduce-scatter of `size` bytes in total, in a number of calls."""
+    """Return the time of all-gathers or reduce-scatters of `size` bytes in total, in a number of calls."""
     if group.ranks == 1 or not size:
         return 0.0
-    rates, ranks = machine.efficiency, group.ranks
+    bandwidth = _bandwidth(group, machine) * 1e9
+    return calls * _ring_latency(group, machine) + size * (group.ranks - 1) / group.ranks / bandwidth
+
+
+def all_reduce_seconds(size: float, group: Neighbors, machine: Machine, calls: float = 1.0) -> float:
+    """Return the time of all-reduces: along a ring twice, or up and down a tree of the nodes if that is faster."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    ring = 2 * ring_seconds(size, group, machine, calls)
+    nodes = ceil(group.ranks / group.in_node)
+    if nodes == 1 or machine.is_shared:
+        return ring
+    hops = START_HOPS + group.in_node - 1 + NODE_HOPS * log2(nodes)
+    tree = 2 * calls * hops * machine.efficiency.hop_us * 1e-6 + 2 * size / (_bandwidth(group, machine) * 1e9)
+    return min(ring, tree)
+
+
+def _bandwidth(group: Neighbors, machine: Machine) -> float:
+    """Return the bandwidth of a ring in GB/s."""
+    rates = machine.efficiency
     bandwidth = machine.link_gbs * rates.link
-    if group.in_node < ranks:
+    if group.in_node < group.ranks:
         # The group's GPUs on a node share its traffic, and each of them has its own network card.
         bandwidth = min(bandwidth, machine.nic_gbs * rates.nic * group.in_node)
-    # Ranks that share cores take turns, so latency hardly grows with the ring; the depth of a tree fits better.
-    hops = log2(ranks) if machine.ranks_per_core > 1 else min(ranks - 1, 2 * log2(ranks) + group.in_node)
-    return calls * hops * rates.hop_us * 1e-6 + size * (ranks - 1) / ranks / (bandwidth * 1e9)
+    return bandwidth
+
+
+def _ring_latency(group: Neighbors, machine: Machine) -> float:
+    """Return the seconds that a message along a ring takes beside its bytes."""
+    ranks = group.ranks
+    if machine.ranks_per_core > 1:
+        # Ranks that share cores take turns, so latency hardly grows with the ring; the depth of a tree fits better.
+        hops = log2(ranks)
+    elif machine.is_shared:
+        hops = ranks - 1
+    else:
+        nodes = ceil(ranks / group.in_node)
+        hops = START_HOPS + ranks - nodes + NODE_HOPS * (nodes - 1)
+    return hops * machine.efficiency.hop_us * 1e-6
 
 
 def exchange_seconds(size: float, group: Neighbors, machine: Machine) -> float:
@@ -99,12 +138,42 @@ class BlockTime:
     elementwise: float
 
 
-@singledispatch
-def matmul_seconds(_software: Software, flops: float, num_bytes: float, machine: Machine) -> float:
-    """Return the seconds of a matmul with this number of operations, which moves this number of bytes."""
-    rates = machine.efficiency
-    peak = machine.matmul_tflops * 1e12 * rates.matmul
-    return max((flops + rates.half_gflop * 1e9) / peak, num_bytes / (machine.memory_gbs * rates.memory * 1e9))
+# Tiles of the result that a multiprocessor computes at a time, and their speed relative to the fastest ones.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 128, 0.85), (64, 64, 0.7))
+
+
+@lru_cache(maxsize=65536)
+def wave_share(rows: float, columns: float, count: int, cores: int) -> float:
+    """Return the speed of a matmul with this result, relative to one that occupies all multiprocessors.
+
+    Args:
+        count: number of equal matmuls that are computed together.
+        cores: multiprocessors of the GPU.
+    """
+    best = 0.0
+    for height, width, speed in _TILES:
+        tiles = ceil(rows / height) * ceil(columns / width) * count
+        waves = ceil(tiles / cores)
+        best = max(best, speed * rows * columns * count / (waves * cores * height * width))
+    return min(1.0, best)
+
+
+def matmul_seconds(work: Workload, shape: tuple[float, float, float], count: int, machine: Machine) -> float:
+    """Return the seconds of matmuls.
+
+    Args:
+        shape: rows and columns of a result, and the length of the sums.
+        count: number of matmuls of this shape.
+    """
+    rows, columns, length = shape
+    rates, soft = machine.efficiency, work.software
+    flops = 2.0 * rows * columns * length * count
+    num_bytes = soft.compute_bytes * count * (rows * length + length * columns + rows * columns)
+    peak = machine.matmul_flops * rates.matmul * soft.matmul_speed
+    share = wave_share(rows, columns, count, machine.multiprocessors) if machine.multiprocessors else 1.0
+    # Starting and ending costs as much as `half_gflop`, but a small matmul is at most this much slower.
+    compute = (flops / share + min(rates.half_gflop * 1e9, START_SHARE * flops / share)) / peak
+    return max(compute, num_bytes / (machine.memory_gbs * rates.memory * 1e9))
 
 
 @dataclass(frozen=True)
@@ -114,13 +183,14 @@ class Matmul:
     Attributes:
         shape: shape of the part; experts first.
         num_bytes: bytes of operands and results.
+        backward: seconds of the matmuls of its gradients.
     """
 
     shape: tuple[int, ...]
     flops: float
     num_bytes: float
     seconds: float
-    is_trained: bool
+    backward: float
 
 
 def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
@@ -139,19 +209,26 @@ def matmuls(part: BlockSizes, work: Workload, machine: Machine) -> list[Matmul]:
         outputs, inputs = shape[-2], shape[-1] * weight.packing
         flops = 2.0 * rows * outputs * inputs * count
         num_bytes = soft.compute_bytes * count * (rows * (inputs + outputs) + inputs * outputs)
-        seconds = matmul_seconds(soft, flops, num_bytes, machine)
-        result.append(Matmul((*shape[:-1], inputs), flops, num_bytes, seconds, weight.is_trained))
+        seconds = matmul_seconds(work, (rows, outputs, inputs), count, machine)
+        # Backward: one matmul for the gradient of the inputs, and one for that of the weights if they are trained. The
+        # latter has long sums, which kernels split to occupy all multiprocessors.
+        backward = matmul_seconds(work, (rows, inputs, outputs), count, machine)
+        if weight.is_trained:
+            backward += _split_matmul_seconds(work, (outputs, inputs, rows), count, machine)
+        result.append(Matmul((*shape[:-1], inputs), flops, num_bytes, seconds, backward))
     return result
+
+
+def _split_matmul_seconds(work: Workload, shape: tuple[float, float, float], count: int, machine: Machine) -> float:
+    rows, columns, length = shape
+    parts = (1, 2, 4, 8) if machine.multiprocessors else (1,)
+    return min(matmul_seconds(work, (rows, columns, length / n), count * n, machine) for n in parts)
 
 
 def _sum_matmul_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
     """Return the seconds of all matmuls of a part, for a forward pass and for a backward pass."""
-    forward = backward = 0.0
-    for matmul in matmuls(part, work, machine):
-        forward += matmul.seconds
-        # One matmul for the gradient of the inputs, and one for that of the weights if they are trained.
-        backward += matmul.seconds * (1 + matmul.is_trained)
-    return forward, backward
+    parts = matmuls(part, work, machine)
+    return sum(matmul.seconds for matmul in parts), sum(matmul.backward for matmul in parts)
 
 
 @lru_cache(maxsize=16384)
@@ -160,17 +237,25 @@ def _head_seconds(work: Workload, machine: Machine) -> tuple[float, float]:
 
 
 def _block_time(part: BlockSizes, work: Workload, machine: Machine) -> BlockTime:
-    soft, rates = work.software, machine.efficiency
     matmuls, backward = _sum_matmul_seconds(part, work, machine)
-    attention = 0.0 if part.layer is None else attention_seconds(soft, part, work, machine)
-    elementwise = soft.traffic * traffic_bytes(soft, part, work) / (machine.memory_gbs * rates.memory * 1e9)
+    attention = 0.0 if part.layer is None else attention_seconds(part, work, machine)
+    elementwise = traffic_bytes(part, work) / (machine.memory_gbs * machine.efficiency.memory * 1e9)
     return BlockTime(matmuls, backward, attention, elementwise)
 
 
-@singledispatch
-def traffic_bytes(_software: Software, part: BlockSizes, work: Workload) -> float:
-    """Return the bytes that the forward pass of a block saves or permutes, for one micro-batch."""
-    return work.tokens / work.sizes.tensor * part.saved_bytes + permutation_bytes(part, work)
+def traffic_bytes(part: BlockSizes, work: Workload) -> float:
+    """Return the bytes that elementwise operations of the forward pass of a block move, for one micro-batch."""
+    sizes, soft = work.sizes, work.software
+    tokens = work.tokens / sizes.tensor
+    result = tokens * saved_bytes(part, work)
+    if not soft.sequence_parallel:
+        result += (work.tokens - tokens) * 8 * work.spec.hidden_size * soft.compute_bytes
+    result += permutation_bytes(part, work)
+    if not soft.fused_attention and part.layer is not None:
+        # Softmax and dropout read and write the scores.
+        heads = part.layer.attention.num_heads / sizes.tensor
+        result += part.num_attention * heads * work.tokens * work.sequence * soft.saved_scores * 2
+    return soft.traffic * result
 
 
 def permutation_bytes(part: BlockSizes, work: Workload) -> float:
@@ -182,40 +267,32 @@ def permutation_bytes(part: BlockSizes, work: Workload) -> float:
     return 4 * work.tokens / work.sizes.tensor * row
 
 
-@singledispatch
-def attention_seconds(_software: Software, part: BlockSizes, work: Workload, machine: Machine) -> float:
+def attention_seconds(part: BlockSizes, work: Workload, machine: Machine) -> float:
     """Return the seconds of attention in the forward pass of a block."""
     assert part.layer is not None
-    context = (attended_tokens if part.is_causal else cached_tokens)(part.layer, work.sequence)
+    soft, rates = work.software, machine.efficiency
+    # Without a fused kernel, attention is two matmuls, which compute the scores behind the mask as well.
+    is_causal = part.is_causal and soft.fused_attention
+    context = (attended_tokens if is_causal else cached_tokens)(part.layer, work.sequence)
     flops = 4.0 * part.num_attention * work.tokens * context * attention_width(part.layer) / work.sizes.tensor
-    seconds = flops / (machine.matmul_tflops * 1e12 * machine.efficiency.attention)
+    seconds = flops / (machine.matmul_flops * rates.attention * soft.attention_speed)
     if work.parallel.context_method == "ring" and work.sizes.context > 1 and part.is_causal:
         # With a causal mask, each round of the ring takes as long as a rank whose tokens attend to all its keys.
         seconds *= 2 - 1 / work.sizes.context
     return seconds
 
 
-@singledispatch
-def count_passes(_software: Software, full: float, selective: float) -> tuple[float, float]:
+def count_passes(soft: Software, full: float, selective: float) -> tuple[float, float]:
     """Return the seconds of attention and of elementwise operations in a step, relative to a forward pass.
 
-    Selective checkpointing recomputes elementwise operations.
+    Selective checkpointing recomputes elementwise operations; without fused attention, the attention scores alone.
 
     Args:
         full: share of the blocks with full checkpointing; selective: share of those with selective checkpointing.
     """
-    return 3.5 + full, 2.5 + full + selective
-
-
-@singledispatch
-def exposed_seconds(_software: Software, _kind: str, seconds: float, _computing: float) -> float:
-    """Return the seconds of a communication that does not overlap with computation; here, all of them.
-
-    Args:
-        _kind: `expert` for all-to-alls, `pipeline` for hidden states between stages.
-        _computing: seconds of the computation that another system overlaps it with.
-    """
-    return seconds
+    if soft.fused_attention:
+        return 3.5 + full, 2.5 + full + selective
+    return 3.0 + full + selective, 2.5 + full + 0.6 * selective
 
 
 @dataclass(frozen=True)
@@ -248,9 +325,10 @@ def _shared_computation(
 
 
 @lru_cache(maxsize=65536)
-def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[dict[str, float], float]:
-    """Return the seconds of a block for one micro-batch by term, and the share of the forward pass."""
-    soft, spec, sizes = work.software, work.spec, work.sizes
+def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[dict[str, float], float, float]:
+    """Return the seconds of a block for one micro-batch by term, those of the host's launches, and the share of the
+    forward pass."""
+    soft, spec, sizes, rates = work.software, work.spec, work.sizes, machine.efficiency
     groups = place_groups(work, machine)
     time = _block_time(block, work, machine)
     share = 1.0 / work.checkpointing.every
@@ -261,57 +339,79 @@ def _block_terms(block: BlockSizes, work: Workload, machine: Machine) -> tuple[d
     passes = 2.0 + full
     calls = 2 * (block.num_attention + 1) * passes
     tokens_bytes = work.tokens * spec.hidden_size * soft.compute_bytes
-    expert = expert_seconds(soft, tokens_bytes / sizes.tensor, block, groups["expert"], machine)
     terms = {
-        "matmuls": time.matmuls * (1 + full) + time.backward,
+        "matmuls": time.matmuls * (1 + full + selective * (1 - soft.saved_matmuls)) + time.backward,
         "attention": time.attention * attention_passes,
         "elementwise": time.elementwise * elementwise_passes,
         "tensor": ring_seconds(tokens_bytes * calls, groups["tensor"], machine, calls),
         "context": _context_seconds(block, work, groups["context"], machine) * (3.0 + full),
-        "expert": expert * passes,
+        "expert": expert_seconds(work, tokens_bytes / sizes.tensor, block, machine) * passes,
     }
-    terms["expert"] = exposed_seconds(soft, "expert", terms["expert"], terms["matmuls"] + terms["attention"])
-    # The host launches kernels while a GPU computes, so only the excess counts. On a CPU both times add up.
+    if soft.overlaps_experts:
+        # The all-to-all overlaps with the computation of another micro-batch.
+        terms["expert"] = max(0.0, terms["expert"] - soft.overlap * (terms["matmuls"] + terms["attention"]))
     kernels = (soft.kernels + soft.expert_kernels * (block.experts is not None)) * (2 * passes - 1)
-    seconds = (kernels + calls * (sizes.tensor > 1)) * machine.efficiency.kernel_us * 1e-6
-    terms["launch"] = seconds if machine.is_shared else max(0.0, seconds - sum(terms.values()))
-    terms["elementwise"] += kernels * machine.efficiency.operation_us * 1e-6 * machine.is_shared
-    return terms, 1 / (3.0 + full)
+    host = (kernels + calls * (sizes.tensor > 1)) * rates.kernel_us * 1e-6
+    # Each kernel takes a while to start and to end on the GPU.
+    terms["elementwise"] += kernels * rates.operation_us * 1e-6
+    return terms, host, 1 / (3.0 + full)
 
 
-@singledispatch
-def expert_seconds(_software: Software, size: float, block: BlockSizes, group: Neighbors, machine: Machine) -> float:
+def expert_seconds(work: Workload, size: float, block: BlockSizes, machine: Machine) -> float:
     """Return the seconds of the all-to-alls of a forward pass: `size` bytes of tokens to their experts and back."""
     if block.experts is None:
         return 0.0
-    return 2 * exchange_seconds(size * block.experts.num_experts_per_token, group, machine)
+    choices, group = block.experts.num_experts_per_token, place_groups(work, machine)["expert"]
+    if work.software.sends_to_nodes and group.ranks > 1:
+        # Each node receives a token at most once; the expected number of nodes with chosen experts follows from the
+        # probability that a node has none. The network therefore carries a share of the bytes.
+        nodes = group.ranks / group.in_node
+        share = nodes * (1 - (1 - 1 / nodes) ** choices) / choices
+        machine = machine.model_copy(update={"nic_gbs": machine.nic_gbs / share})
+    return 2 * exchange_seconds(size * choices, group, machine)
 
 
 def model_seconds(work: Workload, machine: Machine) -> float:
     """Return the seconds of all blocks of a model and of the matmuls of its head for one micro-batch."""
     work = _computation(work)
-    counts = Counter(work.model.blocks)
-    blocks = sum(count * sum(_block_terms(block, work, machine)[0].values()) for block, count in counts.items())
-    return blocks + (0.0 if work.spec.score_head else sum(_head_seconds(work, machine)))
+    gpu = host = 0.0
+    for block, count in Counter(work.model.blocks).items():
+        terms, launch, _ = _block_terms(block, work, machine)
+        gpu += count * sum(terms.values())
+        host += count * launch
+    if not work.spec.score_head:
+        gpu += sum(_head_seconds(work, machine))
+    return gpu + _launch_seconds(host, gpu, machine)
+
+
+def _launch_seconds(host: float, gpu: float, machine: Machine) -> float:
+    """Return the seconds of launches that the GPU's work does not hide. On a CPU both times add up."""
+    return host if machine.is_shared else max(0.0, host - gpu)
 
 
 def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     """Return the seconds of a rank of a stage for one micro-batch, including collectives within the stage."""
     work = _computation(work)
     terms = dict.fromkeys(TERMS, 0.0)
-    forward = 0.0
+    forward = host = 0.0
     for block, numbers in stage.blocks:
-        block_terms, share = _block_terms(block, work, machine)
+        block_terms, launch, share = _block_terms(block, work, machine)
         for term, seconds in block_terms.items():
             terms[term] += len(numbers) * seconds
+        host += len(numbers) * launch
         forward += share * len(numbers) * sum(block_terms.values())
     if stage.has_head and not work.spec.score_head:
         head, head_backward = _head_seconds(work, machine)
-        traffic = work.tokens * work.spec.vocab_size / work.sizes.tensor * 16 / (machine.memory_gbs * 1e9)
+        logits = work.tokens * work.spec.vocab_size / work.sizes.tensor
+        traffic = logits * work.software.logit_traffic / (machine.memory_gbs * machine.efficiency.memory * 1e9)
         terms["matmuls"] += head + head_backward
         terms["elementwise"] += traffic
         forward += head + traffic / 2
-    return StageTime(terms, forward, sum(terms.values()) - forward)
+    total = sum(terms.values())
+    terms["launch"] = _launch_seconds(host, total, machine)
+    if total:
+        forward *= 1 + terms["launch"] / total
+    return StageTime(terms, forward, total + terms["launch"] - forward)
 
 
 def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machine: Machine) -> float:
@@ -343,14 +443,35 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     if ranks > 1:
         # Each micro-batch crosses a stage boundary in the forward and in the backward pass.
         travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
-        terms["pipeline"] = exposed_seconds(work.software, "pipeline", travel, time.forward + time.backward) * batches
-        # The bubble: the time in which a micro-batch passes through the other ranks and back.
-        elsewhere = sum(stage.count * (seconds.forward + seconds.backward) for stage, seconds in times)
-        elsewhere -= time.forward + time.backward
-        terms["bubble"] = idle_share(work) * (elsewhere + (ranks - 1) * travel)
+        hidden = time.forward + time.backward if work.software.overlaps_sends else 0.0
+        terms["pipeline"] = max(0.0, travel - hidden) * batches
+        if work.parallel.pipeline_schedule == "1f1b" and batches >= ranks:
+            bubble = _idle_seconds(times, time, travel)
+        else:
+            # The time in which a micro-batch passes through the other ranks and back.
+            elsewhere = sum(stage.count * (seconds.forward + seconds.backward) for stage, seconds in times)
+            bubble = idle_share(work) * (elsewhere - time.forward - time.backward + (ranks - 1) * travel)
+        terms["bubble"] = bubble
         if machine.ranks_per_core > 1:
             _share_cores(terms, times, work, machine)
     return terms
+
+
+def _idle_seconds(times: list[tuple[Stage, StageTime]], slowest: StageTime, travel: float) -> float:
+    """Return the seconds in which the slowest rank of a 1F1B pipeline waits.
+
+    It waits for the first micro-batch from the ranks before it, and at the end for their backward passes. The ranks
+    after it return the first gradients while it computes further forward passes, and the last ones while it computes
+    further backward passes.
+    """
+    ranks: list[StageTime] = []
+    for stage, time in sorted(times, key=lambda pair: pair[0].rank):
+        ranks += [time] * stage.count
+    number = max(n for n, time in enumerate(ranks) if time is slowest)
+    before = sum(time.forward + time.backward + travel for time in ranks[:number])
+    after = sum(time.forward + time.backward + travel for time in ranks[number + 1 :])
+    ahead = len(ranks) - 1 - number
+    return before + max(0.0, after - ahead * slowest.forward) + max(0.0, after - ahead * slowest.backward)
 
 
 def _share_cores(
@@ -369,15 +490,9 @@ def _share_cores(
     terms["bubble"] = max(0.0, path - sum(terms[term] for term in computing))
 
 
-@singledispatch
-def boundary_bytes(software: Software, work: Workload) -> float:
-    """Return the bytes of hidden states that a rank sends to the next pipeline stage, for one micro-batch."""
-    return work.tokens / work.sizes.tensor * work.spec.hidden_size * software.compute_bytes
-
-
 def boundary_seconds(work: Workload, machine: Machine) -> float:
     """Return the seconds to send a micro-batch's hidden states to the next pipeline stage."""
-    size = boundary_bytes(work.software, work)
+    size = boundary_bytes(work)
     group = place_groups(work, machine)["pipeline"]
     near = group.in_node == group.ranks
     rates = machine.efficiency
@@ -419,10 +534,10 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     reduced_bytes = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
     rounds = work.accumulation
     # Embedding and head need a call of their own, which matters only for small models.
-    calls = stage.num_blocks + machine.is_shared
+    calls = stage.num_blocks * soft.gathers_per_block + machine.is_shared
     gather = ring_seconds(gathered_bytes, groups["fsdp"], machine, calls)
     reduce = ring_seconds(reduced_bytes, groups["fsdp"], machine, calls)
-    replicas = 2 * ring_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
+    replicas = all_reduce_seconds(reduced_bytes / groups["fsdp"].ranks, groups["replicate"], machine, calls)
     if zero == 3:
         gathers, reductions = 2 * rounds, rounds
     else:
@@ -430,13 +545,22 @@ def data_seconds(work: Workload, stage: Stage, time: StageTime, machine: Machine
     # On shared cores, communication that overlaps takes time from the computation, so nothing is hidden.
     if machine.is_shared:
         return gathers * gather + reductions * reduce + replicas
-    # Overlapped communication competes with computation (`overlap`), and the first block of a pass cannot overlap.
+    # The first block of a pass cannot overlap.
     first = 1.0 / max(1, stage.num_blocks)
     passes = rounds if zero == 3 else 1
-    seconds = passes * max(first * gather, gather - time.forward * soft.overlap)
+    seconds = passes * _exposed(gather, first * gather, time.forward * soft.overlap)
     backward = (gather if zero == 3 else 0.0) + reduce
-    seconds += (rounds if zero >= 2 else 1) * max(first * reduce, backward - time.backward * soft.overlap)
-    return seconds + max(0.0, replicas - max(0.0, time.backward * soft.overlap - backward))
+    seconds += (rounds if zero >= 2 else 1) * _exposed(backward, first * reduce, time.backward * soft.overlap)
+    return seconds + _exposed(replicas, 0.0, max(0.0, time.backward * soft.overlap - backward))
+
+
+def _exposed(seconds: float, least: float, computing: float) -> float:
+    """Return the seconds that a step takes longer because of communication beside a computation.
+
+    Communication that overlaps competes with computation for multiprocessors and memory.
+    """
+    hidden = min(max(0.0, seconds - least), computing)
+    return seconds - hidden + CONTENTION * hidden
 
 
 def optimizer_seconds(work: Workload, stage: Stage, machine: Machine) -> float:

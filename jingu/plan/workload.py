@@ -24,6 +24,7 @@ from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_trained
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import rank_of_stage, split_blocks
+from jingu.plan.software import Software
 
 _TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
 
@@ -107,39 +108,6 @@ class BlockSizes:
         """The experts of the block, if it has some."""
         part = None if self.layer is None else self.layer.feed_forward
         return part if isinstance(part, Experts) else None
-
-
-@dataclass(frozen=True, eq=False)
-class Software:
-    """How jingu executes a step in a precision.
-
-    A subclass describes another training system: the functions of the planner that take a `Software` first are
-    `singledispatch` functions, and can be registered for the subclass (`bench/planning.py`).
-
-    Attributes:
-        weight_bytes: bytes of a weight that a rank owns; gradient_bytes: bytes of its gradient.
-        reduce_bytes: bytes of a gradient element in communication; compute_bytes: bytes of the compute dtype.
-        state_share: size of optimizer state that has the dtype of the master weights, relative to fp32.
-        offload_copies_weights: whether a single rank that offloads uses FSDP, as on a GPU, which copies all weights
-            to the device; on a CPU they stay where they are.
-    """
-
-    weight_bytes: float = 4.0
-    gradient_bytes: float = 4.0
-    reduce_bytes: float = 4.0
-    compute_bytes: float = 2.0
-    state_share: float = 1.0
-    offload_copies_weights: bool = True
-
-    # Constants of jingu: bytes of a logit and its gradient, in all dtypes in which they exist; bytes that elementwise
-    # operations of a forward pass move, relative to the saved bytes; kernels in the forward pass of a block, and
-    # further ones of a mixture of experts; share of the computing time that communication of gradients and weights can
-    # overlap with.
-    logit_bytes = 6.0
-    traffic = 1.5
-    kernels = 30
-    expert_kernels = 30
-    overlap = 0.8
 
 
 @dataclass(frozen=True, eq=False)

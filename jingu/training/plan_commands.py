@@ -39,7 +39,8 @@ from jingu.plan.forecast import (
 from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
-from jingu.plan.workload import Software, Workload, num_parameters
+from jingu.plan.software import Software
+from jingu.plan.workload import Workload, num_parameters
 from jingu.runtime.hub import CONFIG_FILES, is_available, local_path, parse_name
 from jingu.training.plan_task import add_task
 from jingu.training.schedule import check_schedule

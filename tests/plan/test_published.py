@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import fmean, median
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from bench import planning
-from bench.planning import FOLDER, SETS, PublishedSystem, held_out, measurement, time_errors
+from bench.planning import calibrated, fit_without, memory_error, run, time_errors
+from bench.planning_rows import FOLDER, Case, gpt, read_cases, read_rows, workload
+from jingu.errors import JinguError
 from jingu.plan.memory import fullest_stage
+from jingu.plan.software import Software
 from jingu.plan.workload import num_parameters
 
 
-@pytest.mark.parametrize(("name", "rows"), [("zero bubble", 6), ("OneFlow, V100", 6), ("torchtitan", 7)])
-def test_memory_is_what_was_measured(name: str, rows: int) -> None:
+def cases_of(table: str) -> list[Case]:
+    return [case for case in read_cases(FOLDER) if case.table == table]
+
+
+@pytest.mark.parametrize(("table", "rows"), [("zero bubble", 6), ("OneFlow, V100", 6), ("torchtitan", 7)])
+def test_memory_is_what_was_measured(table: str, rows: int) -> None:
     """Pipelines of 8 to 32 A100s (Qi et al., 2023), all axes on V100s, and ZeRO beside tensor parallelism on H100s."""
-    errors = [case.memory_error for case in SETS[name](FOLDER) if case.memory_error is not None]
+    errors = [error for case in cases_of(table) if (error := memory_error(case)) is not None]
     assert len(errors) == rows
-    assert fmean(map(abs, errors)) < 0.05
-    assert max(map(abs, errors)) < 0.12
+    assert fmean(map(abs, errors)) < 0.06
+    assert max(map(abs, errors)) < 0.13
+
+
+def test_any_file_with_the_columns_of_a_table_is_judged(tmp_path: Path) -> None:
+    """A part of a table under another name; and a file whose columns are those of none."""
+    lines = (FOLDER / "zero_bubble.csv").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "rows.csv").write_text("\n".join(lines[:4]), encoding="utf-8")
+    table = run(str(tmp_path / "rows.csv")).splitlines()
+    assert [line.split("|")[1].strip() for line in table] == ["rows", "---", "zero bubble"]
+    (tmp_path / "rows.csv").write_text("layers,seconds\n1,2\n", encoding="utf-8")
+    with pytest.raises(JinguError, match="no known table"):
+        run(str(tmp_path / "rows.csv"))
 
 
 # Hidden size, layers and parameters in billions of the models of Table 1.
 ZERO_MODELS = {"7.5B": (4096, 36, 7.5), "128B": (12288, 70, 128), "1T": (25600, 127, 1000)}
 # Weights and gradients in fp16, master weights and moments in fp32. Sharded weights lie beside their masters.
-ZERO = PublishedSystem(gradient_bytes=2.0, reduce_bytes=2.0)
+ZERO = Software(gradient_bytes=2.0, reduce_bytes=2.0)
 ZERO_STAGES = {"os": (1, ZERO), "osg": (2, ZERO), "osgp": (3, replace(ZERO, weight_bytes=6.0, copies_weights=False))}
 
 
-@pytest.mark.parametrize("row", planning.read_rows("zero_table1", FOLDER), ids=lambda row: f"{row['dp']} ranks")
+@pytest.mark.parametrize("row", read_rows(FOLDER / "zero_table1.csv"), ids=lambda row: f"{row['dp']} ranks")
 def test_model_states_are_those_of_zero(row: dict[str, str]) -> None:
     """Rajbhandari et al., 2020, Table 1, to its last digit: gigabytes of a rank, by stage, of 16 bytes a parameter."""
     ranks = int(row["dp"])
@@ -37,12 +55,12 @@ def test_model_states_are_those_of_zero(row: dict[str, str]) -> None:
         model, _, stage = name.partition("_")
         hidden, layers, billions = ZERO_MODELS[model]
         # The vocabulary makes up for what blocks of this size leave.
-        spec = planning.gpt(layers, hidden, 32, 1024, 1024, tie_word_embeddings=True)
+        spec = gpt(layers, hidden, 32, 1024, 1024, tie_word_embeddings=True)
         vocab = 1024 + round((billions * 1e9 - num_parameters(spec)) / hidden)
-        spec = planning.gpt(layers, hidden, 32, 1024, vocab, tie_word_embeddings=True)
+        spec = gpt(layers, hidden, 32, 1024, vocab, tie_word_embeddings=True)
         # A single rank divides nothing, whatever the stage.
         zero_stage, software = ZERO_STAGES[stage if ranks > 1 else "osgp"]
-        work = planning.workload(spec, {"shard": ranks}, 1, 2 * ranks, software, zero_stage=zero_stage)
+        work = workload(spec, {"shard": ranks}, 1, 2 * ranks, software, zero_stage=zero_stage)
         device = fullest_stage(work)[1].device
         parts = ("weights", "compute weights", "gradients", "optimizer state")
         total = sum(device.get(part, 0.0) for part in parts) / 1e9
@@ -50,27 +68,25 @@ def test_model_states_are_those_of_zero(row: dict[str, str]) -> None:
         assert total == pytest.approx(float(printed), rel=2e-3, abs=unit), name
 
 
-@pytest.mark.slow
-def test_the_library_alone_predicts_published_steps() -> None:
-    errors = [error for load in SETS.values() for error in time_errors([measurement(case) for case in load(FOLDER)])]
-    assert len(errors) > 250
-    assert median(map(abs, errors)) < 0.15
+# Largest mean error of a table whose training system was not fitted, and after a calibration on 20 of its rows.
+LIMITS = {
+    "vTrain, several nodes": (0.09, 0.09),
+    "vTrain, one node": (0.09, 0.08),
+    "Megatron SC'21": (0.05, 0.05),
+    "Korthikanti 2022": (0.06, 0.06),
+    "llm-foundry, A100": (0.12, 0.07),
+    "llm-foundry, H100": (0.08, 0.07),
+    "zero bubble": (0.03, 0.03),
+    "torchtitan": (0.10, 0.08),
+    "mixtures, B200, GB200, GB300": (0.12, 0.12),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        ("vTrain, several nodes", 0.09),
-        ("vTrain, one node", 0.08),
-        ("llm-foundry, A100", 0.07),
-        ("llm-foundry, H100", 0.07),
-        ("torchtitan", 0.12),
-        ("mixtures, H100", 0.15),
-        ("mixtures, B200, GB200, GB300", 0.15),
-    ],
-)
-def test_constants_of_few_rows_predict_the_others(name: str, limit: float) -> None:
-    errors, number = held_out(SETS[name](FOLDER))
-    assert number <= planning.MAX_FIT
-    assert fmean(map(abs, errors)) < limit
+@pytest.mark.parametrize("table", LIMITS)
+def test_rows_that_were_not_fitted_are_predicted(table: str) -> None:
+    cases = cases_of(table)
+    efficiency = fit_without(cases[0].system)
+    unseen, after = LIMITS[table]
+    assert fmean(map(abs, time_errors(cases, efficiency))) < unseen
+    assert fmean(map(abs, calibrated(cases, efficiency))) < after

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from bench.planning import PublishedSystem
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.model.resolve import find_preset
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan import timeline
 from jingu.plan.machine import Efficiency, find_machine
+from jingu.plan.software import Software
 from jingu.plan.step_time import StageTime, idle_share, stage_time, step_time
 from jingu.plan.timeline import simulate_pipeline
 from jingu.plan.workload import Workload, model_sizes
@@ -143,7 +143,7 @@ def test_tokens_travel_once_to_each_node_that_has_their_experts() -> None:
     spec = find_preset("qwen3-30b-a3b")
     sizes, settings = AxisSizes(1, 1, 32, 1, 1, 32), ParallelSettings(expert=32)
     plain = Workload(model_sizes(spec, 2), sizes, settings, 4096, 1, 1)
-    once = replace(plain, software=PublishedSystem(sends_to_nodes=True))
+    once = replace(plain, software=Software(sends_to_nodes=True))
     # Without latency, on a network so slow that links do not count.
     efficiency = Efficiency(nic=1e-3, hop_us=1e-9)
     machine = MACHINE.model_copy(update={"efficiency": efficiency})
@@ -163,6 +163,6 @@ def test_an_exchange_beside_computation_costs_what_the_computation_does_not_hide
         1,
         1,
     )
-    beside = replace(work, software=PublishedSystem(overlaps_experts=True))
+    beside = replace(work, software=Software(overlaps_experts=True))
     alone, exposed = step_time(work, MACHINE), step_time(beside, MACHINE)
     assert 0 <= exposed["expert"] < alone["expert"]
