@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: develop quickstart test test-all test-changed check format bench clean
+.PHONY: develop quickstart test test-all test-changed check site format bench clean
 
 .venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	touch $@
 
 .venv/develop: .venv/core
-	$(PIP) --editable ".[test,check,bench,tensorboard]"
+	$(PIP) --editable ".[test,check,site,bench,tensorboard]"
 	touch $@
 
 develop: .venv/develop
@@ -45,6 +45,11 @@ check: .venv/develop
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/site.py
+
+# The documentation, in build/site/html; links that lead nowhere are errors.
+site: .venv/develop
+	$(BIN)/python docs/site.py
 
 format: .venv/develop
 	$(BIN)/ruff format .

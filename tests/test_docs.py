@@ -108,13 +108,6 @@ def test_options_named_in_documents_exist() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        assert ":" in link or (document.parent / link.split("#")[0]).exists(), link
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tables_keep_their_columns(document: Path) -> None:
     """A bar starts a new cell, also in code, unless a backslash precedes it."""
     for table in re.findall(r"(?:^\|.*\n)+", document.read_text(encoding="utf-8"), re.MULTILINE):
@@ -140,3 +133,44 @@ def test_list_of_settings_has_all_of_them() -> None:
     sections = set(RunConfig.model_fields)
     for key in all_keys():
         assert f"`{key}" in page or key in sections, key
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of the headings of a document, as the site and the usual viewers of repositories make them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """The relative links of a document to files or headings that do not exist."""
+    plain = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)", plain):
+        name, _, anchor = target.partition("#")
+        path = folder / name
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        if name and not path.exists():
+            broken.append(target)
+        elif anchor and (not name or path.suffix == ".md"):
+            other = path.read_text(encoding="utf-8") if name else text
+            broken += [target] if anchor not in anchors(other) else []
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    assert broken_links(document.read_text(encoding="utf-8"), document.parent) == []
+
+
+def test_broken_links_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# One thing, and another\n")
+    text = "# Here\n[1](a.md) [2](a.md#one-thing-and-another) [3](#here) [4](b.md) [5](a.md#two) [6](#there) `[7](c)`"
+    assert broken_links(text, tmp_path) == ["b.md", "a.md#two", "#there"]
+
+
+def test_every_document_has_a_place_on_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for document in DOCUMENTS:
+        assert document.relative_to(ROOT).as_posix() in site, document
