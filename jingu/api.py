@@ -31,7 +31,7 @@ from jingu.infer.inference_model import InferenceModel, Precision, check_languag
 from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score
 from jingu.infer.sampling import SamplingOptions
-from jingu.runtime.signals import EXIT_INTERRUPTED
+from jingu.runtime.exit_codes import EXIT_INTERRUPTED
 from jingu.tune.row_formats import parse_messages
 
 Config = RunConfig

@@ -24,8 +24,9 @@ from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import FinishReason, Request, max_new_tokens
 from jingu.infer.sampling import SamplingOptions, SamplingParams
 from jingu.runtime.device import find_device_type, has_compiler, has_fast_bf16, parse_size, total_memory
+from jingu.runtime.exit_codes import EXIT_INTERRUPTED
 from jingu.runtime.ranks import RankInfo
-from jingu.runtime.signals import EXIT_INTERRUPTED, defer_interrupt
+from jingu.runtime.signals import defer_interrupt
 
 KV_CACHE_OPTION = "--kv-cache"
 

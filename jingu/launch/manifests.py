@@ -45,9 +45,9 @@ def write_manifest(
         JinguError: the command is wrong, there is no kubectl, or the cluster refuses the manifest.
     """
     start = prepare_start(words, environment)
-    start = replace(start, slots=[list(range(slots))] * nodes, min_nodes=nodes, max_restarts=max_restarts)
+    start = replace(start, slots=[list(range(slots))] * nodes)
     start = replace(start, versions={}, master=(f"{start.name}-node-0-0.{start.name}", _PORT))
-    text = yaml.safe_dump(MANIFESTS[manifest](start, image), sort_keys=False)
+    text = yaml.safe_dump(MANIFESTS[manifest](start, image, max_restarts), sort_keys=False)
     if not apply:
         print(text, end="")
         return 0
@@ -74,7 +74,7 @@ def write_manifest(
     return 0
 
 
-def _train_job(start: Start, image: str) -> Manifest:
+def _train_job(start: Start, image: str, max_restarts: int) -> Manifest:
     """A TrainJob of Kubeflow Trainer v2; its runtime sets torchrun's variables."""
     trainer = {
         "image": image,
@@ -88,39 +88,38 @@ def _train_job(start: Start, image: str) -> Manifest:
     return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", start, spec)
 
 
-def _job_set(start: Start, image: str) -> Manifest:
+def _job_set(start: Start, image: str, max_restarts: int) -> Manifest:
     """A JobSet of one job, whose pods are numbered and find each other by name."""
     nodes = len(start.slots)
-    # Only the JobSet restarts, as a whole: nodes do not restart their ranks by themselves.
-    container = _container(replace(start, max_restarts=0), image, "node")
+    container = _container(start, image, "node")
     pods = {"spec": {"restartPolicy": "Never", "containers": [container]}}
     job = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed", "backoffLimit": 0}
     # A single node cannot be replaced: the others would hang in their collectives.
     spec = {
-        "failurePolicy": {"maxRestarts": start.max_restarts},
+        "failurePolicy": {"maxRestarts": max_restarts},
         "network": {"enableDNSHostnames": True, "subdomain": start.name},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": {**job, "template": pods}}}],
     }
     return _object("jobset.x-k8s.io/v1alpha2", "JobSet", start, spec)
 
 
-def _pytorch_job(start: Start, image: str) -> Manifest:
+def _pytorch_job(start: Start, image: str, max_restarts: int) -> Manifest:
     """A PyTorchJob of Kubeflow's training operator v1."""
-    pods = {"spec": {"containers": [_container(replace(start, max_restarts=0), image, "pytorch")]}}
-    policy = "OnFailure" if start.max_restarts else "Never"
+    pods = {"spec": {"containers": [_container(start, image, "pytorch")]}}
+    policy = "OnFailure" if max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": policy, "template": pods}}
     if len(start.slots) > 1:
         replicas["Worker"] = {**replicas["Master"], "replicas": len(start.slots) - 1}
     spec = {
         "nprocPerNode": str(len(start.slots[0])),
         # After a failure all pods restart, and each of them counts.
-        "runPolicy": {"backoffLimit": start.max_restarts * len(start.slots)},
+        "runPolicy": {"backoffLimit": max_restarts * len(start.slots)},
         "pytorchReplicaSpecs": replicas,
     }
     return _object("kubeflow.org/v1", "PyTorchJob", start, spec)
 
 
-def _sky_task(start: Start, image: str) -> Manifest:
+def _sky_task(start: Start, image: str, max_restarts: int) -> Manifest:
     return {
         "name": start.name,
         "num_nodes": len(start.slots),
@@ -130,7 +129,7 @@ def _sky_task(start: Start, image: str) -> Manifest:
     }
 
 
-def _dstack_task(start: Start, image: str) -> Manifest:
+def _dstack_task(start: Start, image: str, max_restarts: int) -> Manifest:
     return {
         "type": "task",
         "name": start.name,
@@ -142,7 +141,7 @@ def _dstack_task(start: Start, image: str) -> Manifest:
     }
 
 
-MANIFESTS: dict[str, Callable[[Start, str], Manifest]] = {
+MANIFESTS: dict[str, Callable[[Start, str, int], Manifest]] = {
     "trainjob": _train_job,
     "jobset": _job_set,
     "pytorchjob": _pytorch_job,

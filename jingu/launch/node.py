@@ -1,36 +1,44 @@
 """One node of a launched command: `python -m jingu.launch.node`.
 
 Under Slurm and in a container, the `Start` is in an environment variable. Over ssh, the node first writes a line that
-describes it, and then reads the start from standard input, which stays open as long as the launcher runs: each further
-line is a signal for the ranks, and end of file terminates them.
+describes it, and answers the launcher's requests until it receives the start from standard input, which stays open as
+long as the launcher runs: each further line is a signal for the ranks, and end of file terminates them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import os
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jingu.errors import JinguError, pluralize
+from jingu.launch.node_codes import CODES_VARIABLE, NodeCodes
+from jingu.launch.probe import ProbeListener, Target, find_interface, format_endpoint, local_address, probe
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
+from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE, EXIT_PREEMPTED
 from jingu.runtime.gpus import visible_devices
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_STALLED, LAUNCHER_PIPE
 
 # Marks the line in which a node describes itself; a login shell may print other lines before it.
 HANDSHAKE = "jingu-node "
+# The line with which the launcher tells the other nodes that the first one listens.
+LISTENING = "listening"
+# The line with which the launcher ends ranks at once that did not end by themselves.
+END = "end"
 # Time for the ranks to save after a signal.
 SHUTDOWN_SECONDS = 600
+_POLL_SECONDS = 0.1
 # Variables with the rank of a node, and with the address of the first node: Slurm, Kubeflow, JobSet, SkyPilot, dstack,
 # and older versions of Kubeflow's training operator.
 _NODE_RANKS = (
@@ -44,9 +52,6 @@ _NODE_RANKS = (
 _MASTERS = ("PET_MASTER_ADDR", "SKYPILOT_NODE_IPS", "DSTACK_MASTER_NODE_IP", "MASTER_ADDR")
 # Below the kernel's ephemeral ports.
 _PORTS = range(15_000, 32_000)
-# The environment variable that names a file. A node of a Slurm job creates it when its ranks have saved after a signal.
-SAVED_VARIABLE = "JINGU_SAVED"
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def describe_node() -> dict[str, object]:
@@ -69,17 +74,6 @@ def free_port() -> int:
             return port
 
 
-def _check_port(port: int) -> None:
-    """Raise JinguError if another process listens on the rendezvous port."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            what = f"the ranks cannot meet at port {port} ({error.strerror})."
-            raise JinguError(what, where=socket.gethostname(), fix="Start again, at another port.") from error
-
-
 def _find_master(start: Start) -> tuple[str, int]:
     """Return the address and port of the rendezvous, from the variables that the cluster manager sets."""
     address, port = start.master
@@ -95,49 +89,47 @@ def _find_master(start: Start) -> tuple[str, int]:
     return address, int(os.environ.get("PET_MASTER_PORT", port))
 
 
-def find_interface(address: str) -> str:
-    """Return the network interface that leads to an address; empty if it is unknown.
+# Whether the first node listens: waits for that, at most so many seconds.
+WaitForFirst = Callable[[float], bool]
 
-    Without it, gloo takes the interface of the host name's address, which is the loopback interface on many machines.
+
+def run_node(
+    start: Start,
+    node_rank: int,
+    announce: Callable[[], None] = lambda: None,
+    wait_for_first: WaitForFirst = lambda _: False,
+) -> int:
+    """Run the ranks of this node until they exit.
+
+    Args:
+        announce: called on the first node once its store listens.
+        wait_for_first: called on the other nodes; returns whether the first node is known to listen.
+
+    Returns:
+        Their exit code (`jingu.runtime.exit_codes`).
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing, but makes the kernel choose the local address.
-            probe.connect((address, 9))
-            own_address = probe.getsockname()[0]
-        except OSError:
-            return ""
-        for _, name in socket.if_nameindex():
-            try:
-                # 0x8915 is SIOCGIFADDR on Linux: get the address of an interface.
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(reply[20:24]) == own_address and name != "lo":
-                return name
-    return ""
-
-
-def run_node(start: Start, node_rank: int) -> int:
-    """Run the ranks of this node until they exit. Returns the exit code of the command."""
     # Silence a warning for each connection whose peer address has no host name, which nothing here needs.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from jingu.runtime.launcher import NodeOfRun, launch_local_ranks, open_store
+    from jingu.runtime.ranks import COLLECTIVE_TIMEOUT, REACH_SECONDS, wait_for_master
 
-    from jingu.runtime.ranks import wait_for_master
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     address, port = start.master
+    sizes = [len(slots) for slots in start.slots]
+    node = NodeOfRun(address, port, sum(sizes[:node_rank]), sum(sizes), SHUTDOWN_SECONDS)
+    # 1. Meet the first node. One that is known to listen must not refuse a connection: a firewall does.
+    store = None
     if node_rank == 0:
-        _check_port(port)
-    elif "KUBERNETES_SERVICE_HOST" not in os.environ:  # on Kubernetes, the first pod may get its name much later
-        wait_for_master(address, port)
+        store = open_store(port)
+        announce()
+    else:
+        patience = COLLECTIVE_TIMEOUT.total_seconds()
+        refused_seconds = REACH_SECONDS if wait_for_first(patience) else patience
+        # On Kubernetes, the first pod may get its name much later.
+        is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+        wait_for_master(address, port, patience if is_pod else REACH_SECONDS, refused_seconds)
+    # 2. The network, and the devices.
     slots = start.slots[node_rank]
     os.environ.update(start.environment)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    # 1. The network, and the devices.
     interface = find_interface(address) if len(start.slots) > 1 else ""
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -145,87 +137,99 @@ def run_node(start: Start, node_rank: int) -> int:
     for name, devices in visible_devices(slots, {}).items():
         os.environ.setdefault(name, devices)
     cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(slots))))
-    place = f"rendezvous at {address}:{port}" + (f" over {interface}" if interface else "")
+    place = f"rendezvous at {format_endpoint(address, port)}" + (f" over {interface}" if interface else "")
     few = f" They share {pluralize(cores, 'core')}: give the job more." if cores < len(slots) else ""
     print(f"{pluralize(len(slots), 'rank')}, {place}.{few}", file=sys.stderr, flush=True)
-    # 2. Put the run's configuration into a memory file, which is freed when this process ends.
+    # 3. Put the run's configuration into a memory file, which is freed when this process ends.
     words = start.words
     if start.config is not None:
         descriptor = os.memfd_create("config")
         os.write(descriptor, start.config.encode())
         words = [word.replace("{config}", f"/proc/{os.getpid()}/fd/{descriptor}") for word in words]
-    # 3. Give the ranks a pipe that closes when this process is killed, so that they stop then.
-    os.environ[LAUNCHER_PIPE] = f"/proc/{os.getpid()}/fd/{os.pipe()[0]}"
-    # 4. Run torchrun's agent. If the run may continue with fewer nodes, these rendezvous again after a loss.
-    is_elastic = start.min_nodes < len(start.slots)
-    config = LaunchConfig(
-        min_nodes=start.min_nodes,
-        max_nodes=len(start.slots),
-        nproc_per_node=len(slots),
-        run_id="jingu",
-        rdzv_backend="c10d" if is_elastic else "static",
-        rdzv_endpoint=f"{address}:{port}",
-        rdzv_configs={} if is_elastic else {"rank": node_rank},
-        max_restarts=start.max_restarts,
-        local_addr=address if node_rank == 0 else None,
-        signals_to_handle=_SIGNALS,
-    )
+    # 4. Run the ranks.
+    advice = "Start the command again to resume from the last checkpoint."
+    code = launch_local_ranks(len(slots), words, advice=advice, node=node)
+    del store  # the ranks of all nodes have met in it
+    return code
+
+
+def _wait_for_file(path: Path, seconds: float) -> bool:
+    """Return whether a file appears within some seconds."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _run_started_node(text: str) -> int:
+    """Run a node whose `Start` is in an environment variable."""
+    start = Start.from_json(text)
+    rank = int(next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0"))
+    folder = os.environ.pop(CODES_VARIABLE, None)
+    if folder is None:
+        return _check_and_run(start, rank)
+    codes = NodeCodes(Path(folder), rank)
     try:
-        elastic_launch(config, sys.executable)("-m", "jingu", *words)
-    except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                print(f"jingu: rank {rank} on {socket.gethostname()} was killed by {name}.", file=sys.stderr)
-        return combine_codes([failure.exitcode for failure in error.failures.values()])
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            return EXIT_INTERRUPTED
-        # Slurm sends SIGTERM when another node has failed: return 1, so that the exit code of that node counts.
-        is_ended_by_slurm = error.sigval == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
-        return 1 if is_ended_by_slurm else EXIT_PREEMPTED
-    return 0
+        code = _check_and_run(start, rank, codes.announce, partial(_wait_for_file, codes.ready))
+    except JinguError:
+        codes.finish(EXIT_MISTAKE)
+        raise
+    codes.finish(code)
+    # With another code, srun would end the other nodes while they are still saving.
+    return 0 if code == EXIT_PREEMPTED else code
 
 
-def combine_codes(codes: list[int]) -> int:
-    """Return one exit code for all ranks or nodes: the most informative one, such as 2 for an explained error."""
-    for code in (2, EXIT_STALLED, EXIT_INTERRUPTED, EXIT_PREEMPTED):
-        if code in codes:
-            return code
-    failures = [abs(code) for code in codes if code]
-    return failures[0] if failures else 0
+def _check_and_run(start: Start, rank: int, *callbacks: Callable[..., Any]) -> int:
+    if start.versions:
+        check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
+    return run_node(replace(start, master=_find_master(start)), rank, *callbacks)
 
 
-def _obey_launcher() -> None:
+def _run_connected_node() -> int:
+    """Run a node that is connected to a launcher by standard input and output."""
+    listener = ProbeListener()
+    _reply(**describe_node(), probe_port=listener.port)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "route" in request:
+            _reply(address=local_address(request["route"]))
+        elif "probe" in request:
+            _reply(failures=probe([Target(*target) for target in request["probe"]]))
+        else:
+            listener.close()
+            first_listens = threading.Event()
+            threading.Thread(target=_obey_launcher, args=(first_listens,), daemon=True).start()
+            start = Start(**request["start"])
+            return run_node(start, request["node_rank"], partial(_reply, listening=True), first_listens.wait)
+    return EXIT_LOST
+
+
+def _reply(**values: object) -> None:
+    print(HANDSHAKE + json.dumps(values), flush=True)
+
+
+def _obey_launcher(first_listens: threading.Event) -> None:
     """Send this process the signals that the launcher writes, and SIGTERM when the launcher is gone."""
     for line in sys.stdin:
-        os.kill(os.getpid(), int(line))
+        if line.strip() == LISTENING:
+            first_listens.set()
+        elif line.strip() == END:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        else:
+            os.kill(os.getpid(), int(line))
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> int:
     """Run this node. Its `Start` comes from a variable (Slurm, a container) or from standard input (ssh)."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # An exception in the main thread, which kills the ranks.
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(EXIT_LOST))
     text = os.environ.pop(START_VARIABLE, None)
-    if text is not None:
-        start = Start.from_json(text)
-        if start.versions:
-            check_versions({"the launcher": start.versions, socket.gethostname(): installed_versions()})
-        rank = next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0")
-        saved_value = os.environ.pop(SAVED_VARIABLE, None)
-        code = run_node(replace(start, master=_find_master(start)), int(rank))
-        if code == EXIT_PREEMPTED and saved_value is not None:
-            # With another code, srun would end the other nodes while they are still saving.
-            Path(saved_value).touch()
-            return 0
-        return code
-    print(HANDSHAKE + json.dumps(describe_node()), flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        return 1
-    message = json.loads(line)
-    threading.Thread(target=_obey_launcher, daemon=True).start()
-    return run_node(Start(**message["start"]), message["node_rank"])
+    return _run_started_node(text) if text is not None else _run_connected_node()
 
 
 if __name__ == "__main__":
@@ -233,7 +237,9 @@ if __name__ == "__main__":
         code = main()
     except JinguError as error:
         print(f"jingu: {error}", file=sys.stderr)
-        code = 2
+        code = EXIT_MISTAKE
+    except SystemExit as error:
+        code = int(error.code or 0)
     sys.stdout.flush()
     # Do not wait for the thread that blocks on standard input.
     os._exit(code)

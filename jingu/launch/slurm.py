@@ -16,10 +16,11 @@ from pathlib import Path
 from jingu.config.load import load_config
 from jingu.errors import JinguError, pluralize
 from jingu.launch.hosts import read_environment
-from jingu.launch.node import SAVED_VARIABLE
+from jingu.launch.node_codes import CODES_VARIABLE, read_code
 from jingu.launch.start import START_VARIABLE, prepare_start, strip_separator
-from jingu.runtime.files import write_text_atomically
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS, handle_signals
+from jingu.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from jingu.runtime.files import temporary_folder, write_text_atomically
+from jingu.runtime.signals import STOP_SIGNALS, handle_signals
 
 # Folder for scripts and logs, which the nodes must share.
 FOLDER = Path("slurm")
@@ -31,20 +32,22 @@ _SECONDS_TO_SAVE = 180
 _SCRIPT = """#!/bin/bash
 {directives}
 {variables}
-export {saved}=$(mktemp -u)
 [ -n "$SLURM_CPUS_PER_TASK" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# Each node writes its exit code there, because srun's does not tell which node was the cause.
+export {codes}=$PWD/{name}-$SLURM_JOB_ID.codes
+rm -rf "${codes}" && mkdir -p "${codes}"
 {command}
 code=$?
-[ -e "${saved}" ] && rm "${saved}" && [ $code -eq 0 ] && code={preempted}
-case $code in
-# The run was saved after the signal before the limit: it goes on when the job runs again.
-{preempted}) scontrol requeue $SLURM_JOB_ID ;;
-# It is complete, or a person must act.
-0 | 2 | {interrupted}) ;;
-# Slurm's own count of restarts also has those after the signal, or without a lost node.
-*) echo "exit code $code" >> {failures}
-[ "$(wc -l < {failures})" -le {max_restarts} ] && scontrol requeue $SLURM_JOB_ID ;;
+read -r code restart < <({read_code} "${codes}" $code || echo $code counted)
+rm -rf "${codes}"
+case $restart in
+# Slurm's own count of restarts also has those without a failure.
+counted) echo "exit code $code" >> {name}-$SLURM_JOB_ID.failures
+[ "$(wc -l < {name}-$SLURM_JOB_ID.failures)" -le {max_restarts} ] && restart=always ;;
 esac
+# SIGTERM is sent by a person who cancels the job, by preemption, and by srun when a node fails. Only Slurm knows which.
+state=$(scontrol --oneliner show job $SLURM_JOB_ID | grep -o 'JobState=[A-Z]*')
+[ "$restart" = always ] && [ "$state" != JobState=CANCELLED ] && scontrol requeue $SLURM_JOB_ID
 exit $code
 """
 
@@ -91,7 +94,7 @@ def launch_slurm(
         more = ["--processes", str(slots)] if array == ["sweep"] else []
         command = shlex.join([*srun, *python, "jingu", *words, *more, "--part"]) + f" $SLURM_ARRAY_TASK_ID/{nodes}"
     else:
-        start = replace(prepare_start(words, environment), slots=[list(range(slots))] * nodes, min_nodes=nodes)
+        start = replace(prepare_start(words, environment), slots=[list(range(slots))] * nodes)
         name = start.name
         # The start is part of the script, which Slurm copies: later edits of the run's file do not affect this job.
         variables = {START_VARIABLE: start.to_json()}
@@ -110,10 +113,9 @@ def launch_slurm(
         directives="\n".join([*directives, "#SBATCH --requeue"]),
         variables="\n".join(f"export {key}={shlex.quote(value)}" for key, value in variables.items()),
         command=command,
-        saved=SAVED_VARIABLE,
-        preempted=EXIT_PREEMPTED,
-        interrupted=EXIT_INTERRUPTED,
-        failures=f"{FOLDER / name}-$SLURM_JOB_ID.failures",
+        codes=CODES_VARIABLE,
+        read_code=shlex.join([*python, "jingu.launch.node_codes"]),
+        name=FOLDER / name,
         max_restarts=max_restarts,
     )
     FOLDER.mkdir(exist_ok=True)
@@ -153,19 +155,20 @@ def _run_step(command: Sequence[str], variables: Mapping[str, str], nodes: int) 
     # srun only reports its state on SIGINT, and kills the step on SIGTERM. So it runs in its own process group and
     # receives SIGUSR1 instead, which it forwards to the nodes, where the ranks save.
     words = [program, f"--nodes={nodes}", "--ntasks-per-node=1", *words]
-    variables = {**os.environ, **variables, SAVED_VARIABLE: os.devnull}
-    process = subprocess.Popen(words, env=variables, process_group=0)
+    FOLDER.mkdir(exist_ok=True)
+    # The nodes share the folder, and write their exit codes there.
+    with temporary_folder(f"step-{os.environ['SLURM_JOB_ID']}-", FOLDER.absolute()) as codes:
+        environment = {**os.environ, **variables, CODES_VARIABLE: str(codes)}
+        process = subprocess.Popen(words, env=environment, process_group=0)
 
-    def pass_on(number: int, _: object) -> None:
-        signals.append(number)
-        process.send_signal(signal.SIGUSR1)
+        def pass_on(number: int, _: object) -> None:
+            signals.append(number)
+            process.send_signal(signal.SIGUSR1)
 
-    with handle_signals(pass_on, *STOP_SIGNALS):
-        code = process.wait()
-    if code != 0 or not signals:
-        return code
-    # The ranks have saved after a signal: return the same code as a local run that was interrupted or preempted.
-    return EXIT_INTERRUPTED if signal.SIGINT in signals else EXIT_PREEMPTED
+        with handle_signals(pass_on, *STOP_SIGNALS):
+            code = process.wait()
+        code = read_code(codes, code)
+    return EXIT_INTERRUPTED if code == EXIT_PREEMPTED and signal.SIGINT in signals else code
 
 
 def _submit(script: Path) -> int:

@@ -34,8 +34,6 @@ class Start:
         config: the text of that file; None if the command takes none.
         environment: environment variables for the ranks.
         slots: slots of each node.
-        min_nodes: the least number of nodes with which the run continues.
-        max_restarts: how often the ranks are restarted after a failure.
         master: address and port of the rendezvous.
         versions: versions of Python, jingu and torch, which must be equal on all nodes.
     """
@@ -45,8 +43,6 @@ class Start:
     config: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     slots: list[list[int]] = field(default_factory=list)
-    min_nodes: int = 1
-    max_restarts: int = 0
     master: tuple[str, int] = ("", 0)
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -23,9 +23,9 @@ from jingu.formatting import format_number, print_table
 from jingu.report.board import describe_state
 from jingu.report.record import get_number, read_run
 from jingu.report.sweep_page import MAX_CURVES, render_sweep
+from jingu.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED, combine_exit_codes
 from jingu.runtime.files import write_error, write_text_atomically
 from jingu.runtime.launcher import launch_local_ranks
-from jingu.runtime.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def sweep(
         return 0
     _print_results(results)
     print(f"{pluralize(len(runs), 'run')} in {folder}; the table is {folder / 'sweep.json'}, also as sweep.html.")
-    return int(any(codes.values()))
+    return combine_exit_codes(codes.values())
 
 
 def _write_results(folder: Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -186,11 +186,7 @@ def _train(config: RunConfig, processes: int) -> int:
         file.write(dump_yaml(config).encode())
         file.flush()
         words = ["train", f"/dev/fd/{file.fileno()}"]
-        try:
-            return launch_local_ranks(processes, words, inherit=[file.fileno()])
-        except JinguError as error:  # a rank was killed
-            print(f"jingu: {error}", flush=True)
-            return 1
+        return launch_local_ranks(processes, words, inherit=[file.fileno()])
 
 
 def _result(run: SweepRun, code: int | None) -> dict[str, Any]:

@@ -9,8 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from jingu.errors import JinguError
+from jingu.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_MISTAKE
 from jingu.runtime.ranks import RankInfo, is_first_failure
+
+# What PyTorch, gloo and NCCL say of a connection to a process that has ended, or to a machine that is gone.
+_LOST_CONNECTION = re.compile(
+    r"Connection (reset|closed) by peer|Broken pipe|Socket (closed|Timeout)|Connection was likely closed"
+    r"|Connection timed out|No route to host|remote process exited|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
 
 LOGGER = logging.getLogger("jingu")
 
@@ -51,7 +61,10 @@ def log_to_folder(folder: Path, ranks: RankInfo) -> Iterator[None]:
     finally:
         for handler in handlers:
             LOGGER.removeHandler(handler)
-            handler.close()
+            try:
+                handler.close()
+            except OSError as error:  # a full disk: the reason and the exit code of the run count, not its log
+                print(f"jingu: WARNING: the end of the log in {folder} is missing ({error}).", file=sys.stderr)
 
 
 @contextmanager
@@ -63,16 +76,24 @@ def report_first_failure(ranks: RankInfo) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        is_lost = ranks.world > 1 and is_lost_connection(error)
         if is_first_failure(ranks):
             name = f"rank {ranks.rank} of {ranks.world}, on {ranks.host}"
-            if re.search(r"Connection (reset|closed) by peer", str(error)):
+            if is_lost:
                 # Print no traceback: it only shows where this rank was waiting, and it is in the log.
                 print(f"jingu: {name}, lost its connection to another rank, which has exited.", file=sys.stderr)
-                raise SystemExit(1) from None
+                raise SystemExit(EXIT_LOST) from None
             if ranks.world > 1:
                 error.add_note(f"This was {name}.")
             raise
-        raise SystemExit(2 if isinstance(error, JinguError) else 1) from None
+        code = EXIT_MISTAKE if isinstance(error, JinguError) else EXIT_FAILED
+        raise SystemExit(EXIT_LOST if is_lost else code) from None
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Return whether an error says that the connection to another rank has ended, so that its cause is elsewhere."""
+    is_network_error = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
+    return is_network_error and _LOST_CONNECTION.search(str(error)) is not None
 
 
 class _FileHandler(logging.FileHandler):

@@ -265,8 +265,18 @@ def run_first(function: Callable[[], None]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def wait_for_master(address: str, port: int) -> None:
+def wait_for_master(
+    address: str,
+    port: int,
+    reach_seconds: float = REACH_SECONDS,
+    refused_seconds: float | None = None,
+) -> None:
     """Wait until the store of the rendezvous answers at its address.
+
+    Args:
+        reach_seconds: how long the machine may be unknown or silent.
+        refused_seconds: how long it may refuse the connection, as rank 0 may start later than this rank; None: as long
+            as a collective waits.
 
     Raises:
         JinguError: the machine cannot be reached, nothing has started there within the timeout, or another program
@@ -275,6 +285,8 @@ def wait_for_master(address: str, port: int) -> None:
     # Imported here, because the import is slow (DTensor).
     from jingu.compat.torch_distributed import may_be_store
 
+    if refused_seconds is None:
+        refused_seconds = COLLECTIVE_TIMEOUT.total_seconds()
     start = time.monotonic()
     is_announced = False
     while True:
@@ -286,9 +298,7 @@ def wait_for_master(address: str, port: int) -> None:
             raise JinguError(what, fix="Check MASTER_ADDR, and choose a MASTER_PORT that nothing else uses.")
         except OSError as error:
             seconds = time.monotonic() - start
-            # A machine that refuses the connection is reachable, and rank 0 may start later than this rank.
-            is_refused = isinstance(error, ConnectionRefusedError)
-            if seconds > (COLLECTIVE_TIMEOUT.total_seconds() if is_refused else REACH_SECONDS):
+            if seconds > (refused_seconds if isinstance(error, ConnectionRefusedError) else reach_seconds):
                 fix = "Check MASTER_ADDR and MASTER_PORT, that rank 0 has started, and that no firewall is in the way."
                 what = f"the master address {address}:{port} cannot be reached ({error.strerror or error})."
                 raise JinguError(what, where=socket.gethostname(), fix=fix) from error

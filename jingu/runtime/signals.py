@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Exit code after Ctrl-C. The run was saved.
-EXIT_INTERRUPTED = 130
-# Exit code after a scheduler's signal (EX_TEMPFAIL of sysexits.h). The run was saved, and should be started again.
-EXIT_PREEMPTED = 75
-# Exit code of ranks that the watchdog ends because the run hangs.
-EXIT_STALLED = 70
+from jingu.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
 # A signal that is repeated within these seconds counts once.
 REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -26,9 +26,9 @@ from typing import Any
 
 from jingu.compat.torch_distributed import process_groups, recorded_collectives
 from jingu.runtime.device import gpu_uuid
+from jingu.runtime.exit_codes import EXIT_STALLED
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
-from jingu.runtime.signals import EXIT_STALLED
 from jingu.watch.slot import (
     BEAT,
     COMMAND,

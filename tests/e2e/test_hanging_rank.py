@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 
-from jingu.runtime.signals import EXIT_STALLED
+from jingu.runtime.exit_codes import EXIT_STALLED
 from tests.e2e.conftest import read_until
 from tests.e2e.test_dying_rank import LOCAL, TORCHRUN, start, wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import yaml
 
 from jingu.cli import main
 from jingu.launch import manifests, node, slurm
-from jingu.launch.node import combine_codes, find_interface
+from jingu.launch.probe import find_interface
 from jingu.launch.start import Start
 from tests.launch.programs import install
 
@@ -34,14 +35,59 @@ def test_slurm_script(run_file, capsys):
     settings = ["nodes=2", "ntasks-per-node=1", "time=12:00:00", "partition=gpu", "exclusive", "requeue"]
     settings += ["signal=USR1@180", "output=slurm/my-run-7b-%j.log", "open-mode=append", "job-name=my-run-7b"]
     assert {f"#SBATCH --{setting}" for setting in settings} <= set(script.splitlines())
-    assert "\n75) scontrol requeue $SLURM_JOB_ID ;;\n" in script
     assert script == Path("slurm/my-run-7b.sbatch").read_text()
-    srun = 'srun() { echo "$JINGU_START"; echo "$@" >&2; }\n'
+    srun = 'srun() { echo "$JINGU_START"; echo "$@" >&2; }\nscontrol() { :; }\n'
     result = subprocess.run(["bash", "-c", srun + script], capture_output=True, text=True, check=True)
     assert result.stderr == f"--export=ALL --kill-on-bad-exit=1 {sys.executable} -m jingu.launch.node\n"
     start = Start.from_json(result.stdout)
     assert start.words == ["train", "{config}"] and start.slots == [list(range(8))] * 2
     assert yaml.safe_load(start.config)["optimizer"]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("codes", "srun_code", "state", "restarts", "requeued", "code"),
+    [
+        # A node that was preempted has saved; so has one whose job is cancelled, which only Slurm knows.
+        ({0: 75, 1: 75}, 0, "RUNNING", 0, True, 75),
+        ({0: 75, 1: 75}, 0, "CANCELLED", 0, False, 75),
+        # A node that is gone has left no code; srun was quicker than Slurm, and ended the other one.
+        ({0: 69, 1: None}, 137, "RUNNING", 0, True, 69),
+        ({0: 75, 1: None}, 137, "RUNNING", 0, True, 69),
+        ({0: 69, 1: None}, 137, "CANCELLED", 0, False, 69),
+        # A person's error, although the other node was ended as if preempted.
+        ({0: 75, 1: 2}, 2, "RUNNING", 9, False, 2),
+        ({0: 2, 1: None}, 2, "RUNNING", 9, False, 2),
+        # A killed rank, with restarts and without.
+        ({0: 137, 1: 69}, 137, "RUNNING", 0, False, 137),
+        ({0: 137, 1: 69}, 137, "RUNNING", 1, True, 137),
+        # No node has started: srun's own failure counts as a failure, and not as a lost node.
+        ({}, 1, "RUNNING", 0, False, 1),
+        ({}, 1, "RUNNING", 1, True, 1),
+        ({0: 0, 1: 0}, 0, "RUNNING", 9, False, 0),
+    ],
+)
+def test_the_script_restarts_by_the_table(
+    run_file, tmp_path, capsys, codes, srun_code, state, restarts, requeued, code
+):
+    words = ["--nodes", "2", "--max-restarts", str(restarts), "--write", "train", run_file]
+    assert main(["launch", "slurm", *words]) == 0
+    nodes = "".join(
+        f"touch $JINGU_CODES/{rank}.started; " + (f"echo {own} > $JINGU_CODES/{rank}.code; " if own is not None else "")
+        for rank, own in codes.items()
+    )
+    (tmp_path / "bin").mkdir()
+    for name, body in {
+        "srun": f"{nodes}exit {srun_code}",
+        "scontrol": f'case "$1" in requeue) echo requeue $2;; *) echo "JobId=7 JobState={state} Reason=None";; esac',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    root = str(Path(node.__file__).parents[2])
+    variables = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PYTHONPATH": root}
+    script = capsys.readouterr().out
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=variables, check=False)
+    assert (result.returncode, result.stdout) == (code, "requeue 7\n" if requeued else ""), result.stderr
+    assert not list(tmp_path.glob("slurm/*.codes"))
 
 
 def test_slurm_array_of_parts(run_file, capsys):
@@ -232,13 +278,6 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(run_file, tmp_path, monk
     monkeypatch.setattr(manifests, "ANSWER_SECONDS", 0.1)
     assert main(["launch", "kubernetes", "--apply", run_file]) == 2
     assert "the cluster does not answer in 0 s." in capsys.readouterr().err
-
-
-def test_codes_of_ranks_become_one():
-    assert combine_codes([0, 0]) == 0
-    assert combine_codes([1, 2, -9]) == 2
-    assert combine_codes([-9, 70, 70]) == 70
-    assert combine_codes([0, -6]) == 6
 
 
 def test_interface_of_an_address():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jingu.cli import main
-from jingu.launch import ssh
+from jingu.launch import node_connection, ssh
 from jingu.launch.hosts import Node, NodeSelection
 from jingu.launch.node import HANDSHAKE
 from jingu.launch.start import installed_versions
@@ -68,9 +68,9 @@ def test_who_is_unreachable_is_known_within_ten_seconds(ssh_words, monkeypatch):
     monkeypatch.setenv("NODE2", "locked")
     assert main(["launch", "ssh", "--hostfile", "hosts", "--ssh-options=-p 22", "doctor"]) == 2
     words = json.loads(ssh_words.read_text())
-    assert words[:-2] == [*ssh.SSH_OPTIONS, "-o", "ServerAliveInterval=15", "-p", "22"]
-    assert "BatchMode=yes" in words and f"ConnectTimeout={ssh.CONNECT_SECONDS}" in words
-    assert ssh.CONNECT_SECONDS + 1 < 10 > ranks.REACH_SECONDS
+    assert words[:-2] == [*node_connection.SSH_OPTIONS, "-o", "ServerAliveInterval=15", "-p", "22"]
+    assert "BatchMode=yes" in words and f"ConnectTimeout={node_connection.CONNECT_SECONDS}" in words
+    assert node_connection.CONNECT_SECONDS + 1 < 10 > ranks.REACH_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from jingu.runtime.exit_codes import EXIT_STALLED
 from jingu.runtime.ranks import RankInfo
-from jingu.runtime.signals import EXIT_STALLED
 from jingu.watch.activity import Activity, watch_rank
 from tests.limits import PATIENCE
 
