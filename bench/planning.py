@@ -16,8 +16,9 @@ from bench.planning_rows import FOLDER, Case, read_cases
 from jingu.model.count import flops_per_token
 from jingu.model.decoder import parameter_shapes
 from jingu.plan.calibration import Measurement, fit_efficiency, prediction_errors
+from jingu.plan.intervals import memory_margin, plan_interval
 from jingu.plan.machine import Efficiency
-from jingu.plan.memory import fullest_stage
+from jingu.plan.memory import fullest_stage, stage_memory
 
 # Most rows of a table to which an efficiency is fitted.
 MAX_FIT = 20
@@ -99,6 +100,27 @@ def summary(errors: Sequence[float]) -> list[str]:
     return [f"{fmean(map(abs, errors)):.1%}", f"{worst:+.0%}", f"{median(errors):+.1%}"]
 
 
+def predict_fit(case: Case) -> bool:
+    """Return whether the planner says that a step fits into memory."""
+    usable = case.machine.usable_bytes / memory_margin(case.machine)
+    return max(stage_memory(case.work, stage).total for stage in case.work.stages) <= usable
+
+
+def coverage(cases: Sequence[Case], efficiency: Efficiency) -> tuple[list[bool], list[bool]]:
+    """Return for each measured time and each measured memory whether the interval of the plan holds it."""
+    times, memories = [], []
+    timed = [case for case in cases if case.seconds is not None]
+    for case, error in zip(timed, time_errors(cases, efficiency), strict=True):
+        low, high = plan_interval(case.work, case.machine).seconds
+        times.append(low <= 1 / (1 + error) <= high)
+    for case in cases:
+        error_of_memory = memory_error(case)
+        if error_of_memory is not None:
+            low, high = plan_interval(case.work, case.machine).memory
+            memories.append(low <= 1 / (1 + error_of_memory) <= high)
+    return times, memories
+
+
 def run(argument: str = "") -> str:
     """Return the errors of all tables as a table.
 
@@ -107,25 +129,41 @@ def run(argument: str = "") -> str:
     """
     cases = read_cases(FOLDER if argument in ("", "tiny") else Path(argument))
     lines = [
-        "| rows | number | time: mean | worst | bias | calibrated: mean | worst | bias | constant MFU "
-        "| memory: number | mean | worst | bias |",
-        f"|{'---|' * 13}",
+        "| rows | number | time: mean | worst | bias | calibrated: mean | worst | spread | constant MFU "
+        "| memory: number | mean | worst | bias | wrong fits |",
+        f"|{'---|' * 14}",
     ]
     fits: dict[str, Efficiency] = {}
+    inside: tuple[list[bool], list[bool]] = ([], [])
     for table in dict.fromkeys(case.table for case in cases):
         rows = [case for case in cases if case.table == table]
         system = rows[0].system
         if system not in fits:
             fits[system] = fit_without(system)
+        errors = time_errors(rows, fits[system])
         memory_errors = [error for case in rows if (error := memory_error(case)) is not None]
+        for total, part in zip(inside, coverage(rows, fits[system]), strict=True):
+            total += part
+        # Several random choices of the rows that are fitted.
+        seeds = (0, 1, 2) if len(errors) >= 2 * MAX_FIT else ()
+        means = [fmean(map(abs, calibrated(rows, fits[system], seed))) for seed in seeds]
         cells = [
             table,
             str(len(rows)),
-            *summary(time_errors(rows, fits[system])),
-            *summary(calibrated(rows, fits[system])),
-            summary(constant_mfu(rows))[0],
+            *summary(errors),
+            *summary(calibrated(rows, fits[system]) if len(errors) > 1 else [])[:2],
+            f"{min(means):.1%} to {max(means):.1%}" if means else "–",
+            summary(constant_mfu(rows) if errors else [])[0],
             str(len(memory_errors)),
             *summary(memory_errors),
+            str(sum(case.fits is False and predict_fit(case) for case in rows)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    parts = ("seconds", "memories")
+    shares = [
+        f"{fmean(values):.0%} of {len(values)} {name}" for values, name in zip(inside, parts, strict=True) if values
+    ]
+    refused = [case for case in cases if case.fits is True and not predict_fit(case)]
+    lines.append(f"\nThe intervals of the plan hold {' and '.join(shares) or 'nothing'}.")
+    lines.append(f"Steps that ran, and are said not to fit: {len(refused)}.")
     return "\n".join(lines)

@@ -18,10 +18,11 @@ from jingu.errors import JinguError
 from jingu.model.count import flops_per_token
 from jingu.model.decoder import parameter_shapes
 from jingu.model.families import FAMILIES
+from jingu.model.resolve import find_preset
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.parallel.mesh import AXES, AxisSizes
 from jingu.plan.machine import Machine, find_machine
-from jingu.plan.software import Software, software_library
+from jingu.plan.software import Software, find_software, software_library
 from jingu.plan.workload import Workload, model_sizes
 
 FOLDER = Path(__file__).parent / "planning"
@@ -298,6 +299,40 @@ def mixtures(row: Row) -> list[Case]:
     return [Case(table, table, work, find_machine(row["machine"]), seconds)]
 
 
+def general(row: Row) -> list[Case]:
+    """Return a row of a table with columns of its own names, which any published run can be written in.
+
+    `software` and `machine` are names of the planner's libraries. The model is a preset (`model`), or a GPT of
+    `layers`, `hidden`, `heads` and `vocab`. Sizes of axes that are not given are 1. Measured are `iter_s`, `mem_gib`,
+    or `fits` (yes or no).
+    """
+
+    def number(key: str, default: int) -> int:
+        return int(float(row.get(key) or default))
+
+    sequence = number("seq", 2048)
+    if row.get("model"):
+        spec = replace_fields(find_preset(row["model"]), max_position_embeddings=sequence)
+    else:
+        spec = gpt(*whole(row, "layers", "hidden", "heads"), sequence, number("vocab", 51200))
+    axes = {"tensor": "tp", "pipeline": "pp", "context": "cp", "shard": "fsdp", "replicate": "dp", "expert": "ep"}
+    parallel: dict[str, Any] = {"zero_stage": number("zero", 3 if number("fsdp", 1) > 1 else 0)}
+    if row.get("schedule"):
+        parallel |= {"pipeline_schedule": row["schedule"], "stages_per_rank": number("chunks", 0) or "auto"}
+    sizes = {axis: number(key, 1) for axis, key in axes.items()}
+    micro = number("mbs", 1)
+    rows = number("gbs", micro * sizes["shard"] * sizes["replicate"])
+    software = find_software(row["software"])
+    work = workload(spec, sizes, micro, rows, software, row.get("recompute") or "none", **parallel)
+    machine = find_machine(row["machine"])
+    if row.get("nic_gbs"):
+        machine = machine.model_copy(update={"nic_gbs": float(row["nic_gbs"])})
+    seconds, gib = (float(row[key]) if row.get(key) else None for key in ("iter_s", "mem_gib"))
+    fits = {"yes": True, "no": False}.get((row.get("fits") or "").lower())
+    name = row.get("table") or row["software"]
+    return [Case(name, name, work, machine, seconds, gib, fits)]
+
+
 # The tables by columns that only they have together.
 TABLES: tuple[tuple[tuple[str, ...], Callable[[Row], list[Case]]], ...] = (
     (("tensor parallelism", "iteration time (ms)"), vtrain),
@@ -308,6 +343,7 @@ TABLES: tuple[tuple[tuple[str, ...], Callable[[Row], list[Case]]], ...] = (
     (("iter_ms", "mem_mib", "dp"), oneflow),
     (("tps_gpu", "local_batch"), torchtitan),
     (("dispatcher", "host"), mixtures),
+    (("software", "machine"), general),
 )
 
 

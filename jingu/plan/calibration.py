@@ -21,8 +21,8 @@ NOISE = 0.05
 # The same for a term of a single step. Terms below MIN_SHARE of a step hardly count.
 TERM_NOISE = 0.15
 MIN_SHARE = 0.02
-# Quantiles of measured over planned seconds: 8 of 10 logged steps lie between them.
-QUANTILES = (0.1, 0.9)
+# Quantiles of measured over planned seconds: 9 of 10 logged steps lie between them.
+QUANTILES = (0.05, 0.95)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jingu.model.count import flops_per_token
 from jingu.model.parameter_table import parameter_sizes
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AXES, AxisSizes
+from jingu.plan.intervals import Interval, memory_margin, plan_interval
 from jingu.plan.machine import Machine
 from jingu.plan.memory import RankMemory, checkpoint_bytes, fullest_stage
 from jingu.plan.search import SearchResult, describe_layout
@@ -75,11 +76,19 @@ class Forecast:
 
     @property
     def spare(self) -> float:
-        """Free bytes of the GPU, or of main memory if that is shorter; negative if the run does not fit."""
-        device = self.machine.usable_bytes - self.memory.total
+        """Free bytes of the GPU, or of main memory if that is shorter; negative if the run does not fit.
+
+        What the step may take counts, rather than what is planned.
+        """
+        device = self.machine.usable_bytes - self.memory.total * memory_margin(self.machine)
         if self.machine.is_shared:
             return device - self.host_bytes
         return min(device, self.machine.host_bytes - self.host_bytes) if self.host_bytes else device
+
+    @property
+    def interval(self) -> Interval:
+        """Bounds of measured over planned figures, for 9 of 10 runs."""
+        return plan_interval(self.work, self.machine)
 
     @property
     def host_bytes(self) -> float:
@@ -97,29 +106,43 @@ class Forecast:
         state = sum(map(checkpoint_bytes, (work, *self.further_models)))
         stall = state / ranks / (machine.host_gbs * 1e9)
         failures = HOURS_BETWEEN_FAILURES * 3600 / ranks
+        interval = self.interval
+
+        def bounds(value: float | None) -> list[float] | None:
+            return None if value is None else [value * bound for bound in interval.seconds]
+
+        energy = hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000
+        price = None if self.price is None else hours * ranks * self.price
         return {
             "machine": machine.name,
             "ranks": ranks,
             "layout": describe_layout(work),
+            "software": work.software.name,
+            "software_changes": work.software.changes(),
             "fits": self.spare >= 0,
             "memory": self.memory.device,
             "offloaded": self.memory.host,
             "memory_total": self.memory.total,
+            "memory_interval": [self.memory.total * bound for bound in interval.memory],
             "memory_phases": self.phases,
             "memory_usable": machine.usable_bytes,
             "seconds": self.seconds,
             "step_seconds": self.step,
-            "step_seconds_interval": machine.interval and [self.step * bound for bound in machine.interval],
+            "step_seconds_interval": bounds(self.step),
             "tokens_per_second": tokens / self.step,
             "mfu": flops / self.step / ranks / (machine.peak_tflops * 1e12),
             "days": self.days,
-            "kilowatt_hours": hours * ranks * machine.watts * (IDLE_POWER + (1 - IDLE_POWER) * busy) / 1000,
-            "price": None if self.price is None else hours * ranks * self.price,
+            "days_interval": bounds(self.days),
+            "kilowatt_hours": energy,
+            "kilowatt_hours_interval": bounds(energy),
+            "price": price,
+            "price_interval": bounds(price),
             "checkpoint_bytes": state,
             # Young's optimum (1974); a save costs the time of the copy to main memory.
             "checkpoint_interval_seconds": sqrt(2 * stall * failures),
             "checkpoint_write_seconds": state / max(1, ranks // machine.gpus_per_node) / (machine.disk_gbs * 1e9),
             "assumptions": self.assumptions,
+            "far_from_measured": list(interval.reasons),
         }
 
 
@@ -145,16 +168,16 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
     )
 
 
-def run_software(precision: Precision) -> Software:
-    """Return jingu's parameters of execution on a CPU, in a precision."""
+def run_software(precision: Precision, *, on_gpu: bool = False) -> Software:
+    """Return jingu's parameters of execution in a precision, on a CPU or a GPU."""
     return Software(
         weight_bytes=precision.masters.itemsize,
         gradient_bytes=precision.masters.itemsize,
         reduce_bytes=precision.reduce.itemsize,
         compute_bytes=precision.compute.itemsize,
         state_share=precision.masters.itemsize / 4,
-        offload_copies_weights=False,
-        flash_attention=False,
+        offload_copies_weights=on_gpu,
+        flash_attention=on_gpu,
     )
 
 
@@ -211,31 +234,56 @@ def print_forecast(result: Forecast) -> None:
     device, host = result.memory.total, result.host_bytes
     if result.machine.is_shared:
         device += host
-    rows.append(("total", f"{device / unit:,.2f}", _compare_memory(device, result.machine.usable_bytes, unit, name)))
+    margin = memory_margin(result.machine)
+    text = _compare_memory(device * margin, result.machine.usable_bytes, unit, name)
+    rows.append(("total", f"{device / unit:,.2f}", text))
     if host and not result.machine.is_shared:
         rows.append(
             ("main memory", f"{host / unit:,.2f}", _compare_memory(host, result.machine.host_bytes, unit, name))
         )
     print_table(("memory of the fullest rank", name, ""), rows, [1])
+    low, high = (device * bound / unit for bound in result.interval.memory)
+    print(f"between {low:,.1f} and {high:,.1f} {name} in 9 of 10 runs; the upper bound must fit")
     if result.phases:
         print(f"phases: {', '.join(f'{phase} {size / unit:,.2f}' for phase, size in result.phases.items())} {name}")
     print()
     terms = [(term, f"{value:,.3f}", f"{value / result.step:.1%}") for term, value in result.seconds.items() if value]
     print_table(("time of a step", "s", "share"), [*terms, ("total", f"{result.step:,.3f}", "")], [1, 2])
-    if figures["step_seconds_interval"]:
-        low, high = figures["step_seconds_interval"]
-        print(f"between {low:,.3f} and {high:,.3f} s in 8 of 10 cases, by the runs of the calibration")
+    low, high = figures["step_seconds_interval"]
+    source = "published runs" if result.machine.interval is None else "the runs of the calibration"
+    print(f"between {low:,.3f} and {high:,.3f} s in 9 of 10 runs, by {source}")
+    for reason in figures["far_from_measured"]:
+        print(f"far from measured ground: {reason}")
     print()
-    price = "" if figures["price"] is None else f", {figures['price']:,.0f} for the GPUs"
+    price = "" if figures["price"] is None else f", {_range(figures, 'price')} for the GPUs"
     print(f"{format_rounded(figures['tokens_per_second'])} tokens/s, MFU {figures['mfu']:.1%}")
     duration = format_duration(figures["days"] * 86400)
-    print(f"{result.steps:,} steps: {duration}, {figures['kilowatt_hours']:,.1f} kWh{price}")
+    print(f"{result.steps:,} steps: {duration}, {_range(figures, 'kilowatt_hours')} kWh{price}")
     print(
         f"checkpoint: {format_bytes(figures['checkpoint_bytes'])}, best every "
         f"{format_duration(figures['checkpoint_interval_seconds'])}"
     )
+    print(f"assumed: {describe_software(result.work.software)}")
     for assumption in result.assumptions:
         print(f"assumed: {assumption}")
+
+
+def _range(figures: dict[str, Any], name: str) -> str:
+    """Return a figure with its interval."""
+    low, high = figures[f"{name}_interval"]
+    return f"{figures[name]:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def describe_software(software: Software) -> str:
+    """Return which kernels and which engine a plan assumes."""
+    attention = "fused attention" if software.fused_attention else "attention that stores its scores"
+    tensor = (
+        "sequence parallelism with tensor parallelism" if software.sequence_parallel else "whole norms and residuals"
+    )
+    loss = "the logits of all tokens at once" if software.whole_logits else "logits in chunks"
+    overlap = f"communication beside {software.overlap:.0%} of the computation" if software.overlap else "no overlap"
+    text = f"the kernels and the engine of {software.name} ({attention}, {tensor}, {loss}, {overlap})"
+    return f"{text}; --software changes them"
 
 
 def _compare_memory(size: float, available: float, unit: float, name: str) -> str:

@@ -76,7 +76,7 @@ class Machine(_Part):
         sustained: share of `matmul_tflops` that remains under continuous load, by the limit of power.
         is_shared: whether the ranks of a node share one device, as on CPUs.
         cores: cores of a node if `is_shared`; None for one per rank.
-        interval: bounds of measured over planned seconds for 8 of 10 logged steps, from a calibration.
+        interval: bounds of measured over planned seconds for 9 of 10 logged steps, from a calibration.
     """
 
     name: str = "custom"
@@ -105,8 +105,8 @@ class Machine(_Part):
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU that tensors can use, without the driver's context and fragmentation."""
-        return (self.memory_gib * 0.95 - (0.0 if self.is_shared else 1.5)) * 2**30
+        """Bytes of a GPU without the driver's context and libraries; of a CPU, without other processes."""
+        return (self.memory_gib * 0.95 if self.is_shared else self.memory_gib - 1.5) * 2**30
 
     @property
     def host_bytes(self) -> float:

@@ -176,6 +176,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         host = {part: device.pop(part) for part in STATE}
         device["gradients"] = full_gradients
     device["gradients"] = max(device["gradients"], full_gradients)
+    device["buckets"] = soft.buckets_gib * 2**30
     # Parts of a GPU that no tensor uses.
     device["fragmentation"] = (soft.reserved - 1) * sum(device.values())
     axes = sum(size > 1 for size in work.sizes.shape)

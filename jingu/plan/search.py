@@ -19,6 +19,7 @@ from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
+from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
 from jingu.plan.memory import stage_memory
 from jingu.plan.step_time import idle_share, model_seconds, step_time
@@ -135,13 +136,14 @@ def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | 
                 "out of main memory", f"{describe_layout(work)} offloads {host_bytes / 2**30:,.0f} GiB per GPU"
             )
             return None
-        if memory <= machine.usable_bytes:
+        usable = machine.usable_bytes / memory_margin(machine)
+        if memory <= usable:
             return Plan(work, step_time(work, machine), memory)
         result.rejections["out of memory"] += 1
-        if memory - machine.usable_bytes < result.nearest[0]:
-            result.nearest = (memory - machine.usable_bytes, describe_layout(work))
+        if memory - usable < result.nearest[0]:
+            result.nearest = (memory - usable, describe_layout(work))
         # Offload cannot help if the rest without the offloaded state is already too large.
-        if max(memory.total - memory.state for memory in memories) > machine.usable_bytes:
+        if max(memory.total - memory.state for memory in memories) > usable:
             return None
     return None
 

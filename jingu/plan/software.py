@@ -47,6 +47,7 @@ class Software:
         overlaps_experts: whether the all-to-all overlaps with the computation of another micro-batch.
         buffers_per_stage: micro-batches, per stage, that a pipeline buffers on every rank; 0: those of the schedule.
         keeps_buffers: whether a pipeline has buffers for what it receives of all micro-batches, as PyTorch's.
+        buckets_gib: GiB of buckets in which gradients are reduced and weights are gathered.
         context_gib: GiB of a GPU that driver and libraries take; group_gib: the same of a group of collectives.
         reserved: memory that the allocator reserves, relative to that of the tensors.
     """
@@ -81,6 +82,7 @@ class Software:
     overlaps_experts: bool = False
     buffers_per_stage: float = 0.0
     keeps_buffers: bool = True
+    buckets_gib: float = 0.0
     context_gib: float = 0.0
     group_gib: float = 0.0
     reserved: float = 1.0

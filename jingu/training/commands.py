@@ -49,7 +49,7 @@ from jingu.runtime.ranks import (
 from jingu.runtime.signals import StopRequest, catch_stop_signals
 from jingu.tables import flatten
 from jingu.training.checkpointing import library_versions
-from jingu.training.plan_commands import resolve_spec, search_run
+from jingu.training.plan_commands import PlanRequest, resolve_spec, search_run
 from jingu.training.pretraining import PRETRAINING
 from jingu.training.run import RESUME_UNCHANGED, ResumeOptions, Run, open_run
 from jingu.training.run_folder import lock_run, record_run_inputs, write_run_files
@@ -326,7 +326,7 @@ def choose_layout(config: RunConfig, processes: int | None, rows_per_group: int 
             return config
     # 2. Search. The search ignores `rows_per_group`, so each layout is checked once more.
     machine = nominal_machine(choose_device(config.device.type, 0)).with_nodes(local_ranks)
-    result = search_run(config, spec, machine, ranks)
+    result = search_run(PlanRequest(config, spec, False, []), machine, ranks)
     plans, rejected = [], [describe_rejection(result, reason) for reason, _ in result.rejections.most_common()]
     for plan in result.best:
         try:

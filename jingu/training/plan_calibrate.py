@@ -45,7 +45,7 @@ def calibrate(runs: list[Path], on: str, to: Path) -> None:
         f"Median error of {pluralize(len(runs), 'run')}: {median(map(abs, before)):.1%} → {median(map(abs, after)):.1%}"
     )
     interval = residual_interval(measurements, base.efficiency)
-    print(f"8 of 10 logged steps took {interval[0]:.3f} to {interval[1]:.3f} times what is planned for them.")
+    print(f"9 of 10 logged steps took {interval[0]:.3f} to {interval[1]:.3f} times what is planned for them.")
     values = base.model_dump() | {
         "name": to.stem,
         "efficiency": efficiency.model_dump(),
@@ -86,7 +86,8 @@ def read_run(run: Path, machine: Machine) -> Measurement:
     dtype = DTYPES["bf16" if start["precision"] == "fp8" else start["precision"]]
     masters = DTYPES["fp64" if start["precision"] == "fp64" else "fp32"]
     precision = Precision(start["precision"], dtype, masters, masters)
-    work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), run_software(precision))
+    software = run_software(precision, on_gpu=not machine.is_shared)
+    work = run_workload(config, spec, *plan_layout(config, start["ranks"], spec), software)
     machine = machine.with_nodes(start["ranks"] if machine.is_shared else machine.gpus_per_node)
     step_seconds = tuple(start["tokens_per_step"] / speed for speed in speeds)
     # Seconds by term, if the run has measured them (`PlanCheck`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from jingu.plan.forecast import (
 from jingu.plan.machine import Machine, find_machine
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
-from jingu.plan.software import Software
+from jingu.plan.software import Software, find_software
 from jingu.plan.workload import Workload, num_parameters
 from jingu.runtime.hub import CONFIG_FILES, is_available, local_path, parse_name
 from jingu.training.plan_task import add_task
@@ -183,12 +183,20 @@ class PlanRequest:
     Attributes:
         has_layout: whether the settings name a layout; if not, the best one is searched for.
         assumptions: sentences about what the plan assumes of the run.
+        software: the training system, as `PlanQuery` names it.
     """
 
     config: RunConfig
     spec: ModelSpec
     has_layout: bool
     assumptions: list[str]
+    software: str = ""
+
+    def execution(self, machine: Machine) -> Software:
+        """Return how the run executes a step on a machine, such as the bytes of its dtypes."""
+        config = self.config
+        base = run_software(_precision(config, machine)) if machine.is_shared else gpu_software(config.precision)
+        return find_software(self.software, base)
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,7 @@ class PlanQuery:
             days within which the run must end. None plans the layout of the settings; for a model without settings, the
             best layout.
         price: price per GPU-hour; None: unknown.
+        software: the training system that executes the run, or changes of jingu's settings (`find_software`).
     """
 
     target: str
@@ -215,6 +224,7 @@ class PlanQuery:
     gpus: int | None = None
     mode: str | float | None = None
     price: float | None = None
+    software: str = ""
 
     def machine(self) -> Machine:
         """Return the machine, with `gpus` GPUs per node."""
@@ -237,7 +247,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     # 1. Read the machine and the run.
     machine, mode, price = query.machine(), query.mode, query.price
     ranks = query.nodes * machine.gpus_per_node
-    request = _read_target(query.target, query.overrides, ranks)
+    request = replace(_read_target(query.target, query.overrides, ranks), software=query.software)
     config, spec = request.config, request.spec
     # 2. Modes that print something other than a forecast of one layout.
     if mode == "serve":
@@ -253,10 +263,10 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         return _replay(request, machine, ranks, as_json=as_json)
     # 3. Forecast the layout of the settings, or search for the best one.
     if mode is None and request.has_layout:
-        work = run_workload(config, spec, *plan_layout(config, ranks, spec), _software(config, machine))
+        work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))
         outcome = forecast_fitting(request, [work], machine, price)
     else:
-        result = search_run(config, spec, machine, ranks)
+        result = search_run(request, machine, ranks)
         if not as_json and (mode or not result.best):
             print_search(result, machine)
         if not result.best:
@@ -303,13 +313,13 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     return 0
 
 
-def search_run(config: RunConfig, spec: ModelSpec, machine: Machine, ranks: int) -> SearchResult:
+def search_run(request: PlanRequest, machine: Machine, ranks: int) -> SearchResult:
     """Return the best layouts of a run on a number of ranks; the layout of its settings is ignored."""
-    config = config.model_copy(update={"parallel": ParallelSettings()})
+    config = request.config.model_copy(update={"parallel": ParallelSettings()})
     rows = config.batch.global_batch_size
     one = BatchPlan(rows, 1, rows, rows * config.batch.sequence_length)
     sizes = AxisSizes(1, 1, 1, 1, 1, 1)
-    base = run_workload(config, spec, sizes, one, _software(config, machine))
+    base = run_workload(config, request.spec, sizes, one, request.execution(machine))
     return search_layouts(base, ranks, machine, rows)
 
 
@@ -342,9 +352,9 @@ def _forecast_clusters(
     Args:
         sizes: numbers of nodes.
     """
-    config, forecasts = request.config, []
+    forecasts = []
     for ranks in (nodes * machine.gpus_per_node for nodes in sizes):
-        result = search_run(config, request.spec, machine, ranks)
+        result = search_run(request, machine, ranks)
         if result.best:
             outcome = forecast_fitting(request, [layout.work for layout in result.best], machine, price)
             forecasts += [outcome] * (outcome.spare >= 0)
@@ -383,24 +393,19 @@ def forecast_for_page(query: PlanQuery) -> tuple[Forecast, list[Forecast]]:
     """
     machine, nodes, price = query.machine(), query.nodes, query.price
     ranks = nodes * machine.gpus_per_node
-    request = _read_target(query.target, query.overrides, ranks)
+    request = replace(_read_target(query.target, query.overrides, ranks), software=query.software)
     config, spec = request.config, request.spec
     if query.mode == "search" or not request.has_layout:
-        result = search_run(config, spec, machine, ranks)
+        result = search_run(request, machine, ranks)
         if not result.best:
             fix = "Plan with more --nodes; --search without --html says what each layout lacks."
             raise JinguError(f"no layout fits on {ranks:,} × {machine.name}.", where=query.target, fix=fix)
         works = [layout.work for layout in result.best]
     else:
-        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), _software(config, machine))]
+        works = [run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))]
     outcome = forecast_fitting(request, works, machine, price)
     sizes = [nodes // 2**power for power in (2, 1) if nodes % 2**power == 0] + [nodes * 2**power for power in range(3)]
     return outcome, _forecast_clusters(request, machine, price, sizes)
-
-
-def _software(config: RunConfig, machine: Machine) -> Software:
-    """Return how a run executes a step on a machine, such as the bytes of its dtypes."""
-    return run_software(_precision(config, machine)) if machine.is_shared else gpu_software(config.precision)
 
 
 def _precision(config: RunConfig, machine: Machine) -> Precision:

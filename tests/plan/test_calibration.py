@@ -76,7 +76,7 @@ def test_a_calibrated_machine_file_can_be_planned_on(tmp_path: Path, capsys: pyt
     (run / "metrics.jsonl").write_text("".join(lines))
     calibrate([run], "a100-80", tmp_path / "cluster.yaml")
     out = capsys.readouterr().out
-    assert "0.100 s per step" in out and "8 of 10 logged steps" in out
+    assert "0.100 s per step" in out and "9 of 10 logged steps" in out
     machine = find_machine(str(tmp_path / "cluster.yaml"))
     assert machine.efficiency.kernel_us > Efficiency().kernel_us
     assert machine.interval is not None and 1.0 <= machine.interval[0] <= machine.interval[1] < 1.3

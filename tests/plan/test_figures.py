@@ -122,12 +122,24 @@ def state_of(part: str) -> Callable[[dict[str, Any], Result], Any]:
     return lambda plan, run: pytest.approx(run.state[part])
 
 
+def interval_of(name: str) -> Callable[[dict[str, Any], Result], Any]:
+    return lambda plan, run: pytest.approx([0.5 * plan[name], 2 * plan[name]])
+
+
+# Settings of jingu on a CPU that differ from those on a GPU.
+SOFTWARE = (
+    *("compute_bytes", "gradient_bytes", "weight_bytes", "reduce_bytes", "state_share"),
+    *("offload_copies_weights", "flash_attention"),
+)
 # What each figure must equal, from the whole plan and the run.
 EXPECTED: dict[str, Callable[[dict[str, Any], Result], Any]] = {
     "machine": lambda plan, run: "test",
     "ranks": lambda plan, run: 1,
     "layout": lambda plan, run: plan["layout"],
-    "fits": lambda plan, run: plan["memory_total"] <= plan["memory_usable"],
+    "fits": lambda plan, run: 1.1 * plan["memory_total"] <= plan["memory_usable"],
+    "software": lambda plan, run: "jingu",
+    **{f"software_changes.{name}": (lambda plan, run, name=name: plan["software_changes"][name]) for name in SOFTWARE},
+    "memory_interval": lambda plan, run: pytest.approx([0.9 * plan["memory_total"], 1.1 * plan["memory_total"]]),
     **{f"memory.{model}{part}": state_of(model + part) for model in ("", "critic ") for part in STATE},
     "memory.reference weights": state_of("weights"),
     "offloaded": lambda plan, run: {},
@@ -135,6 +147,8 @@ EXPECTED: dict[str, Callable[[dict[str, Any], Result], Any]] = {
     "memory_usable": lambda plan, run: pytest.approx(0.95 * 10.0 * 2**30),
     "step_seconds": sum_of("seconds"),
     "step_seconds_interval": lambda plan, run: pytest.approx([0.5 * plan["step_seconds"], 2 * plan["step_seconds"]]),
+    **{f"{name}_interval": interval_of(name) for name in ("days", "kilowatt_hours", "price")},
+    "far_from_measured": lambda plan, run: [],
     "tokens_per_second": lambda plan, run: pytest.approx(step_tokens(run) / plan["step_seconds"]),
     "days": lambda plan, run: pytest.approx(len(run.records) * plan["step_seconds"] / 86400),
     "kilowatt_hours": lambda plan, run: pytest.approx(kilowatt_hours(plan)),

@@ -34,7 +34,7 @@ def test_any_file_with_the_columns_of_a_table_is_judged(tmp_path: Path) -> None:
     lines = (FOLDER / "zero_bubble.csv").read_text(encoding="utf-8").splitlines()
     (tmp_path / "rows.csv").write_text("\n".join(lines[:4]), encoding="utf-8")
     table = run(str(tmp_path / "rows.csv")).splitlines()
-    assert [line.split("|")[1].strip() for line in table] == ["rows", "---", "zero bubble"]
+    assert [line.split("|")[1].strip() for line in table if "|" in line] == ["rows", "---", "zero bubble"]
     (tmp_path / "rows.csv").write_text("layers,seconds\n1,2\n", encoding="utf-8")
     with pytest.raises(JinguError, match="no known table"):
         run(str(tmp_path / "rows.csv"))
