@@ -32,6 +32,7 @@ from jingu.infer.engine_interface import EngineSettings, EngineStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import SequenceChunk, pool_bytes
 from jingu.infer.model_runner import ModelRunner
+from jingu.infer.pacing import PrefillPacer
 from jingu.infer.prediction_speculator import PredictionSpeculator
 from jingu.infer.request import Event, Pooling, Request, Score, Token
 from jingu.infer.sampling import (
@@ -86,7 +87,11 @@ class Engine:
         self._admission.check_drafts(draft_model)
         num_blocks = [pool.num_blocks for pool in self._pools]
         self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
-        self._scheduler = Scheduler(self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size)
+        limit = self.settings.max_prefill_seconds
+        self._pacer = None if limit is None else PrefillPacer(limit, chunk_size)
+        self._scheduler = Scheduler(
+            self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size, self._pacer
+        )
         self._num_draft_tokens = self.settings.draft_tokens(draft_model)
         self._speculator: Speculator = NgramSpeculator()
         if draft_model is not None:
@@ -270,13 +275,17 @@ class Engine:
         # 1. Admit waiting sequences and select tokens.
         encoding = self._scheduler.admit()
         batch = self._scheduler.schedule(self._propose())
+        num_tokens = [item.num_tokens for item in batch if item.sequence.num_uncomputed > 1]
         if batch:
             # 2. Compute them in one forward pass.
             outputs = self._forward(batch, encoding)
             # 3. Sample, and append the new tokens to their sequences.
             self._process(batch, outputs)
             self._stats.steps += 1
-        self._stats.step_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._stats.step_seconds += seconds
+        if self._pacer is not None and len(num_tokens) < len(batch):
+            self._pacer.observe(sum(num_tokens), seconds)
         events = self._events
         self._events = []
         return events

@@ -28,6 +28,8 @@ class EngineSettings:
         kv_cache_bytes: size of the KV cache; None: enough for `max_num_seqs` sequences of the full context length, but
             at most a quarter of the memory. CPUs use memory only as blocks are first written.
         prefill_chunk_size: maximum number of prompt tokens in a step (chunked prefill).
+        max_prefill_seconds: prompts add about this many seconds at most to a step in which other sequences generate;
+            None: there is no limit. Schedules then depend on measured times, so ranks need None.
         num_speculative_tokens: draft tokens of a sequence in a step. A draft model proposes them, or prompt lookup if
             there is none. They do not change outputs. 0 disables speculation; None: 4 with a draft model, 1 with
             `use_predictions`, else 0.
@@ -40,6 +42,7 @@ class EngineSettings:
     block_size: int | None = None
     kv_cache_bytes: int | None = None
     prefill_chunk_size: int = 512
+    max_prefill_seconds: float | None = None
     num_speculative_tokens: int | None = None
     use_predictions: bool = False
     attention_backend: BackendName = "auto"

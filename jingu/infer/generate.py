@@ -142,11 +142,18 @@ class InferenceOptions:
         print(f"{model} is computed with its own blocks of 4 bits, as with --precision int4.", file=sys.stderr)
         return replace(self, precision="int4")
 
-    def make_engine(self, model: InferenceModel, max_num_seqs: int = 64, kv_cache_tokens: int | None = None) -> Engine:
+    def make_engine(
+        self,
+        model: InferenceModel,
+        max_num_seqs: int = 64,
+        kv_cache_tokens: int | None = None,
+        max_prefill_seconds: float | None = None,
+    ) -> Engine:
         """Load the draft model, if there is one, and return an engine for a model.
 
         Args:
             kv_cache_tokens: capacity of the KV cache in tokens, unless the options have a size.
+            max_prefill_seconds: see `EngineSettings`. A model on several ranks has no such limit.
         """
         use_predictions = self.draft_model == OWN_PREDICTIONS
         draft_model = None
@@ -159,6 +166,7 @@ class InferenceOptions:
         settings = EngineSettings(
             max_num_seqs,
             kv_cache_bytes=kv_cache_bytes,
+            max_prefill_seconds=max_prefill_seconds if model.world_size == 1 else None,
             num_speculative_tokens=self.num_speculative_tokens,
             use_predictions=use_predictions,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from jingu.infer.block_manager import ZERO_BLOCK, BlockManager, hash_block
 from jingu.infer.kv_cache import BlockTable, PagedKVCache
+from jingu.infer.pacing import PrefillPacer
 from jingu.infer.sequence import Sequence, SequenceGroup
 from jingu.model.chunked_scan import CHUNK_SIZE
 
@@ -38,11 +39,19 @@ class Scheduler:
         cache: has the contents of the blocks.
         max_num_seqs: maximum number of running sequences.
         prefill_chunk_size: maximum number of prompt tokens in a step.
+        pacer: reduces that number in steps that also generate, in which prompts then share it; None: prompts are
+            computed one after the other.
     """
 
     def __init__(
-        self, pools: abc.Sequence[BlockManager], cache: PagedKVCache, max_num_seqs: int, prefill_chunk_size: int
+        self,
+        pools: abc.Sequence[BlockManager],
+        cache: PagedKVCache,
+        max_num_seqs: int,
+        prefill_chunk_size: int,
+        pacer: PrefillPacer | None = None,
     ) -> None:
+        self._pacer = pacer
         self._pools = pools
         self._block_size = pools[0].block_size
         self._cache = cache
@@ -141,14 +150,22 @@ class Scheduler:
             drafts: draft tokens of decoding sequences, to be verified in the step.
         """
         batch: list[ScheduledSequence] = []
-        budget = self._prefill_chunk_size
-        for sequence in list(self.running):
+        order, budget, most = list(self.running), self._prefill_chunk_size, {}
+        prompts = [sequence for sequence in order if sequence.num_uncomputed > 1]
+        if self._pacer is not None and prompts:
+            budget = self._pacer.num_tokens(len(prompts) < len(order))
+            # The oldest prompt gets half of the tokens, and those that later ones leave; of these, short ones come
+            # first, so that they do not wait for long ones.
+            oldest, *later = prompts
+            most[oldest] = budget - min(budget // 2, sum(sequence.num_uncomputed for sequence in later))
+            order.sort(key=lambda sequence: (sequence is not oldest, sequence.num_uncomputed))
+        for sequence in order:
             # Bidirectional positions are computed together, even beyond the budget; decoding does not use the budget.
             is_bidirectional = budget > 0 and sequence.num_computed < sequence.group.bidirectional.stop
             if is_bidirectional or sequence.num_uncomputed == 1:
                 num_tokens = sequence.num_uncomputed
             else:
-                num_tokens = _next_tokens(sequence, budget)
+                num_tokens = _next_tokens(sequence, min(budget, most.get(sequence, budget)))
             # The sequence may have been preempted by an earlier one.
             if num_tokens < 1 or sequence not in self.running:
                 continue
@@ -288,6 +305,8 @@ def _next_tokens(sequence: Sequence, budget: int) -> int:
     computed one by one.
     """
     num_tokens = min(sequence.num_uncomputed, budget)
+    if num_tokens < 1:
+        return 0
     group = sequence.group
     num_prompt = len(group.prompt_ids) - sequence.num_computed
     if group.has_state and num_prompt > 0:

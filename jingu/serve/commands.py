@@ -59,6 +59,8 @@ class AccessOptions:
 
 
 # All options at their defaults.
+# Prompts add at most about this much to the time between two tokens of another stream.
+MAX_PREFILL_SECONDS = 0.2
 _DEFAULT_SETTINGS = ServeSettings()
 _DEFAULT_ACCESS = AccessOptions()
 
@@ -103,7 +105,9 @@ def serve(
             inference = inference.use_int4_blocks(model)
         load = partial(inference.load, model, ranks, adapters, settings.runtime_adapters, allow_rewards=True)
         chat_model, chat_format = run_in_thread(lambda: load_chat_model(load, model, template))
-        own_engine = run_in_thread(lambda: inference.make_engine(chat_model, settings.max_num_seqs))
+        own_engine = run_in_thread(
+            lambda: inference.make_engine(chat_model, settings.max_num_seqs, None, MAX_PREFILL_SECONDS)
+        )
         with distributed_engine(own_engine, ranks) as engine:
             if engine is not None and listener is not None:
                 run_server(engine, settings, name, chat_format, listener)
