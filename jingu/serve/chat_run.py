@@ -175,7 +175,7 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         lambda: tuple(_parse_message(message, index) for index, message in enumerate(body.messages)), num_characters
     )
     # Templates may shorten earlier answers (by their reasoning), and strip messages; all else reaches the prompt.
-    service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
+    await service.check_length("".join(message.content.strip() for message in messages if message.role != "assistant"))
     variables = _template_variables(body)
     _check_reasoning_switch(chat_format, variables)
     continue_final = bool(body.continue_final_message)

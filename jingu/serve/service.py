@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends
@@ -85,13 +86,19 @@ class Service:
             return ids if prefix and ids[: len(prefix)] == prefix else (*prefix, *ids)
 
         if not is_truncated:
-            self.check_length(text)
+            await self.check_length(text)
         return await run_off_loop(tokenize, len(text))
 
-    def check_length(self, text: str) -> None:
-        """Raise JinguError for a text that cannot fit the context, without the cost of tokenizing it."""
-        tokens = self.model.tokenizer.min_tokens(text)
-        limit = self.model.spec.max_position_embeddings
+    async def check_length(self, text: str) -> None:
+        """Raise JinguError for a text that cannot fit the context, without the cost of tokenizing the whole of it."""
+        tokenizer, limit = self.model.tokenizer, self.model.spec.max_position_embeddings
+        tokens = tokenizer.min_tokens(text)
+        # Tokenize longer and longer beginnings of a long text. A margin allows for words that are cut.
+        size = 8 * limit
+        while tokens <= limit and size < len(text):
+            encode = partial(tokenizer.encode, text[:size], parse_special_tokens=True)
+            tokens = len(await run_off_loop(encode, size)) * 3 // 4
+            size *= 4
         if tokens > limit:
             what = f"the prompt's {tokens:,} or more tokens exceed the model's context of {limit}."
             raise JinguError(what, where="prompt", fix="Shorten the prompt.")
