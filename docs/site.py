@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site" / "source"
 PAGES = ("README.md", "README.zh-CN.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md", "LICENSE")
+PAGES += ("tests/PROMISES.md",)
 # What documents link to besides pages: files to read, and pictures.
 FOLDERS = ("docs", "examples", "docker")
 

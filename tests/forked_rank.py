@@ -46,6 +46,10 @@ class ForkedRank:
         for connection in (*outputs, *inherited.values()):
             connection.close()
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.exitcode
 

@@ -1,4 +1,4 @@
-"""Tests of the READMEs: both languages have the same content, and all commands work."""
+"""Tests of the READMEs and tours: both languages have the same content, and all commands work."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from tests.hub_server import serve_hub
 from tests.limits import PATIENCE
 
 ROOT = Path(__file__).parents[1]
-ENGLISH = (ROOT / "README.md").read_text(encoding="utf-8")
-CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+# In each language, the README and the tour.
+ENGLISH, CHINESE = (
+    "\n".join((ROOT / name).read_text(encoding="utf-8") for name in names)
+    for names in (("README.md", "docs/tour.md"), ("README.zh-CN.md", "docs/tour.zh-CN.md"))
+)
 
 # A small version of the quickstart: seconds instead of minutes.
 SMALL = [
@@ -127,9 +130,14 @@ def test_both_languages_have_the_same_examples_names_and_links() -> None:
     assert blocks(ENGLISH, "sh") == blocks(CHINESE, "sh")
     assert names_in_tree(ENGLISH) == names_in_tree(CHINESE)
     assert sorted(set(spans(ENGLISH))) == sorted(set(spans(CHINESE)))
-    links = [sorted(re.findall(r"\]\((?!README)([^)]+)\)", text)) for text in (ENGLISH, CHINESE)]
+    # Beside links to the other language.
+    others = r"\]\((?!README|(?:docs/)?tour)([^)]+)\)"
+    links = [sorted(re.findall(others, text)) for text in (ENGLISH, CHINESE)]
     assert links[0] == links[1]
-    assert [len(re.findall(r"^## ", text, re.MULTILINE)) for text in (ENGLISH, CHINESE)] == [15, 15]
+    numbers = [
+        [len(re.findall(each, text, re.MULTILINE)) for each in ("^## ", "^- ", r"^\|")] for text in (ENGLISH, CHINESE)
+    ]
+    assert numbers[0] == numbers[1] and numbers[0][0] > 15
 
 
 def test_tour_has_ten_lines() -> None:
