@@ -19,7 +19,7 @@ import yaml
 from jingu.cli import main
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
-from jingu.config.sections import optimizers
+from jingu.config.sections import optimizers, tasks
 from jingu.plan import forecast, memory
 from jingu.plan.machine import Machine
 from jingu.plan.memory import STATE, rank_share
@@ -33,7 +33,7 @@ from tests.plan.test_memory import LLAMA, settings, workload
 
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon", "sgd")
 QUICK = {("pretraining", "lion"), ("pretraining", "muon"), ("dpo", "adamw"), ("dpo", "sgd")}
-TASKS = ("pretraining", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "ppo")
+TASKS = ("pretraining", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "ppo", "distill")
 MACHINE = Machine(
     name="test",
     memory_gib=10.0,
@@ -142,6 +142,7 @@ EXPECTED: dict[str, Callable[[dict[str, Any], Result], Any]] = {
     "memory_interval": lambda plan, run: pytest.approx([0.9 * plan["memory_total"], 1.1 * plan["memory_total"]]),
     **{f"memory.{model}{part}": state_of(model + part) for model in ("", "critic ") for part in STATE},
     "memory.reference weights": state_of("weights"),
+    "memory.teacher weights": state_of("weights"),
     "offloaded": lambda plan, run: {},
     "memory_total": sum_of("memory"),
     "memory_usable": lambda plan, run: pytest.approx(0.95 * 10.0 * 2**30),
@@ -168,7 +169,7 @@ def make_run(task: str, optimizer: str, tiny_run: MakeRun, folder: Path, request
     if task == "pretraining":
         return tiny_run(changes)
     base = request.getfixturevalue("base")
-    if task in ("grpo", "ppo"):
+    if task in ("grpo", "ppo", "distill"):
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"def f{number}"}) + "\n" for number in range(5)))
         changes["task"] = {
@@ -177,13 +178,14 @@ def make_run(task: str, optimizer: str, tiny_run: MakeRun, folder: Path, request
             "prompts_per_step": 4,
             "answers_per_prompt": 2,
             "max_new_tokens": 6,
-            "rewards": [{"type": "length", "max_tokens": 3}],
+            **({"teacher": base} if task == "distill" else {"rewards": [{"type": "length", "max_tokens": 3}]}),
         }
         changes |= {"batch": {"sequence_length": 17, "global_batch_size": 8, "micro_batch_size": 4}}
         return tiny_run(changes | {"initialize.from": base}, name=task)
     changes |= {"task": {"type": task}, "initialize.from": base}
     if task == "kto":
-        pytest.skip("its rows are labels; its sizes are those of dpo")
+        changes["data.objective"] = {"type": "preference", "template": "plain", "rows": "labels"}
+        changes["batch.sequence_length"] = 32
     return preference_run(tiny_run, folder, changes, name=task)
 
 
@@ -200,6 +202,10 @@ CASES = [
     for task in TASKS
     for optimizer in OPTIMIZERS
 ]
+
+
+def test_every_task_and_optimizer_has_a_case() -> None:
+    assert set(TASKS) == set(tasks.TASKS) and set(OPTIMIZERS) == set(optimizers.OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("task", "optimizer"), CASES)
