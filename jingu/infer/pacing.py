@@ -38,7 +38,8 @@ class PrefillPacer:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a step that generated, with `num_tokens` tokens of prompts, into account."""
         if not num_tokens:
-            self._seconds_without = seconds
+            # A single slow step, as on a busy machine, says little of the next ones.
+            self._seconds_without = min(seconds, 1.5 * self._seconds_without or seconds)
             self._steps = 0
             return
         self._steps += 1

@@ -51,6 +51,10 @@ def test_a_slow_step_and_short_prompts_do_not_stop_long_ones() -> None:
     assert pacer.num_tokens(generates=True) == 512
     pacer.observe(5, 0.4)
     assert pacer.num_tokens(generates=True) == 512
+    # A slow step without prompts does not make them look free.
+    pacer.observe(0, 30.0)
+    pacer.observe(512, 2.15)
+    assert pacer.num_tokens(generates=True) == 51
 
 
 def answers(engine: Engine, requests: list[Request]) -> tuple[dict[int, list[int]], dict[int, int]]:
