@@ -144,6 +144,8 @@ def write_all() -> dict[Path, str]:
             "examples/recipes/gpu-8gb.yaml", "8 GB"
         )
         link = f"[{title}](../examples/recipes/{file.name})"
+        # A date that no line breaks.
+        date = date.replace("-", "\N{NON-BREAKING HYPHEN}")
         rows.append(f"| {link} | {date} | {machine} | {' | '.join(words)} |")
     return {**contents, PAGE: OPENING + "\n".join(rows) + "\n"}
 
