@@ -54,6 +54,7 @@ TITLES = {
     " the rate without such programs, 2 threads",
     "watch_overhead": "Watching a run of four CPU ranks (2 × 128, 8 × 128 tokens per step): CPU time (must be at most"
     " 0.5%)",
+    "hangs": "Hangs planted into runs with `train.hang_timeout=10`: seconds until the right rank is named (target: 15)",
     "alignment": "Alignment compared with TRL 1.16: DPO on a random Llama of 6 × 384, GRPO on SmolLM2-135M; CPU time on"
     " one thread",
     "reward_curve": "Sorting five digits from rewards: the reward of each step of GRPO beside that of TRL",

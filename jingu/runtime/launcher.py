@@ -27,15 +27,12 @@ from jingu.runtime.exit_codes import (
     killing_signal,
 )
 from jingu.runtime.gpus import num_usable_cores, visible_devices
-from jingu.runtime.signals import LAUNCHER_PIPE, STOP_SIGNALS, handle_signals
+from jingu.runtime.signals import EXITS_VARIABLE, LAUNCHER_PIPE, STOP_SIGNALS, handle_signals
 
 # Seconds for the other ranks to exit by themselves after one has failed, and after an error that is explained already.
 GRACE_SECONDS = 10.0
 EXPLAINED_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-# Environment variable with the path of a file of the launcher: a line for each rank that has ended, with its process id
-# and its exit code. The watchdog is not their parent, and reads there how they have ended.
-EXITS_VARIABLE = "JINGU_EXITS"
 
 Child = subprocess.Popen[bytes]
 

@@ -21,6 +21,9 @@ REPEAT_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Environment variable with the file descriptor or the path of a pipe; only the launcher of the ranks has its other end.
 LAUNCHER_PIPE = "JINGU_LAUNCHER_PIPE"
+# Environment variable with the path of a file of the launcher: a line for each rank that has ended, with its process id
+# and its exit code. The watchdog is not their parent, and reads there how they have ended.
+EXITS_VARIABLE = "JINGU_EXITS"
 
 
 class StopRequest:
@@ -63,6 +66,11 @@ class StopRequest:
             # Bypass Python's buffers: the interrupted code may be in the middle of printing.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nStopping after this step, and saving. Repeat to stop at once.\n")
+
+
+def exits_path() -> str:
+    """Return the path of the file in which the launcher records how ranks end; empty if no launcher of jingu runs."""
+    return os.environ.get(EXITS_VARIABLE, "")
 
 
 def stop_with_launcher() -> None:

@@ -29,6 +29,7 @@ from jingu.runtime.device import gpu_uuid
 from jingu.runtime.exit_codes import EXIT_STALLED
 from jingu.runtime.files import write_text_atomically
 from jingu.runtime.ranks import RankInfo, gather_from_all, master_address
+from jingu.runtime.signals import exits_path
 from jingu.watch.slot import (
     BEAT,
     COMMAND,
@@ -109,7 +110,7 @@ def watch_rank(folder: Path, ranks: RankInfo, timeout: float | None) -> Iterator
         timeout: seconds without progress after which training counts as hung; None disables the watchdog.
     """
     # The watchdog reads the states of processes from Linux's /proc.
-    if timeout is None or ranks.world == 1 or sys.platform != "linux":
+    if timeout is None or sys.platform != "linux":
         yield Activity()
         return
     # The ranks of a node share a folder in main memory. The first of them creates it and starts the watchdog.
@@ -171,6 +172,7 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
             "pid": os.getpid(),
             "start_time": start_time(os.getpid()),
             "thread": f"{threading.main_thread().ident:016x}",
+            "exits": exits_path(),
             "device": ranks.device.type,
             "gpu": gpu_uuid(ranks.device),
         }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jingu.errors import join_words
+from jingu.runtime.exit_codes import killing_signal
 from jingu.watch.links import Link, describe_slow_link
 from jingu.watch.slot import PHASES
+from jingu.watch.stacks import describe_place
 
 # Collectives whose inputs have the same shape on every rank of the group.
 _SAME_SHAPES = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
@@ -28,8 +31,9 @@ class RankReport:
         peer: the rank with which it exchanges hidden states; -1 for none.
         seconds: seconds since its last activity began.
         groups: its process groups by name: axis, ranks, and calls (number, operation, shapes, whether it is done).
-        stack: stack of its main thread, the innermost function first, as `file:line function`.
+        stack: stack of its main thread, or of the thread that this one waits for, the innermost function first.
         links: traffic from its node to others; only in the report of the first rank of a node.
+        exit_code: how it has ended; None if it has not, or nobody knows.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class RankReport:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
+    exit_code: int | None = None
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RankReport:
@@ -76,24 +81,24 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     waits = list(_find_waits(by_rank))
     missing = tuple(rank for rank in range(world) if rank not in by_rank)
     broken = tuple(rank for rank, report in by_rank.items() if report.state in _BROKEN)
-    difference = find_difference(reports)
-    if difference is not None:
-        suspects, reason = difference
+    reasons = find_difference(reports)
+    if reasons:
+        suspects = tuple(reasons)
     elif broken or missing:
-        suspects, reason = (*broken, *missing), ""
+        suspects = (*broken, *missing)
     else:
-        suspects, reason = _follow(waits, by_rank), ""
+        suspects = _follow(waits, by_rank)
     step = max((report.step for report in reports), default=0)
     duration = f"made no progress for {seconds:.0f} s" if seconds else "ended"
     lines = [f"Training has {duration} in step {step + 1:,}."]
     slow_link = None
-    if not (reason or broken or missing):
+    if not (reasons or broken or missing):
         slow_link = describe_slow_link([link for report in reports for link in report.links])
     if slow_link is not None:
         lines.append(f"  Data is still under way: {slow_link}")
         suspects = suspects if waits else ()
     for rank in suspects[:_MAX_NAMED_RANKS]:
-        lines.append(_describe(rank, by_rank.get(rank), waits, reason))
+        lines.append(_describe(rank, by_rank.get(rank), waits, reasons.get(rank, "")))
     if len(suspects) > _MAX_NAMED_RANKS:
         lines.append(f"  So are {len(suspects) - _MAX_NAMED_RANKS} other ranks.")
     return "\n".join(lines)
@@ -125,11 +130,12 @@ def _last_call(report: RankReport, group: str) -> int:
     return calls[-1][0] if calls else 0
 
 
-def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str] | None:
+def find_difference(reports: Sequence[RankReport]) -> dict[int, str]:
     """Find the first call whose operation or shapes differ between the ranks of its group.
 
     Returns:
-        The ranks in the minority, and the description of the difference; None if all calls agree.
+        A description for each rank at fault: the ranks that differ from most ranks; or, if there is no majority, the
+        first rank of each side. Empty if all calls agree.
     """
     # 1. Gather what each rank called, by group and number.
     calls: dict[tuple[str, int], dict[int, tuple[str, str]]] = {}
@@ -140,22 +146,53 @@ def find_difference(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], str
             for number, operation, shapes, _ in group["calls"]:
                 shape = str(shapes) if operation.lstrip("_").startswith(_SAME_SHAPES) else ""
                 calls.setdefault((name, number), {})[report.rank] = (operation, shape)
-    # 2. Find the first call of a group in which they differ. The minority is at fault.
-    for (name, number), by_member in sorted(calls.items(), key=lambda item: item[0][1]):
-        counts = Counter(by_member.values()).most_common()
-        if len(counts) == 1:
-            continue
-        usual, times = counts[0]
-        suspects = tuple(rank for rank, call in sorted(by_member.items()) if call != usual)
-        suspect_call = by_member[suspects[0]]
-        peers = "half of the ranks" if times == len(suspects) else "the other ranks"
-        reason = (
-            f"called {_describe_call(suspect_call)} as number {number:,} of {_format_axis(axes[name])},"
-            f" where {peers} called "
-            f"{_describe_call(usual)}"
-        )
-        return suspects, reason
-    return None
+    # 2. Find the first call of a group in which they differ.
+    differing = [key for key, by_member in calls.items() if len(set(by_member.values())) > 1]
+    if not differing:
+        return {}
+    name, number = min(differing, key=lambda key: (key[1], key[0]))
+    by_member = calls[name, number]
+    usual = _majority(by_member)
+    if usual is None:
+        # The other groups of the axis make the same call.
+        others = {
+            (group, rank): call
+            for (group, call_number), members in calls.items()
+            if call_number == number and group != name and axes[group] == axes[name]
+            for rank, call in members.items()
+        }
+        usual = _majority(others)
+        usual = usual if usual in by_member.values() else None
+    sides: dict[tuple[str, str], list[int]] = {}
+    for rank, call in sorted(by_member.items()):
+        sides.setdefault(call, []).append(rank)
+    place = f"as number {number:,} of {_format_axis(axes[name])}"
+    if usual is not None:
+        where = f"where the other ranks called {_describe_call(usual)}"
+        return {
+            rank: f"called {_describe_call(call)} {place}, {where}"
+            for rank, call in sorted(by_member.items())
+            if call != usual
+        }
+    # 3. Nobody knows which side is right: say what each does.
+    reasons = {}
+    for call, members in sides.items():
+        peers = [
+            f"{_format_ranks(ranks)} called {_describe_call(other)}" for other, ranks in sides.items() if other != call
+        ]
+        also = f" (as {_format_ranks(members[1:])} did)" if members[1:] else ""
+        reasons[members[0]] = f"called {_describe_call(call)}{also} {place}, where {join_words(peers, 'and')}"
+    return reasons
+
+
+def _majority(calls: Mapping[Any, tuple[str, str]]) -> tuple[str, str] | None:
+    """Return the call of more than half of the ranks; None if there is none."""
+    counts = Counter(calls.values()).most_common(1)
+    return counts[0][0] if counts and 2 * counts[0][1] > len(calls) else None
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {join_words([str(rank) for rank in ranks], 'and')}"
 
 
 def _describe_call(call: tuple[str, str]) -> str:
@@ -201,12 +238,12 @@ def _describe(rank: int, report: RankReport | None, waits: Sequence[Wait], reaso
 
 def _describe_state(report: RankReport, waits: Sequence[Wait]) -> str:
     if report.state == "dead":
-        return "It has ended with an error." if report.phase == "failed" else "It was killed."
+        return _describe_end(report)
     if report.state == "stopped":
         return "It is stopped: something sent it SIGSTOP, or a debugger holds it."
     if report.state == "unreachable":
         return "The network between its node and that of rank 0 is down."
-    place = f" in {report.stack[0]}" if report.stack else ""
+    place = describe_place(report.stack)
     since = f" since {report.seconds:.0f} s"
     if report.state == "silent":
         return f"A call{place} holds the interpreter's lock{since}."
@@ -219,6 +256,19 @@ def _describe_state(report: RankReport, waits: Sequence[Wait]) -> str:
         return f"It waits for {peers} {names} in {own_wait.call} of {_format_axis(own_wait.axis)}{place}{since}."
     part = f", micro-batch {report.micro_batch + 1}" if report.micro_batch >= 0 else ""
     return f"It is{place}{since} ({PHASES[report.phase]}{part})."
+
+
+def _describe_end(report: RankReport) -> str:
+    """Say how a rank has ended, as far as it is known."""
+    if report.phase == "failed":
+        return "It has ended with an error."
+    if report.exit_code is None:
+        return "It has ended, without an error message."
+    number = killing_signal(report.exit_code)
+    if number is None:
+        return f"It exited with code {report.exit_code}, without an error message."
+    why = ", most likely because memory ran out" if number == signal.SIGKILL else ""
+    return f"It was killed by {number.name}{why}."
 
 
 def _format_axis(axis: str) -> str:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jingu.watch.diagnosis import RankReport
-from jingu.watch.slot import BEAT, OPERATION, process_state
+from jingu.watch.slot import BEAT, OPERATION, descendants, process_seconds, process_state
+from jingu.watch.stacks import find_blocked_stack, read_stacks
 
 # The reporter thread of a rank runs twice a second; if it has not run for this long, a call holds the GIL.
 _SILENT_SECONDS = 5.0
+# More than a launcher records for the ranks of a node.
+_EXITS_BYTES = 2**16
 
 
 @dataclass
@@ -28,6 +29,19 @@ class LocalRank:
     process: dict[str, Any]
     path: Path
     slot: mmap.mmap
+    # A descriptor of the launcher's record of exits, which stays readable when the launcher has ended.
+    exits: int | None = None
+
+    @staticmethod
+    def open(path: Path) -> LocalRank:
+        """Open a rank by the description of its process."""
+        process = json.loads(path.read_text(encoding="utf-8"))
+        slot = path.with_suffix(".slot")
+        exits = None
+        with suppress(OSError):
+            exits = os.open(process["exits"], os.O_RDONLY)
+        with slot.open("r+b") as file:
+            return LocalRank(process, slot, mmap.mmap(file.fileno(), 0), exits)
 
     @property
     def operation(self) -> tuple[int, str, int, int, int, float]:
@@ -47,6 +61,31 @@ class LocalRank:
         """Return whether a signal or a debugger has stopped the process."""
         return self.process_state() in ("T", "t")
 
+    def exit_code(self) -> int | None:
+        """Return the exit code of the process, as its launcher has recorded it; None if it is not known."""
+        if self.exits is None:
+            return None
+        words = [line.split() for line in os.pread(self.exits, _EXITS_BYTES, 0).decode().splitlines()]
+        return next((int(code) for pid, code in words if int(pid) == self.process["pid"]), None)
+
+    def work(self) -> tuple[float, int]:
+        """Return the CPU seconds of the process and its descendants, and the bytes that they have read and written."""
+        seconds, size = 0.0, 0
+        for pid in descendants(self.process["pid"]):
+            seconds += process_seconds(pid)
+            with suppress(OSError, ValueError):
+                lines = Path(f"/proc/{pid}/io").read_text(encoding="utf-8").splitlines()
+                size += sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+        return seconds, size
+
+    def is_responsive(self) -> bool:
+        """Return whether the reporter thread of the rank runs."""
+        return self.process_state() not in ("", "T", "t") and not self._is_silent()
+
+    def _is_silent(self) -> bool:
+        (beat,) = BEAT.unpack_from(self.slot, OPERATION.size)
+        return time.monotonic() - beat > _SILENT_SECONDS
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process, if it is still the same."""
         if self.process_state():
@@ -59,30 +98,19 @@ class LocalRank:
         now = time.monotonic()
         states = {"": "dead", "T": "stopped", "t": "stopped", "D": "disk"}
         state = states.get(self.process_state(), "running")
-        (beat,) = BEAT.unpack_from(self.slot, OPERATION.size)
-        if state == "running" and now - beat > _SILENT_SECONDS:
+        if state == "running" and self._is_silent():
             state = "silent"
         groups = {}
         with suppress(OSError, ValueError):
             groups = json.loads(self.path.with_suffix(".calls").read_text(encoding="utf-8"))
-        text = self.path.with_suffix(".stack").read_text(encoding="utf-8", errors="replace")
-        stack = list(read_stack(text, self.process["thread"]))
-        rank = self.process["rank"]
-        host = self.process["host"]
-        return RankReport(rank, host, state, phase, step, micro_batch, peer, now - change_time, groups, stack)
+        stack = find_blocked_stack(read_stacks(self.stacks()), self.process["thread"], phase)
+        rank, host = self.process["rank"], self.process["host"]
+        seconds = now - change_time
+        code = self.exit_code() if state == "dead" else None
+        return RankReport(rank, host, state, phase, step, micro_batch, peer, seconds, groups, stack, exit_code=code)
 
-
-def read_stack(text: str, thread: str) -> Iterator[str]:
-    """Yield the stack of a thread from the newest of faulthandler's dumps, the innermost function first.
-
-    Args:
-        text: the dumps.
-        thread: identifier of the thread in hexadecimal.
-    """
-    _, heading, latest = text.rpartition(f"hread 0x{thread} ")
-    for line in latest.splitlines()[1:] if heading else ():
-        match = re.match(r'  File "(.*)", line (\d+) in (.*)', line)
-        if match is None:
-            return
-        # Shorten the path to its last three parts.
-        yield f"{'/'.join(match[1].split('/')[-3:])}:{match[2]} {match[3]}"
+    def stacks(self) -> str:
+        """Return the dumps of the stacks of all threads."""
+        with suppress(OSError):
+            return self.path.with_suffix(".stack").read_text(encoding="utf-8", errors="replace")
+        return ""

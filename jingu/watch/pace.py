@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -37,8 +37,15 @@ _NUM_ERRORS = 3.0
 _NOISE_WINDOWS = 12
 # A GPU is slow if its clock is below this share of its peers' clocks.
 _SLOW_CLOCK = 0.85
+# A rank that cannot run for this much more of the time than its peers is a straggler.
+_STOPPED_SHARE = 0.2
+# A node is oversubscribed if each of its ranks waits for a core for this share of the time in which it could compute.
+_CORE_SHARE = 0.5
+# Keys of what is counted beside ranks: links of the node, and its cores.
+_LINKS, _CORES = -1, -2
 # Minimum steps of a window.
 _STEPS = 3
+_CGROUPS = Path("/sys/fs/cgroup")
 # Windows of two nodes are compared only if they end at most this many windows apart.
 _RECENT_WINDOWS = 3
 
@@ -55,6 +62,9 @@ class Pace:
         data: time in which it read data.
         compute_error, data_error: standard errors of `compute` and `data`.
         clock: clock frequency of the GPU in MHz; 0 if unknown.
+        stopped: share of the time in which the process was stopped, by a signal or a debugger.
+        disk: share of the time in which its main thread waited for a disk, or was frozen.
+        throttled: time in which the CPU quota of its control group stopped it.
     """
 
     rank: int
@@ -67,6 +77,9 @@ class Pace:
     compute_error: float = 0.0
     data_error: float = 0.0
     clock: float = 0.0
+    stopped: float = 0.0
+    disk: float = 0.0
+    throttled: float = 0.0
 
 
 def describe_straggler(suspect: Pace, paces: Sequence[Pace]) -> str | None:
@@ -86,6 +99,11 @@ def describe_straggler(suspect: Pace, paces: Sequence[Pace]) -> str | None:
     place = f"rank {suspect.rank} ({suspect.host})"
     clock = f"Its clock is {suspect.clock:,.0f} MHz (others {usual('clock'):,.0f})."
     is_slow_clock = 0 < suspect.clock < _SLOW_CLOCK * usual("clock")
+    # A process that cannot run looks as if it waited in a collective.
+    for field, cause in (("stopped", "is stopped (by SIGSTOP, a debugger or a freezer)"), ("disk", "waits for a disk")):
+        share = getattr(suspect, field)
+        if share - usual(field) > _STOPPED_SHARE:
+            return f"{place} {cause} for {share:.0%} of the run's time (its peers: {usual(field):.0%})."
     # Check data first: a slow dataset's own code also counts as computation.
     if exceeds("data"):
         return (
@@ -95,13 +113,29 @@ def describe_straggler(suspect: Pace, paces: Sequence[Pace]) -> str | None:
     if exceeds("compute"):
         excess = suspect.compute - usual("compute")
         text = f"{place} computes {suspect.compute / usual('compute'):.2f} times as long as its peers: "
-        text += f"{excess / suspect.step:.0%} of the run's time."
+        # The times of several threads add up to more than a step.
+        text += f"{excess / max(suspect.step, suspect.compute):.0%} of the run's time."
         if is_slow_clock:
             return f"{text} {clock}"
+        if suspect.throttled - usual("throttled") > _SHARE_OF_STEP * suspect.step:
+            return f"{text} The CPU quota of its control group, such as a container's CPU limit, stops it."
         if suspect.core - usual("core") > excess / 2:
-            return f"{text} It waits for cores that other processes use."
+            return f"{text} It waits for cores that other processes or threads use."
         return text
     return f"{place} has a slow GPU. {clock}" if is_slow_clock else None
+
+
+def describe_oversubscription(paces: Sequence[Pace]) -> str | None:
+    """Return a sentence about a node all of whose ranks wait for cores for much of their time, else None."""
+    shares = [pace.core / pace.compute for pace in paces if pace.compute > 0]
+    if not shares or min(shares) < _CORE_SHARE or any(pace.throttled > 0 for pace in paces):
+        return None
+    share = sum(shares) / len(shares)
+    count = f"its {len(paces)} ranks wait" if len(paces) > 1 else "its rank waits"
+    return (
+        f"{paces[0].host} is oversubscribed: {count} for a core for {share:.0%} of the time in which they could "
+        "compute. Give them more cores, or stop other programs there."
+    )
 
 
 def estimate_noise(values: Sequence[float]) -> float:
@@ -137,6 +171,7 @@ class _Reading:
     seconds: float
     core_seconds: float
     reads: tuple[int, float, float]
+    throttled: float
 
 
 class PaceMeter:
@@ -153,8 +188,9 @@ class PaceMeter:
         self._window = window
         self._gpus = [_open_gpu(rank.process.get("gpu", "")) for rank in ranks]
         self._computes: list[deque[float]] = [deque(maxlen=_NOISE_WINDOWS) for _ in ranks]
-        # Number of consecutive slow windows by rank; key -1 is for the links of this node.
-        self._slow_windows = dict.fromkeys((-1, *(rank.process["rank"] for rank in ranks)), 0)
+        # Number of consecutive slow windows by rank, and of the links and cores of this node.
+        self._slow_windows = dict.fromkeys((_LINKS, _CORES, *(rank.process["rank"] for rank in ranks)), 0)
+        self._is_oversubscribed = False
         self.links = LinkMeter(ranks[0].process["host"] if ranks else "", [rank.process["pid"] for rank in ranks])
         self._begin()
 
@@ -162,12 +198,19 @@ class PaceMeter:
         self._start = time.monotonic()
         self._is_disturbed = False
         self._readings = [self._read(rank) for rank in self._ranks]
+        self._states: list[Counter[str]] = [Counter() for _ in self._ranks]
         self.links.begin()
+
+    def sample(self) -> None:
+        """Sample the states of the ranks' processes: what stops them shows in no counter."""
+        for rank, states in zip(self._ranks, self._states, strict=True):
+            states[rank.process_state().upper()] += 1
 
     @staticmethod
     def _read(rank: LocalRank) -> _Reading:
         run, core = _process_seconds(rank.process["pid"])
-        return _Reading(rank.operation[2], run, core, READS.unpack_from(rank.slot, READS_OFFSET))
+        reads = READS.unpack_from(rank.slot, READS_OFFSET)
+        return _Reading(rank.operation[2], run, core, reads, throttled_seconds(rank.process["pid"]))
 
     def poll(self) -> list[str]:
         """Poll the ranks once. Returns descriptions of new stragglers at the end of a window."""
@@ -186,8 +229,10 @@ class PaceMeter:
 
     def _measure(self, seconds: float) -> list[Pace]:
         paces = []
-        for rank, gpu, before, computes in zip(self._ranks, self._gpus, self._readings, self._computes, strict=True):
+        rows = zip(self._ranks, self._gpus, self._readings, self._computes, self._states, strict=True)
+        for rank, gpu, before, computes, states in rows:
             after = self._read(rank)
+            samples = max(1, states.total())
             steps = max(1, after.step - before.step)
             stage = STAGE.unpack_from(rank.slot, STAGE_OFFSET)[0]
             count, total, squares = (b - a for a, b in zip(before.reads, after.reads, strict=True))
@@ -207,6 +252,9 @@ class PaceMeter:
                     estimate_noise(computes),
                     sqrt(variance) / steps,
                     _read_clock(gpu),
+                    states["T"] / samples,
+                    states["D"] / samples,
+                    (after.throttled - before.throttled) / steps,
                 )
             )
         return paces
@@ -216,11 +264,17 @@ class PaceMeter:
         paces = [pace for window in windows for pace in window.paces]
         links = [link for window in windows for link in window.links]
         descriptions = {pace.rank: describe_straggler(pace, paces) for pace in mine.paces}
-        descriptions[-1] = describe_slow_link(links, mine.paces[0].host)
+        descriptions[_LINKS] = describe_slow_link(links, mine.paces[0].host)
+        descriptions[_CORES] = describe_oversubscription(mine.paces)
         sentences = []
         for number, sentence in descriptions.items():
             count = self._slow_windows[number] = 0 if sentence is None else self._slow_windows[number] + 1
-            if sentence is not None and count == _WINDOWS:
+            if sentence is None or count != _WINDOWS:
+                continue
+            if number == _CORES and not self._is_oversubscribed:  # said once, as busy minutes come and go
+                self._is_oversubscribed = True
+                sentences.append(sentence)
+            elif number != _CORES:
                 sentences.append(f"Straggler: {sentence}")
         return sentences
 
@@ -266,6 +320,30 @@ def _process_seconds(pid: int) -> tuple[float, float]:
             run += own_run
             wait += own_wait
     return (run + wait) / 1e9, wait / 1e9
+
+
+def throttled_seconds(pid: int) -> float:
+    """Return for how long CPU quotas have stopped the threads of a process's control group, or of one above it."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            # Version 2 has one hierarchy, without names of controllers.
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = _CGROUPS / ("cpu" if controllers else "")
+            folder = root / name.lstrip("/")
+            groups = [folder, *folder.parents[: len(folder.relative_to(root).parts)]] if ".." not in name else [root]
+            return max(map(_read_throttled, groups), default=0.0)
+    return 0.0
+
+
+def _read_throttled(folder: Path) -> float:
+    with suppress(OSError, ValueError):
+        lines = (folder / "cpu.stat").read_text(encoding="utf-8").splitlines()
+        values = dict(line.split() for line in lines)
+        # Version 1 counts nanoseconds, version 2 microseconds.
+        return int(values.get("throttled_time", 0)) / 1e9 + int(values.get("throttled_usec", 0)) / 1e6
+    return 0.0
 
 
 def _open_gpu(uuid: str) -> Any:

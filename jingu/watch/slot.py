@@ -5,7 +5,9 @@ This module does not import torch, to keep the watchdog process small.
 
 from __future__ import annotations
 
+import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 # Number of changes, phase, step, micro-batch, peer, and the time of the last change (the machine's monotonic clock).
@@ -61,6 +63,22 @@ def process_state(pid: int, start_time: int) -> str:
 def start_time(pid: int) -> int:
     """Return the start time of a process, in clock ticks since boot."""
     return int(_stat(pid)[19])
+
+
+def process_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and of its children that have ended."""
+    fields = _stat(pid)
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all processes that descend from it, except this one."""
+    pids = [pid]
+    for parent in pids:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):
+                pids += [int(word) for word in path.read_text(encoding="utf-8").split() if int(word) != os.getpid()]
+    return pids
 
 
 def _stat(pid: int) -> list[str]:

@@ -8,7 +8,7 @@ into a folder of the run, and each of them derives the same diagnosis from all r
 from __future__ import annotations
 
 import json
-import mmap
+import random
 import shutil
 import signal
 import socket
@@ -20,11 +20,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
+from jingu.runtime.exit_codes import WATCHDOG_SIGNAL
 from jingu.runtime.files import write_text_atomically
 from jingu.watch.diagnosis import RankReport, find_difference, judge
 from jingu.watch.local_rank import LocalRank
 from jingu.watch.pace import PaceMeter
 from jingu.watch.slot import COMMAND, EXIT, LISTEN, REPORT, UNTIMED_PHASES
+from jingu.watch.stacks import is_debugged, read_stacks
 
 _POLL_SECONDS = 0.5
 # The deadline is this many median steps, or the timeout if that is longer.
@@ -39,9 +41,17 @@ _SECONDS_AFTER_DEATH = 4.0
 _REPORT_SECONDS = 3.0
 _NODE_SECONDS = 10.0
 _EXIT_SECONDS = 3.0
+_KILL_SECONDS = 1.0
+# How often the states of processes are sampled between two polls.
+_SAMPLES_PER_POLL = 2
+# In a phase that may take long, ranks that do not work for so many deadlines hang: none of them uses this share of a
+# core, or reads or writes so many bytes. (They may exchange a few bytes while they wait for each other.)
+_UNTIMED_FACTOR = 10
+_WORK_SHARE = 0.02
+_WORK_BYTES = 2**16
 # The shortest window in which ranks are compared.
 _MIN_WINDOW = 1.0
-# A rollout has no limit either: its rewards and environments have timeouts of their own, and may take much longer than
+# A rollout has no limit at all: its rewards and environments have timeouts of their own, and may take much longer than
 # the updates from which the deadline follows. (But the pace of ranks is compared in rollouts.)
 _UNLIMITED_PHASES = (*UNTIMED_PHASES, "rollout")
 # File beside the run's log, with a line for each straggler.
@@ -67,30 +77,30 @@ class Watchdog:
         self._world = world
         self._timeout = timeout
         self._master = master
-        self._ranks = [self._open(path) for path in sorted(slots.glob("*.json"))]
+        self._ranks = [LocalRank.open(path) for path in sorted(slots.glob("*.json"))]
         self._first_step: int | None = None
         self._last_step = (0, 0.0)
         self._step_seconds: list[float] = []
         self._has_ended = False
-        # Time since which a rank's process has been stopped by a signal.
+        # Time since which a rank's process has been stopped by a signal, and time at which the last one went on.
         self._stop_time: float | None = None
+        self._resume_time = 0.0
+        # When the ranks were last seen to work in a phase without a time limit, and their counters then.
+        self._work_time = time.monotonic()
+        self._work: list[tuple[float, int]] = []
         # A straggler is reported after three windows, which together take as long as the timeout.
         self._pace = PaceMeter(self._ranks, folder, max(_MIN_WINDOW, timeout / 3))
         # The ranks that died first; the deaths of other ranks are consequences.
         self._first_dead: list[int] = []
 
-    @staticmethod
-    def _open(path: Path) -> LocalRank:
-        process = json.loads(path.read_text(encoding="utf-8"))
-        slot = path.with_suffix(".slot")
-        with slot.open("r+b") as file:
-            return LocalRank(process, slot, mmap.mmap(file.fileno(), 0))
-
     def watch(self) -> str | None:
         """Watch until all ranks of this node have exited. Returns the diagnosis if training has hung."""
         diagnosis = None
         while diagnosis is None and not self._has_ended:
-            time.sleep(_POLL_SECONDS)
+            for _ in range(_SAMPLES_PER_POLL):
+                # Irregular, so that samples do not keep step with whatever stops a rank periodically.
+                time.sleep(_POLL_SECONDS / _SAMPLES_PER_POLL * random.uniform(0.5, 1.5))
+                self._pace.sample()
             diagnosis = self.poll()
         self._pace.close()
         return diagnosis
@@ -108,17 +118,44 @@ class Watchdog:
         self._measure_steps(running)
         if len(running) == len(self._ranks) and not dead and not self._is_beginning():
             self._announce(self._pace.poll())
-        if not any(rank.is_stopped() for rank in running):
-            self._stop_time = None
-        elif self._stop_time is None:
+        is_stopped = any(rank.is_stopped() for rank in running)
+        if is_stopped and self._stop_time is None:
             self._stop_time = time.monotonic()
+        elif not is_stopped and self._stop_time is not None:
+            self._stop_time = None
+            self._resume_time = time.monotonic()
+        if is_stopped and self._world == 1:
+            return None  # by Ctrl-Z in a shell, which can let it go on
+        phases = {rank.operation[1] for rank in running}
+        # After a death no rollout ends by itself.
+        if phases & set(UNTIMED_PHASES if dead else _UNLIMITED_PHASES) and self._stop_time is None:
+            return self._poll_untimed(running, phases)
+        self._work = []
         deadline = self._deadline()
         if dead:
             deadline = min(deadline, _SECONDS_AFTER_DEATH)
-        # After a death no rollout ends by itself.
-        untimed_phases = UNTIMED_PHASES if dead else _UNLIMITED_PHASES
-        idle_seconds = self._idle_seconds(running, untimed_phases)
+        idle_seconds = self._idle_seconds(running)
         return self._investigate(running, idle_seconds) if idle_seconds > deadline else None
+
+    def _poll_untimed(self, running: list[LocalRank], phases: set[str]) -> str | None:
+        """Poll ranks in a phase that may take long. Returns the diagnosis if none of them works for a long time."""
+        now = time.monotonic()
+        work = [rank.work() for rank in running]
+        has_worked = len(work) != len(self._work) or any(
+            size - last_size > _WORK_BYTES or seconds - last_seconds > _WORK_SHARE * (now - self._work_time)
+            for (seconds, size), (last_seconds, last_size) in zip(work, self._work, strict=True)
+        )
+        if has_worked or "rollout" in phases:
+            self._work, self._work_time = work, now
+            # Other nodes must not take an earlier report for a present one.
+            self._report_path(running).unlink(missing_ok=True)
+        idle_seconds = now - self._work_time
+        if idle_seconds <= _UNTIMED_FACTOR * self._deadline():
+            return None
+        return self._investigate(running, idle_seconds, is_untimed=True)
+
+    def _report_path(self, ranks: list[LocalRank]) -> Path:
+        return self._folder / f"{ranks[0].path.stem}.json"
 
     def _announce(self, sentences: list[str]) -> None:
         """Print descriptions of stragglers, and append them to a file of the run."""
@@ -147,25 +184,28 @@ class Watchdog:
             return self._timeout * _FIRST_STEPS_FACTOR
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
 
-    def _idle_seconds(self, ranks: list[LocalRank], phases: tuple[str, ...]) -> float:
-        """Return the longest time that a rank has made no progress; 0 while one is in a phase without a time limit.
+    def _idle_seconds(self, ranks: list[LocalRank]) -> float:
+        """Return the longest time that a rank has made no progress."""
+        if self._stop_time is not None and any(rank.operation[1] in _UNLIMITED_PHASES for rank in ranks):
+            # A stopped process does not continue its save or evaluation, either.
+            return time.monotonic() - self._stop_time
+        last_change = min(rank.operation[5] for rank in ranks)
+        return time.monotonic() - (max(last_change, self._resume_time) if self._world == 1 else last_change)
+
+    def _investigate(self, ranks: list[LocalRank], seconds: float, is_untimed: bool = False) -> str | None:
+        """Collect the reports of all ranks, and return a diagnosis; None if a rank has made progress meanwhile.
 
         Args:
-            phases: phases without a time limit.
+            is_untimed: whether the ranks are in a phase that may take long. Those of other nodes may work then, so
+                there is a diagnosis only if all nodes report.
         """
-        operations = [rank.operation for rank in ranks]
-        if any(operation[1] in phases for operation in operations):
-            # A stopped process does not continue its save or evaluation, either.
-            return 0.0 if self._stop_time is None else time.monotonic() - self._stop_time
-        return time.monotonic() - min(operation[5] for operation in operations)
-
-    def _investigate(self, ranks: list[LocalRank], seconds: float) -> str | None:
-        """Collect the reports of all ranks, and return a diagnosis; None if a rank has made progress meanwhile."""
         changes = [rank.operation[0] for rank in ranks]
         # 1. Let each rank dump its collective calls, and then its stacks.
-        for rank in ranks:
+        # A rank that is stopped or holds the interpreter's lock cannot answer.
+        asked_ranks = [rank for rank in ranks if rank.is_responsive()]
+        for rank in asked_ranks:
             rank.slot[COMMAND] = REPORT
-        self._wait(lambda: all(rank.slot[COMMAND] == LISTEN for rank in ranks), _REPORT_SECONDS)
+        self._wait(lambda: all(rank.slot[COMMAND] == LISTEN for rank in asked_ranks), _REPORT_SECONDS)
         for rank in ranks:
             rank.send(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
@@ -177,13 +217,24 @@ class Watchdog:
                 reports = [replace(report, state="unreachable") for report in reports]
             reports[0] = replace(reports[0], links=self._pace.links.measure())
             report_json = json.dumps([asdict(report) for report in reports])
-            write_text_atomically(self._folder / f"{ranks[0].path.stem}.json", report_json)
+            write_text_atomically(self._report_path(ranks), report_json)
         self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
         # 3. If a rank has made progress, it was only slow.
         if [rank.operation[0] for rank in ranks] != changes:
-            (self._folder / f"{ranks[0].path.stem}.json").unlink(missing_ok=True)
+            self._report_path(ranks).unlink(missing_ok=True)
             return None
+        if any(is_debugged(read_stacks(rank.stacks()).get(rank.process["thread"], [])) for rank in ranks):
+            return None
+        if is_untimed and len(self._reports()) < self._world:
+            return None
+        self._keep_stacks(ranks)
         return judge(self._reports() or [rank.report() for rank in ranks], self._world, seconds)
+
+    def _keep_stacks(self, ranks: list[LocalRank]) -> None:
+        """Keep the stacks of all threads beside the diagnosis, which names one function of each rank."""
+        for rank in ranks:
+            with suppress(OSError):
+                write_text_atomically(self._folder / f"{rank.path.stem}.stacks.txt", rank.stacks())
 
     def _reaches_master(self) -> bool:
         """Return whether this node has a connection to the first one."""
@@ -203,7 +254,7 @@ class Watchdog:
         """
         reports = [rank.report() for rank in self._ranks]
         first = [report for report in reports if report.rank in self._first_dead and report.phase != "failed"]
-        if find_difference(reports) is None:
+        if not find_difference(reports):
             reports = first
         return judge(reports, 0, 0.0) if reports and len(first) < len(self._ranks) else None
 
@@ -224,6 +275,10 @@ class Watchdog:
         for rank in self._ranks:
             rank.slot[COMMAND] = EXIT
         self._wait(lambda: not any(rank.process_state() for rank in self._ranks), _EXIT_SECONDS)
+        for number in (WATCHDOG_SIGNAL, signal.SIGCONT):  # a stopped process dies when it goes on
+            for rank in self._ranks:
+                rank.send(number)
+        self._wait(lambda: not any(rank.process_state() for rank in self._ranks), _KILL_SECONDS)
         for rank in self._ranks:
             rank.send(signal.SIGKILL)
 
@@ -239,6 +294,7 @@ def main(slots: Path, folder: Path, world: int, timeout: float, master: tuple[st
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(folder / "verdict.txt", diagnosis + "\n")
+            print(f"jingu: The stacks of all threads are in {folder}.", file=sys.stderr, flush=True)
         watchdog.end_ranks()
     finally:
         shutil.rmtree(slots, ignore_errors=True)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from jingu.runtime.exit_codes import EXIT_STALLED
+from jingu.runtime.exit_codes import EXIT_STALLED, WATCHDOG_SIGNAL
 from jingu.runtime.ranks import RankInfo
 from jingu.watch.activity import Activity, watch_rank
 from tests.limits import PATIENCE
@@ -74,6 +75,22 @@ def hold_interpreter(rank: Rank) -> None:
     deque(itertools.repeat(None), maxlen=0)  # it never ends, and never lets another thread run
 
 
+def hang_in_save(rank: Rank) -> None:
+    rank.activity.enter("save")
+    if rank.is_culprit():
+        write_tensors()
+    dist.all_reduce(torch.ones(5))
+
+
+def write_tensors() -> None:
+    time.sleep(1000)
+
+
+def read_in_thread(rank: Rank) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(read_rows, rank).result()
+
+
 def skip(rank: Rank) -> None:
     if not rank.is_culprit():
         dist.all_reduce(torch.ones(5))
@@ -103,7 +120,7 @@ def mismatch_pipeline(rank: Rank) -> None:
     dist.all_reduce(torch.ones(5))
 
 
-LOCAL_FAULTS = (read_rows, stop_self, kill_self, hold_interpreter)
+LOCAL_FAULTS = (read_rows, read_in_thread, stop_self, kill_self, hold_interpreter)
 
 
 def run_rank(rank: int, store: str, folder: str, fault: Callable[[Rank], None]) -> None:
@@ -168,8 +185,10 @@ slow = pytest.mark.slow
                 "(read data)",
             ],
         ),
+        pytest.param(read_in_thread, ["rank 2 (node) has not", "test_hangs.py:", " read_rows since"], marks=slow),
+        pytest.param(hang_in_save, ["rank 2 (node) has not joined", " write_tensors since", "(save)"], marks=slow),
         pytest.param(stop_self, ["rank 2 (node) has not joined all-reduce", "It is stopped"], marks=slow),
-        pytest.param(kill_self, ["rank 2 (node)", "It was killed."], marks=slow),
+        pytest.param(kill_self, ["rank 2 (node)", "It has ended, without an error message."], marks=slow),
         pytest.param(hold_interpreter, ["rank 2 (node)", "hold_interpreter holds the interpreter's lock"], marks=slow),
         pytest.param(
             skip,
@@ -194,7 +213,7 @@ def test_the_right_rank_and_cause(tmp_path, fault, sentences):
         assert sentence in verdict, verdict
     assert all(code not in (0, None) for code in codes), codes
     # Ranks that cannot end by themselves are killed; of some faults gloo itself notices, and ranks fail or abort.
-    assert set(codes) <= {EXIT_STALLED, -signal.SIGKILL, -signal.SIGABRT, 1}
+    assert set(codes) <= {EXIT_STALLED, -WATCHDOG_SIGNAL, -signal.SIGKILL, -signal.SIGABRT, 1}
 
 
 def no_fault(rank: Rank) -> None:

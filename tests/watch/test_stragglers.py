@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,14 @@ import torch.distributed as dist
 from jingu.runtime.ranks import RankInfo
 from jingu.watch import pace as pace_module
 from jingu.watch.activity import Activity, _open_slot, watch_rank
-from jingu.watch.pace import Pace, PaceMeter, Window, describe_straggler, estimate_noise
+from jingu.watch.pace import (
+    Pace,
+    PaceMeter,
+    Window,
+    describe_oversubscription,
+    describe_straggler,
+    estimate_noise,
+)
 from jingu.watch.watchdog import STRAGGLERS, Watchdog
 from tests.limits import PATIENCE
 from tests.watch.test_hangs import CULPRIT, WORLD, start_ranks
@@ -43,20 +51,64 @@ def describe(stage: int = 0, **changes: float) -> str | None:
 @pytest.mark.parametrize("factor", [1.3, 1.5, 2.0])
 def test_slow_compute_is_named_with_its_cost(factor):
     text = describe(compute=0.6 * factor)
-    assert text == (
-        f"rank 3 (node1) computes {factor:.2f} times as long as its peers: {0.6 * factor - 0.6:.0%} of the run's time."
-    )
+    share = (0.6 * factor - 0.6) / max(1.0, 0.6 * factor)
+    assert text == (f"rank 3 (node1) computes {factor:.2f} times as long as its peers: {share:.0%} of the run's time.")
 
 
 def test_causes_are_named_where_they_are_known():
     assert (describe(compute=0.9, clock=1050.0) or "").endswith(" Its clock is 1,050 MHz (others 1,980).")
-    assert (describe(compute=0.9, core=0.35) or "").endswith(" It waits for cores that other processes use.")
+    assert (describe(compute=0.9, core=0.35) or "").endswith(" It waits for cores that other processes or threads use.")
     text = "rank 3 (node1) waits for data for 0.3 s of a step (its peers: 0.01 s): 29% of the run's time."
     assert describe(data=0.3) == text
     # Of a card only the clock is known.
     assert describe(compute=0.0, clock=1050.0) == (
         "rank 3 (node1) has a slow GPU. Its clock is 1,050 MHz (others 1,980)."
     )
+
+
+def test_a_rank_that_cannot_run_is_named_though_it_computes_as_long():
+    assert describe(stopped=0.6) == (
+        "rank 3 (node1) is stopped (by SIGSTOP, a debugger or a freezer) for 60% of the run's time (its peers: 0%)."
+    )
+    assert describe(disk=0.35) == "rank 3 (node1) waits for a disk for 35% of the run's time (its peers: 0%)."
+    assert describe(stopped=0.15) is None and describe(disk=0.15) is None
+
+
+@pytest.mark.parametrize(("compute", "throttled"), [(6.13, 5.0), (2.0, 1.3), (0.9, 0.25)])
+def test_a_quota_is_the_cause_and_no_share_exceeds_the_whole(compute, throttled):
+    """In a group with a quota, all threads of a rank wait at once, and their times add up to more than a step."""
+    text = describe(compute=compute, core=compute - 0.5, throttled=throttled) or ""
+    assert text.endswith(" The CPU quota of its control group, such as a container's CPU limit, stops it.")
+    assert 0 < int(text.partition("% of the run")[0].rpartition(" ")[2]) <= 100
+
+
+def test_an_oversubscribed_machine_is_said():
+    paces = [replace(USUAL, rank=rank, compute=1.0, core=core) for rank, core in enumerate((0.6, 0.7))]
+    assert describe_oversubscription(paces) == (
+        "node0 is oversubscribed: its 2 ranks wait for a core for 65% of the time in which they could compute. Give "
+        "them more cores, or stop other programs there."
+    )
+    # One rank that waits is a straggler, ranks with a quota wait for that, and a GPU's host does not compute.
+    assert describe_oversubscription([replace(paces[0], core=0.1), paces[1]]) is None
+    assert describe_oversubscription([replace(pace, throttled=0.5) for pace in paces]) is None
+    assert describe_oversubscription([replace(USUAL, compute=0.0, core=0.0)]) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("place", ["pod", "pod/container"])
+def test_the_time_of_quotas_is_read_from_both_versions_of_control_groups(tmp_path, monkeypatch, version, place):
+    """The quota may be that of a group above: a pod's, not its container's."""
+    root = tmp_path / "cpu" if version == 1 else tmp_path
+    (root / "pod" / "container").mkdir(parents=True)
+    for name in ("", "pod", "pod/container"):
+        value = 2 if name == place else 0
+        line = f"throttled_time {value}000000000" if version == 1 else f"throttled_usec {value}000000"
+        (root / name / "cpu.stat").write_text(f"nr_throttled 7\n{line}\n")
+    names = "4:cpuset:/elsewhere\n3:cpu,cpuacct:/pod/container\n0::/\n" if version == 1 else "0::/pod/container\n"
+    (tmp_path / "names").write_text(names)
+    monkeypatch.setattr(pace_module, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(pace_module, "Path", lambda name: tmp_path / "names" if "/proc/" in name else Path(name))
+    assert pace_module.throttled_seconds(1) == 2.0
 
 
 def test_what_is_usual_is_no_straggler():
@@ -149,6 +201,18 @@ def read_slowly(rank: int) -> None:
         time.sleep(0.05)
 
 
+def stop_often(rank: int) -> None:
+    """Be stopped for 60% of the time, in short bursts, by another process."""
+    if rank == CULPRIT and not hasattr(stop_often, "helper"):
+        code = (
+            "import os, signal, time\nrank = os.getppid()\n"
+            "while os.getppid() == rank:\n"
+            "    os.kill(rank, signal.SIGSTOP); time.sleep(0.12); os.kill(rank, signal.SIGCONT); time.sleep(0.08)\n"
+        )
+        stop_often.helper = subprocess.Popen([sys.executable, "-c", code])  # type: ignore[attr-defined]
+    burn(0.3)
+
+
 def burn(factor: float) -> None:
     for _ in range(int(600_000 * factor)):
         pass
@@ -168,17 +232,25 @@ def run_rank(rank: int, store: str, folder: str, fault: Callable[[int], None]) -
             if fault is read_slowly:
                 fault(rank)
             activity.enter("micro-batch")
-            if fault is compute_slowly:
+            if fault in (compute_slowly, stop_often):
                 fault(rank)
             activity.enter("gradients")
-            is_named.fill_((Path(folder) / "log" / STRAGGLERS).exists())
+            file = Path(folder) / "log" / STRAGGLERS
+            is_named.fill_(file.exists() and "Straggler" in file.read_text())
             dist.all_reduce(is_named)
             if is_named.item():
                 break
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "words"), [(compute_slowly, "computes 1."), (read_slowly, "waits for data for 0.0")])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (compute_slowly, "computes 1."),
+        (read_slowly, "waits for data for 0.0"),
+        (stop_often, "is stopped (by SIGSTOP, a debugger or a freezer) for "),
+    ],
+)
 def test_a_slow_rank_is_named_while_training_goes_on(tmp_path, fault, words):
     (tmp_path / "log").mkdir()
     with start_ranks(tmp_path, fault, run_rank) as processes:

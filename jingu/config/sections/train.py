@@ -82,8 +82,8 @@ class TrainSettings(Settings):
         tensorboard: Also write TensorBoard events to the run's folder (needs the tensorboard package).
         trackers: Services that also receive the values of metrics.jsonl: wandb, mlflow, swanlab. Each needs its
             package, whose own settings decide where the values go.
-        hang_timeout: Seconds without progress (or 10 steps, if they take longer) after which a run of several ranks
-            counts as hung: it is stopped, and the rank at fault is named; null: never.
+        hang_timeout: Seconds without progress (or 10 steps, if they take longer) after which a run counts as hung: it
+            is stopped, and the rank at fault is named; null: never.
     """
 
     steps: Positive = 1000
