@@ -58,6 +58,10 @@ WORDS: dict[tuple[str, object], str] = {
     ("attention.value_scale", None): "scaled values",
     ("attention.sinks", True): "attention sinks",
     ("attention.output_gate", True): "gated output of attention",
+    ("attention.output_gate_width", "head"): "a gate for each head",
+    ("attention.value_norm", True): "normalized values",
+    ("position.proportional", True): "proportional rotary positions",
+    ("scale", True): "scaled layers",
     ("attention.input_scale", None): "scales of projections",
     ("parallel_mixer", True): "a mixer beside attention",
     ("feed_forward.gated", False): "experts without gates",
@@ -85,6 +89,11 @@ ROPE = {
     "has_alpha": "rotary base scaled by alpha",
     "names_original_context": "longrope",
     "has_query_scaling": "queries scaled by their positions",
+}
+# Words for flags of the tables.
+FLAGS = {
+    "parallel_experts": "experts beside a dense feed-forward",
+    "per_layer_inputs": "embeddings for each layer",
 }
 
 
@@ -129,6 +138,9 @@ def components(family: Family) -> Iterator[str]:
         if (differs and value in (None, actual)) or path in keys:
             yield words
     yield from (words for name, words in ROPE.items() if table.get("rope", {}).get(name))
+    yield from (words for name, words in FLAGS.items() if table.get(name))
+    if "shapes" in layers:
+        yield "shared keys and values"
     activation = fields.get("feed_forward.activation", "silu")
     if activation != "silu":
         yield ACTIVATIONS[str(activation)]
@@ -151,6 +163,10 @@ def layer_components(spec: ModelSpec) -> Iterator[str]:
         yield "no positions"
     if rotary and len(rotary) < len(layers):
         yield "layers without positions"
+    if len({layer.norm_placement for layer in layers}) > 1:
+        yield "norms whose place depends on the layer"
+    if len({layer.attention.head_dim for layer in layers}) > 1:
+        yield "heads of different sizes"
     if len({position.theta for position in rotary}) > 1:
         yield "a rotary base for each kind of layer"
     if any(isinstance(layer.feed_forward, Experts) for layer in layers) and not isinstance(spec.feed_forward, Experts):

@@ -19,7 +19,14 @@ from jingu.formats.packed_forms import check_method, find_forms
 from jingu.formats.packed_matrices import PackedMatrix, Stored, join_packed
 from jingu.formats.safetensors import read_header
 from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
-from jingu.formats.stored_names import decoder_config, decoder_tensors, divide_experts, is_composite, separate_experts
+from jingu.formats.stored_names import (
+    decoder_config,
+    decoder_tensors,
+    divide_convolutions,
+    divide_experts,
+    is_composite,
+    separate_experts,
+)
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
 from jingu.model.families.name_map import TRANSPOSE, TensorMapping, read_parameter
@@ -109,7 +116,10 @@ def open_from_config(
         spec, weights = _resolve_tied_head(spec, weights, untied_map, where)
     mappings = [each for mapping in map_tensors(spec) for each in separate_experts(mapping, weights.shapes)]
     # Compare all shapes before any weight is read.
-    compare_shapes({mapping.hf_name: mapping.shape for mapping in mappings}, weights.shapes, where)
+    model_shapes = {mapping.hf_name: mapping.shape for mapping in mappings}
+    shapes, read_tensor = divide_convolutions(model_shapes, weights.shapes, weights.read)
+    weights = replace(weights, shapes=shapes, read=read_tensor)
+    compare_shapes(model_shapes, weights.shapes, where)
     # For each of jingu's parameters, the stored tensors that contain it.
     sources: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
@@ -253,8 +263,11 @@ def _open_weights(
     quantization = config.get("quantization_config") or {}
     tensors = divide_experts(join_packed(places, find_forms(quantization, places, folder), quantization), shapes)
     by_name: dict[str, Stored] = {}
+    extra = _unused_names(family, mappings)
     for key, tensor in tensors.items():
-        name = _hf_name(family.module_name(key), family.base, shapes)
+        name = _hf_name(family.module_name(key), family.base, {*shapes, *extra})
+        if name in extra:
+            continue
         if name in by_name:
             raise JinguError(
                 f"{name} is stored twice, as {by_name[name][1]} and as {key}.",
@@ -283,6 +296,18 @@ def _open_weights(
     stored_shapes = {name: location.shape for name, (_, _, location) in by_name.items()}
     stored_shapes |= {name: torch.Size(reversed(stored_shapes[name])) for name in turned}
     return StoredWeights(stored_shapes, read, dtype)
+
+
+def _unused_names(family: Family, mappings: Mappings) -> set[str]:
+    """Return the names of the keys and values of layers that attend to those of other layers.
+
+    Some files have them, though no model uses them.
+    """
+    spec = mappings[0].spec
+    sharing = [number for number, layer in enumerate(spec.layers) if layer.attention.shares_kv]
+    parts = {f"blocks.*.attention.{part}.weight" for part in ("k", "v", "k_norm")}
+    names = [rule.hf_name for rule in family.rules if parts.issuperset(rule.jingu_names)]
+    return {name.replace("*", str(number)) for name in names for number in sharing}
 
 
 def _is_filler(key: str, tensors: Mapping[str, Stored]) -> bool:

@@ -3,6 +3,8 @@
 - Composite models (`LlavaForConditionalGeneration`, `Mistral3ForConditionalGeneration`, ...) have the decoder's config
   under `text_config`. Its tensors are below `model.language_model.`, or below `language_model.model.` in older files.
 - Tools that quantize linear modules store a matrix per expert, also where transformers has one tensor.
+- Of convolutions of queries, keys and values, which are one tensor in memory, transformers stores three thirds,
+  whatever their sizes are.
 - `save_pretrained(save_original_format=False)` of transformers 5 stores the matrices of all experts of a layer as they
   are in memory: `experts.gate_up_proj` [E, 2·I, D] and `experts.down_proj` [E, D, I].
 """
@@ -10,9 +12,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from jingu.formats.packed_matrices import PackedMatrix, Place, Stored
 from jingu.formats.unread import unread_architecture
@@ -31,6 +36,7 @@ _DECODER_PREFIXES = {
     "mtp.": "mtp.",
 }
 _FUSED = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
+_CONVOLUTION = re.compile(r"(?P<layer>.+\.)[qkv]_conv1d\.weight")
 # Names of an expert's matrices in the files of each family: module, gate, up, down.
 _EXPERT_NAMES = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
 
@@ -136,3 +142,34 @@ def separate_experts(mapping: TensorMapping, names: Collection[str]) -> list[Ten
             hf_name = f"{stem}.{expert}.{part}_proj.{kind}"
             separate.append(TensorMapping(hf_name, {name: shape[1:]}, IDENTITY, mapping.spec, expert))
     return separate if all(each.hf_name in names for each in separate) else [mapping]
+
+
+def divide_convolutions(
+    model_shapes: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], read: Callable[..., Tensor]
+) -> tuple[dict[str, torch.Size], Callable[..., Tensor]]:
+    """Return the shapes of weights and their reader, with the convolutions that the model expects in place of thirds.
+
+    Args:
+        model_shapes: shapes of the model's tensors.
+        shapes: shapes of the stored tensors.
+        read: reads a stored tensor by its name.
+    """
+    layers = {match["layer"] for name in model_shapes if (match := _CONVOLUTION.fullmatch(name))}
+    groups: dict[str, list[str]] = {}
+    for layer in layers:
+        names = [f"{layer}{part}_conv1d.weight" for part in "qkv"]
+        if all(name in shapes for name in names) and _rows(names, shapes) == _rows(names, model_shapes):
+            groups |= dict.fromkeys(names, names)
+
+    def read_divided(name: str, expert: int | None = None) -> Tensor:
+        if name not in groups:
+            return read(name, expert)
+        rows = torch.cat([read(each) for each in groups[name]])
+        parts = rows.split([model_shapes[each][0] for each in groups[name]])
+        return parts[groups[name].index(name)]
+
+    return {**shapes, **{name: model_shapes[name] for name in groups}}, read_divided
+
+
+def _rows(names: Collection[str], shapes: Mapping[str, torch.Size]) -> int:
+    return sum(shapes[name][0] for name in names)

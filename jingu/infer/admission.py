@@ -9,6 +9,7 @@ from jingu.infer.block_manager import BlockManager
 from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.request import Pooling, Request, check_request_fits, check_token_ids, max_new_tokens
+from jingu.infer.scheduler import most_step_tokens
 from jingu.infer.sequence import SequenceGroup
 from jingu.model.components import LongropeScaling, RotaryPositions
 from jingu.runtime.log import log_warning
@@ -98,8 +99,9 @@ class Admission:
         prompt_tokens = max(prompt_tokens, 1)
         decoder_tokens = spec.prompts[0] + (prompt_tokens if spec.num_encoder_layers is None else 1)
         room = max_new_tokens(spec, prompt_tokens)
+        step_tokens = most_step_tokens(self._settings.prefill_chunk_size, spec.has_state)
         for pool in self._pools:
-            if pool.most_blocks(decoder_tokens + room, self._settings.prefill_chunk_size) > pool.num_usable:
+            if pool.most_blocks(decoder_tokens + room, step_tokens) > pool.num_usable:
                 room = min(room, pool.num_usable * pool.block_size - decoder_tokens)
         return room
 
@@ -142,7 +144,7 @@ class Admission:
         num_shared = num_prompt // block_size
         own_tokens = num_prompt - num_shared * block_size + group.request.max_tokens
         own_tokens -= not group.request.generates  # the last token of a continuation is a target only
-        chunk = max(self._settings.prefill_chunk_size, group.bidirectional.stop)
+        chunk = most_step_tokens(self._settings.prefill_chunk_size, group.has_state, group.bidirectional.stop)
         for pool in self._pools:
             num_blocks = pool.most_blocks(num_shared * block_size + own_tokens)
             if group.num_forks > 1:

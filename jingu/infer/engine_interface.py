@@ -14,6 +14,7 @@ from jingu.infer.expert_offload import ExpertOffloadStats
 from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import MAX_MEMORY_SHARE, cache_reaches, pool_bytes
 from jingu.infer.request import Event, Request
+from jingu.infer.scheduler import most_step_tokens
 from jingu.model.parts import state_bytes
 from jingu.runtime.device import total_memory
 
@@ -95,7 +96,8 @@ class EngineSettings:
         sizes = [max(size, 1) for size in pool_bytes(model.spec, block_size, model.parameter.itemsize)]
         pools = [BlockManager(0, block_size, reach) for reach in cache_reaches(model.spec)]
         context = model.spec.max_position_embeddings
-        computed = [pool.most_blocks(context, self.prefill_chunk_size) for pool in pools]
+        step_tokens = most_step_tokens(self.prefill_chunk_size, model.spec.has_state)
+        computed = [pool.most_blocks(context, step_tokens) for pool in pools]
         decoding = [pool.most_blocks(context) for pool in pools]
         most = [
             max_blocks + (self.max_num_seqs - 1) * blocks for max_blocks, blocks in zip(computed, decoding, strict=True)

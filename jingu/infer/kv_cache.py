@@ -107,6 +107,8 @@ def pool_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> list[int]:
 def stored_numbers(layer: LayerSpec) -> int:
     """Return the numbers that a layer stores for each token: keys and values of one padded size, or latent vectors."""
     part = layer.attention
+    if part.shares_kv:
+        return 0
     if part.latent is not None:
         return _padded_size(cached_numbers(layer))
     return 2 * part.num_kv_heads * _padded_size(max(part.head_dim, part.value_size))
@@ -175,7 +177,7 @@ class PagedKVCache:
         self.row_multiple = QUERY_ROW_MULTIPLE
         pools = {layer: self.reaches.index(_reach(spec, layer)) for layer in spec.kinds if layer.has_attention}
         self.layers = [
-            _LayerKVCache(self, number, spec.kinds.index(layer), pools.get(layer, 0))
+            _LayerKVCache(self, number, spec.kinds.index(layer), pools.get(layer, 0), spec.kv_source(number) or 0)
             for number, layer in enumerate(spec.layers)
         ]
         self._rotary: dict[Hashable, RotaryTables] = {}
@@ -383,11 +385,16 @@ def _group_by_shape(chunks: Sequence[SequenceChunk]) -> list[GroupShape]:
 class _LayerKVCache:
     """Keys and values of one layer; implements `jingu.model.attention.LayerKVCache`."""
 
-    def __init__(self, cache: PagedKVCache, number: int, kind: int, pool: int) -> None:
+    def __init__(self, cache: PagedKVCache, number: int, kind: int, pool: int, source: int) -> None:
+        """
+        Args:
+            source: number of the layer that stores the keys and values.
+        """
         # A weak reference avoids a cycle, so that the memory is freed together with the engine.
         self._reference = weakref.ref(cache)
         self._number = number
         self._kind = kind
+        self._source = source
         self.pool = pool
         self.store: Tensor | None = None  # [P, block size, 2, G, K]; 1 instead of 2 if the values are the keys
         self._slots: tuple[Tensor, ...] = ()  # views of its keys and its values, each [1, P · block size, G, K]
@@ -412,18 +419,20 @@ class _LayerKVCache:
         value_dim = k_BTGK.shape[3] if v_BTGV is None else v_BTGV.shape[3]
         scale = q_BTHK.shape[3] ** -0.5 if scale is None else scale
         q_BTHK, *kv_BTGK = pad_heads(q_BTHK, k_BTGK, *([] if v_BTGV is None else [v_BTGV]))
-        # 1. Allocate the layer's memory in the first step.
-        if self.store is None:
+        # 1. Allocate the layer's memory in the first step. A layer that shares keys and values has none.
+        is_shared = self._source != self._number
+        store = cache.layers[self._source].store if is_shared else self.store
+        if store is None:
             # Not in inference mode: blocks are also copied and cleared between forward passes.
             with torch.inference_mode(False):
-                self.store = allocate_zeros(
+                self.store = store = allocate_zeros(
                     (cache.num_blocks[self.pool], cache.block_size, len(kv_BTGK), *kv_BTGK[0].shape[2:]), k_BTGK
                 )
                 self._slots = self.store.flatten(0, 1).unsqueeze(0).unbind(2)
         # 2. Write the step's keys and values, before attention: a token attends to itself and to its chunk.
         num_tokens = cache.num_tokens
         padding = k_BTGK.shape[1] - num_tokens
-        for slots, x_BTGK in zip(self._slots, kv_BTGK, strict=True):
+        for slots, x_BTGK in () if is_shared else zip(self._slots, kv_BTGK, strict=True):
             if step.first_slot is not None:
                 target = slots.narrow(1, step.first_slot, num_tokens)
                 target.copy_(x_BTGK[:, :num_tokens] if padding else x_BTGK)
@@ -432,11 +441,10 @@ class _LayerKVCache:
         # 3. Compute attention group by group; padding rows become zeros.
         heads = AttentionHeads(scale, first_head, sinks_H)
         if len(step.groups) == 1 and not padding:
-            y_BTHK = cache.backend.attend(q_BTHK, self.store, step.groups[0], self._kind, heads)
+            y_BTHK = cache.backend.attend(q_BTHK, store, step.groups[0], self._kind, heads)
         else:
             parts = [
-                cache.backend.attend(q_BTHK[:, group.rows], self.store, group, self._kind, heads)
-                for group in step.groups
+                cache.backend.attend(q_BTHK[:, group.rows], store, group, self._kind, heads) for group in step.groups
             ]
             y_BTHK = torch.cat([*parts, torch.zeros_like(q_BTHK[:, num_tokens:])], 1)
         return y_BTHK if value_dim == y_BTHK.shape[3] else y_BTHK[..., :value_dim]

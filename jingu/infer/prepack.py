@@ -89,7 +89,7 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
     """Concatenate the matrices of projections that have the same input."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention) and _has_equal_heads(module):
-            projections = (module.q, module.k, module.v)
+            projections = [part for part in (module.q, module.k, module.v) if part is not None]
             # Count the heads of this rank: with tensor parallelism it has only some of them.
             plain = [projection for projection in projections if type(projection) is Linear]
             module.sizes = [_num_rows(projection) // module.head_dim for projection in plain]
@@ -102,7 +102,8 @@ def _has_equal_heads(module: SelfAttention) -> bool:
     """Return whether queries, keys and values are projected from the same input to heads of one size."""
     is_latent = isinstance(module, LatentSelfAttention)
     is_scaled = (module.value_scale, module.key_scale) != (1.0, 1.0)
-    return not is_latent and module.value_dim == module.head_dim and not is_scaled
+    has_all = module.k is not None and module.v is not None and module.value_norm is None
+    return not is_latent and has_all and module.value_dim == module.head_dim and not is_scaled
 
 
 def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:

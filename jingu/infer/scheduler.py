@@ -127,7 +127,8 @@ class Scheduler:
     def _num_new(self, pool: BlockManager, prefix_blocks: list[int], sequence: Sequence) -> int:
         """Return how many blocks a waiting sequence allocates in a pool until its first new token."""
         num_tokens = len(sequence.token_ids) + sequence.group.request.generates
-        step_tokens = max(self._prefill_chunk_size, sequence.group.bidirectional.stop)
+        group = sequence.group
+        step_tokens = most_step_tokens(self._prefill_chunk_size, group.has_state, group.bidirectional.stop)
         num_prefix_blocks = sum(block != ZERO_BLOCK for block in prefix_blocks)
         num_later_blocks = pool.blocks_for(num_tokens) - len(prefix_blocks)
         return min(num_later_blocks, pool.most_blocks(num_tokens, step_tokens) - num_prefix_blocks)
@@ -296,6 +297,15 @@ class Scheduler:
             if block != ZERO_BLOCK and position * block_size < sequence.num_computed
         }
         return sum(tokens_of_block.values())
+
+
+def most_step_tokens(prefill_chunk_size: int, has_state: bool, num_together: int = 0) -> int:
+    """Return the most tokens of a sequence that a step computes; see `_next_tokens`.
+
+    Args:
+        num_together: tokens of the sequence that are computed in one step.
+    """
+    return max(prefill_chunk_size, num_together, CHUNK_SIZE if has_state else 0)
 
 
 def _next_tokens(sequence: Sequence, budget: int) -> int:

@@ -30,6 +30,7 @@ from jingu.model.spec import ModelSpec
 # Which keys a query attends to: a tensor of booleans or of biases that are added to the scores, a mask of documents, or
 # None for plain causal (or full) attention.
 AttentionMask = Tensor | DocumentMask | None
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 class BlockContext(NamedTuple):
@@ -37,6 +38,8 @@ class BlockContext(NamedTuple):
 
     Attributes:
         rotary: rotary tables of the positions; None if the layer has none.
+        shared_kv: keys [B, T, G, K] and values [B, T, G, V] that a layer has from one before it; None: its own.
+        layer_inputs: [B, T, P] the vectors that a layer gets for each token; None: the model has none.
         query_factor: factors [B or 1, T, 1, 1] of the queries; None: the layer has none.
         mask: mask of self-attention; unused with a cache.
         starts: [B, T] whether a document starts at a token, for mixers with a state; None: nowhere.
@@ -52,6 +55,8 @@ class BlockContext(NamedTuple):
 
     # A tuple rather than a dataclass: FSDP and activation checkpointing look for tensors with gradients in it.
     rotary: RotaryTables | None = None
+    shared_kv: KeysAndValues | None = None
+    layer_inputs: Tensor | None = None
     query_factor: Tensor | None = None
     mask: AttentionMask = None
     starts: Tensor | None = None
@@ -84,17 +89,23 @@ class Attention(nn.Module):
         self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.build_projections(rows)
         self.gate = build_linear(rows["gate"]) if "gate" in rows else None
+        self.gate_width = spec.gate_width
         self.output = build_linear(rows["output"])
         self.sinks = Vector(rows["sinks"]) if "sinks" in rows else None
         widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
         norm = spec.head_norm(layer.norm)
-        self.q_norm, self.k_norm = (build_norm(norm, n) if spec.qk_norm else None for n in widths)
+        has_norms = (spec.qk_norm, spec.qk_norm and not spec.shares_kv)
+        self.q_norm, self.k_norm = (
+            build_norm(norm, n) if has_norm else None for n, has_norm in zip(widths, has_norms, strict=True)
+        )
+        value_norm = spec.own_value_norm(layer.norm)
+        self.value_norm = None if value_norm is None else build_norm(value_norm, spec.value_size)
 
     def build_projections(self, rows: Rows) -> None:
         """Create the projections of queries, keys and values."""
         self.q = build_linear(rows["q"])
-        self.k = build_linear(rows["k"])
-        self.v = build_linear(rows["v"])
+        # Layers that share the keys and values of another one have no projections of these.
+        self.k, self.v = (build_linear(rows[name]) if name in rows else None for name in ("k", "v"))
         # The three projections of self-attention as one matrix, if the model was prepacked for inference.
         self.qkv: Linear | None = None
 
@@ -110,6 +121,8 @@ class Attention(nn.Module):
     def split_values(self, projected: Tensor) -> Tensor:
         """Split [B, T, G · V] into the values of heads [B, T, G, V], multiplied by their scale."""
         split = projected.view(*projected.shape[:-1], -1, self.value_dim)
+        if self.value_norm is not None:
+            split = self.value_norm(split)
         return split if self.value_scale == 1.0 else split * self.value_scale
 
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, mask: AttentionMask, *, causal: bool) -> Tensor:
@@ -173,14 +186,34 @@ class SelfAttention(Attention):
     def __init__(self, model: ModelSpec, layer: LayerSpec, *, causal: bool = True) -> None:
         super().__init__(model, layer)
         self.causal = causal
+        self.returns_kv = model.has_shared_kv
         self.interleaved = isinstance(layer.position, RotaryPositions) and layer.position.interleaved
         self.prompt = None
         if model.prompts[not causal] and isinstance(model.adapter, DeepPrompt):
             self.prompt = DeepPromptLayer(model.adapter, model, layer)
 
-    def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
-        """Return [B, T, D]. With a cache, tokens attend to the keys and values that it stores, too."""
-        q_BTHK, k_BTGK, v_BTGV = self.project_qkv(x_BTD, context.rotary)
+    def forward(
+        self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Return [B, T, D] and, in models whose layers share them, keys and values. With a cache, tokens attend to the
+        keys and values that it stores, too."""
+        if context.shared_kv is not None:
+            q_BTHK, (k_BTGK, v_BTGV) = self.project_query(x_BTD, context.rotary), context.shared_kv
+        else:
+            q_BTHK, k_BTGK, v_BTGV = self.project_qkv(x_BTD, context.rotary)
+        y_BTD = self._attend_and_project(x_BTD, q_BTHK, k_BTGK, v_BTGV, context, cache)
+        return (y_BTD, k_BTGK, v_BTGV) if self.returns_kv else y_BTD
+
+    def _attend_and_project(
+        self,
+        x_BTD: Tensor,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGV: Tensor,
+        context: BlockContext,
+        cache: LayerKVCache | None,
+    ) -> Tensor:
+        """Return [B, T, D]: attention and its output projection."""
         if context.query_factor is not None:
             q_BTHK = (q_BTHK * context.query_factor).to(q_BTHK.dtype)
         if self.prompt is not None and context.tokens is not None:
@@ -195,9 +228,18 @@ class SelfAttention(Attention):
     def project_output(self, y_BTF: Tensor, x_BTD: Tensor) -> Tensor:
         """Return [B, T, D]: the output projection of the result of attention, multiplied by its gate if it has one."""
         if self.gate is not None:
-            y_BTF = y_BTF * apply_batch_invariant(torch.sigmoid, self.gate(x_BTD))
+            gate = apply_batch_invariant(torch.sigmoid, self.gate(x_BTD))
+            # Each element of the gate multiplies as many adjacent channels.
+            y_BTF = (y_BTF.unflatten(-1, (-1, self.gate_width)) * gate.unsqueeze(-1)).flatten(2)
         output: Tensor = self.output(y_BTF)
         return output if self.output_scale == 1.0 else output * self.output_scale
+
+    def project_query(self, x_BTD: Tensor, rotary: RotaryTables | None) -> Tensor:
+        """Return the queries [B, T, H, K] of a layer that has no keys and values of its own."""
+        x_BTD = x_BTD if self.input_scale == 1.0 else x_BTD * self.input_scale
+        q_BTHK = self.split_heads(self.q(x_BTD), None if self.norm_last else self.q_norm)
+        q_BTHK = q_BTHK if rotary is None else apply_rotary(q_BTHK, rotary, interleaved=self.interleaved)
+        return self.q_norm(q_BTHK) if self.norm_last and self.q_norm is not None else q_BTHK
 
     def project_qkv(self, x_BTD: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, T, H, K], keys [B, T, G, K] and values [B, T, G, V], with rotary positions."""
@@ -206,10 +248,12 @@ class SelfAttention(Attention):
             x_BTD = x_BTD * self.input_scale
         if self.qkv is None:
             q_BTHK = self.split_heads(self.q(x_BTD), before[0])
-            k_BTGK = self.split_heads(self.k(x_BTD), before[1])
+            assert self.k is not None
+            keys = self.k(x_BTD)
+            k_BTGK = self.split_heads(keys, before[1])
             if self.key_scale != 1.0:
                 k_BTGK = k_BTGK * self.key_scale
-            v_BTGV = self.split_values(self.v(x_BTD))
+            v_BTGV = self.split_values(keys if self.v is None else self.v(x_BTD))
         else:
             heads, kv_heads, _ = self.sizes
             qkv = self.split_heads(self.qkv(x_BTD))
@@ -253,6 +297,8 @@ class CrossAttention(Attention):
         q_BTHK = self.split_heads(self.q(x_BTD), self.q_norm)
         states_BSD = context.encoder_states
         if states_BSD is not None:
+            assert self.k is not None
+            assert self.v is not None
             k_BSGK = self.split_heads(self.k(states_BSD), self.k_norm)[:, self.skipped :]
             v_BSGK = self.split_heads(self.v(states_BSD))[:, self.skipped :]
             if cache is None:

@@ -55,8 +55,13 @@ class AttentionSpec(Component):
         query_scaling: how queries are multiplied by position; None: not at all.
         sinks: whether each head has a trained sink: a score that joins the softmax and has no value (gpt-oss).
         output_gate: whether the result of attention is multiplied by the sigmoid of a projection of the inputs.
+        output_gate_width: whether that gate has a number for each channel, or one for each head.
         value_dim: size of a head's values; None: `head_dim`.
         value_scale: multiplies the values.
+        values_are_keys: whether values are the keys before their norm and positions, instead of a projection.
+        value_norm: whether the values of each head are normalized, without a weight.
+        shares_kv: whether keys and values are those of the last layer before that has the same attention and
+            positions, and keys and values of its own.
         latent: how keys and values are computed from a latent vector; None: each has a projection of its own.
         input_scale: multiplies the hidden states.
         key_scale: multiplies the keys, before rotary positions.
@@ -80,8 +85,12 @@ class AttentionSpec(Component):
     query_scaling: QueryScaling | None = optional(None)
     sinks: bool = optional(False)
     output_gate: bool = optional(False)
+    output_gate_width: Literal["channel", "head"] = optional("channel")
     value_dim: PositiveInt | None = optional(None)
     value_scale: PositiveFloat = optional(1.0)
+    values_are_keys: bool = optional(False)
+    value_norm: bool = optional(False)
+    shares_kv: bool = optional(False)
     latent: LatentAttention | None = optional(None)
     input_scale: PositiveFloat = optional(1.0)
     key_scale: PositiveFloat = optional(1.0)
@@ -91,6 +100,11 @@ class AttentionSpec(Component):
     def value_size(self) -> int:
         """The size of a head's values."""
         return self.value_dim or self.head_dim
+
+    @property
+    def gate_width(self) -> int:
+        """The number of channels that share an element of the output gate."""
+        return self.value_size if self.output_gate_width == "head" else 1
 
     @property
     def rotary_size(self) -> int:
@@ -105,6 +119,10 @@ class AttentionSpec(Component):
     def latent_norm(self) -> RmsNorm:
         """Return the norm of latent vectors."""
         return RmsNorm() if self.latent is None else RmsNorm(eps=self.latent.eps)
+
+    def own_value_norm(self, norm: Norm) -> RmsNorm | None:
+        """Return the norm of values in a layer with this norm; None if there is none."""
+        return RmsNorm(eps=norm.eps, has_weight=False) if self.value_norm else None
 
     def head_norm(self, norm: Norm) -> Norm:
         """Return the norm of queries and keys in a layer with this norm."""
@@ -131,8 +149,12 @@ class AttentionSpec(Component):
                 "k": ModuleRow((kv_inner, width), "kv_heads", self.qkv_bias),
                 "v": ModuleRow((self.num_kv_heads * self.value_size, width), "kv_heads", self.qkv_bias),
             }
+            if self.shares_kv or self.values_are_keys:
+                del rows["v"]
+            if self.shares_kv:
+                del rows["k"]
         if self.output_gate:
-            rows["gate"] = ModuleRow((values, width), "heads")
+            rows["gate"] = ModuleRow((values // self.gate_width, width), "heads")
         rows["output"] = ModuleRow((width, values), "from_heads", self.output_bias, std=output_std)
         if self.sinks:
             rows["sinks"] = ModuleRow((self.num_heads,), "heads")
@@ -140,7 +162,8 @@ class AttentionSpec(Component):
             by_head = self.qk_norm_width == "head"
             norm = self.head_norm(norm)
             rows |= norm.rows("q_norm", self.head_dim if by_head else inner, None if by_head else "heads")
-            rows |= norm.rows("k_norm", self.head_dim if by_head else kv_inner, None if by_head else "kv_heads")
+            if not self.shares_kv:
+                rows |= norm.rows("k_norm", self.head_dim if by_head else kv_inner, None if by_head else "kv_heads")
         return rows
 
     def _latent_rows(self, latent: LatentAttention, width: int) -> dict[str, ModuleRow]:
@@ -178,7 +201,7 @@ class AttentionSpec(Component):
         else:
             saved = 3 * largest * wide + values * size
         # A gate saves both factors.
-        saved += 2 * values * size if self.output_gate else 0.0
+        saved += (values + values // self.gate_width) * size if self.output_gate else 0.0
         saved += self.num_heads * wide if self.sinks else 0.0
         latent = self.latent
         if latent is not None:
@@ -188,9 +211,15 @@ class AttentionSpec(Component):
             if self.value_size == self.head_dim and size >= 4:
                 saved += self.num_heads * (self.head_dim - latent.rotary_dim) * size
         if self.qk_norm:
-            heads = self.num_heads + self.num_kv_heads
+            heads = self.num_heads + (0 if self.shares_kv else self.num_kv_heads)
             groups = heads if self.qk_norm_width == "head" else 2
             saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size)
+        value_norm = self.own_value_norm(norm)
+        if value_norm is not None and not self.shares_kv:
+            values = self.num_kv_heads * self.value_size
+            saved += value_norm.saved_bytes(values, self.num_kv_heads, size)
+            # Unless they are cast, keys and values have the same input.
+            saved -= values * size if self.values_are_keys and self.qk_norm and size >= 4 else 0.0
         return saved
 
     @property
@@ -207,7 +236,10 @@ class AttentionSpec(Component):
 
     @property
     def cached_numbers(self) -> int:
-        """The numbers that are cached for each token: keys and values, or the latent vector of both."""
+        """The numbers that are cached for each token: keys and values, or the latent vector of both; none if those of
+        another layer are used."""
+        if self.shares_kv:
+            return 0
         if self.latent is not None:
             return self.latent.rank + self.latent.rotary_dim
         return self.num_kv_heads * (self.head_dim + self.value_size)

@@ -173,6 +173,7 @@ class LayerSpec(Component):
     norm_placement: NormPlacement = "before"
     block_order: BlockOrder = "sequential"
     residual_scale: PositiveFloat = 1.0
+    scale: bool = False
     mixer: Mixer | None = None
     parallel_mixer: bool = False
 
@@ -180,6 +181,15 @@ class LayerSpec(Component):
     def has_attention(self) -> bool:
         """Whether the layer has attention."""
         return self.mixer is None or self.parallel_mixer
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether the layer attends to the keys and values of another one."""
+        return self.has_attention and self.attention.shares_kv
+
+    def with_own_kv(self) -> LayerSpec:
+        """Return the layer with keys and values of its own, and equal otherwise."""
+        return self.model_copy(update={"attention": self.attention.model_copy(update={"shares_kv": False})})
 
     @property
     def state_mixer(self) -> StateMixer | None:

@@ -12,7 +12,7 @@ from jingu.model.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Parameters whose rows are looked up instead of multiplied. A tied head multiplies by the embedding, however.
-_TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight")
+_TABLES = ("embedding.weight", "positions.weight", "relative_bias.weight", "per_layer_embedding.weight")
 # Matrices of the decoder whose inputs are an encoder's hidden states.
 _READ_STATES = ("cross_attention.k.weight", "cross_attention.v.weight")
 

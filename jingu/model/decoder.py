@@ -20,6 +20,7 @@ from jingu.model.attention import (
     AttentionMask,
     BlockContext,
     CrossAttention,
+    KeysAndValues,
     SelfAttention,
     attention_mask,
     cross_mask,
@@ -31,15 +32,24 @@ from jingu.model.chunked_scan import document_starts
 from jingu.model.components import LayerSpec
 from jingu.model.dropout import BlockDropoutSeeds, EmbeddingNoise
 from jingu.model.experts import MoELayer, RoutingStats
-from jingu.model.feed_forward_specs import NoFeedForward
+from jingu.model.feed_forward_specs import Activation, NoFeedForward
 from jingu.model.inputs import Inputs, LayerKVCache, as_inputs
 from jingu.model.latent_attention import LatentSelfAttention
-from jingu.model.layers import Embedding, FeedForwardLayer, build_embedding, build_linear, build_norm, soft_cap
+from jingu.model.layers import (
+    Embedding,
+    FeedForwardLayer,
+    Vector,
+    activate,
+    build_embedding,
+    build_linear,
+    build_norm,
+    soft_cap,
+)
 from jingu.model.matmul_kernels import linear
 from jingu.model.mixer_parts import Mixer
 from jingu.model.mixer_specs import StateMixer
-from jingu.model.part_spec import styles
-from jingu.model.parts import end_rows, norm_places, residual_std, stack_rows
+from jingu.model.part_spec import child_rows, styles
+from jingu.model.parts import block_rows, end_rows, norm_places, residual_std, stack_rows
 from jingu.model.prediction import PredictionLayer, shift_left
 from jingu.model.prompt_tuning import SoftPromptLayer, VirtualTokenEmbedding
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, PrepackedWeight
@@ -87,44 +97,81 @@ class Block(nn.Module):
         if not isinstance(part, NoFeedForward):
             self.feed_forward = import_name(part.module)(part, part.rows(hidden_size))
         self.feed_forward_output_norm = norms["feed_forward_output_norm"]
+        # A dense feed-forward beside the experts, inputs of the layer, and a scale.
+        rows = block_rows(spec, layer, has_source=False)
+        branch = part.parallel_branch()
+        self.dense = None if branch is None else import_name(branch.module)(branch, child_rows(rows, "dense"))
+        self.dense_output_norm, self.experts_output_norm = (
+            None if branch is None else build_norm(layer.norm, hidden_size) for _ in range(2)
+        )
+        self.input_gate, self.input_projection = (
+            build_linear(rows[name]) if name in rows else None for name in ("input_gate", "input_projection")
+        )
+        self.input_output_norm = None if self.input_gate is None else build_norm(layer.norm, hidden_size)
+        self.activation: Activation = "silu" if isinstance(part, NoFeedForward) else part.activation
+        self.scale = Vector(rows["scale"]) if "scale" in rows else None
 
     def forward(
         self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
-    ) -> tuple[Tensor, RoutingStats | None]:
-        """Return the hidden states after the block and, with experts in training, the statistics of the router."""
+    ) -> tuple[Tensor, RoutingStats | None, KeysAndValues | None]:
+        """Return the hidden states after the block; with experts in training, the statistics of the router; and, in
+        models whose layers share them, the keys and values."""
         # LoRA adapters receive only hidden states, so they look up their dropout seeds in this object.
         self.dropout_seeds.own = context.dropout_seeds
         self.dropout_seeds.source = context.source_dropout_seeds
 
-        if self.attention is None and self.mixer is None:
-            return self._add_feed_forward(x_BTD, cache)
-        normed_BTD = _norm(self.attention_norm, x_BTD)
-        attended_BTD = _norm(self.attention_output_norm, self._attend(normed_BTD, context, cache))
-        if self.parallel:
-            inputs_BTD = normed_BTD if self.feed_forward_norm is None else self.feed_forward_norm(x_BTD)
-            y_BTD, routing = self._feed_forward(inputs_BTD, cache)
-            return x_BTD + self._scaled(attended_BTD + y_BTD), routing
-        x_BTD = x_BTD + self._scaled(attended_BTD)
+        kv = None
+        if self.attention is not None or self.mixer is not None:
+            normed_BTD = _norm(self.attention_norm, x_BTD)
+            attended_BTD, kv = self._attend(normed_BTD, context, cache)
+            attended_BTD = _norm(self.attention_output_norm, attended_BTD)
+            if self.parallel:
+                inputs_BTD = normed_BTD if self.feed_forward_norm is None else self.feed_forward_norm(x_BTD)
+                y_BTD, routing = self._feed_forward(inputs_BTD, cache)
+                return self._finish(x_BTD + self._scaled(attended_BTD + y_BTD), context), routing, kv
+            x_BTD = x_BTD + self._scaled(attended_BTD)
         if self.cross_attention is not None:
             states_BTD = self.cross_attention(_norm(self.cross_attention_norm, x_BTD), context, cache)
             x_BTD = x_BTD + self._scaled(_norm(self.cross_attention_output_norm, states_BTD))
-        return self._add_feed_forward(x_BTD, cache)
+        x_BTD, routing = self._add_feed_forward(x_BTD, cache)
+        return self._finish(x_BTD, context), routing, kv
+
+    def _finish(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        """Return the hidden states with what stands behind the branches: the layer's inputs, and its scale."""
+        if self.input_gate is not None and self.input_projection is not None and context.layer_inputs is not None:
+            gated_BTP = activate(self.input_gate(x_BTD), self.activation) * context.layer_inputs
+            x_BTD = x_BTD + _norm(self.input_output_norm, self.input_projection(gated_BTP))
+        return x_BTD if self.scale is None else x_BTD * self.scale.weight.to(x_BTD.dtype)
 
     def _add_feed_forward(self, x_BTD: Tensor, cache: LayerKVCache | None) -> tuple[Tensor, RoutingStats | None]:
         """Return the hidden states after the feed-forward, if the block has one, and the statistics of the router."""
         if self.feed_forward is None:
             return x_BTD, None
-        y_BTD, routing = self._feed_forward(_norm(self.feed_forward_norm, x_BTD), cache)
+        normed_BTD = _norm(self.feed_forward_norm, x_BTD)
+        if self.dense is None:
+            y_BTD, routing = self._feed_forward(normed_BTD, cache)
+        else:
+            # The experts have a norm of their own before them.
+            y_BTD, routing = self._feed_forward(x_BTD, cache)
+            y_BTD = _norm(self.experts_output_norm, y_BTD)
+            y_BTD = y_BTD + _norm(self.dense_output_norm, self.dense(normed_BTD))
         return x_BTD + self._scaled(_norm(self.feed_forward_output_norm, y_BTD)), routing
 
-    def _attend(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None) -> Tensor:
-        """Return the sum of the outputs of self-attention and of the mixer, of which the block has one or both."""
+    def _attend(
+        self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None
+    ) -> tuple[Tensor, KeysAndValues | None]:
+        """Return the sum of the outputs of self-attention and of the mixer, of which the block has one or both; and
+        keys and values, in models whose layers share them."""
         outputs: list[Tensor] = []
+        kv = None
         if self.mixer is not None:
             outputs.append(self.mixer(x_BTD, context.starts, None, False, context.document_parents, cache)[0])
         if self.attention is not None:
-            outputs.append(self.attention(x_BTD, context, cache))
-        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
+            result = self.attention(x_BTD, context, cache)
+            if isinstance(result, tuple):
+                result, *kv = result
+            outputs.append(result)
+        return sum(outputs[1:], outputs[0]), None if kv is None else (kv[0], kv[1])
 
     def _scaled(self, branch_BTD: Tensor) -> Tensor:
         """Return the output of a branch as it is added to the hidden states."""
@@ -223,6 +270,14 @@ class TransformerStack(nn.Module):
         self.embedding_norm = None
         if is_first and spec.embedding_norm:
             self.embedding_norm = build_norm(spec.norm, spec.hidden_size)
+        self.per_layer_embedding, self.per_layer_projection, self.per_layer_norm = None, None, None
+        if is_first and spec.per_layer_inputs is not None:
+            self.per_layer_embedding = build_embedding(rows["per_layer_embedding"])
+            self.per_layer_projection = build_linear(rows["per_layer_projection"])
+            self.per_layer_norm = build_norm(spec.norm, spec.per_layer_inputs)
+        # For layers that share keys and values, the layer that has them.
+        sources = {number: spec.kv_source(number) for number in blocks if causal}
+        self.kv_sources = {number: source for number, source in sources.items() if source not in (number, None)}
         # The blocks, and the final norm.
         self.blocks = nn.ModuleList()
         for number, layer in zip(blocks, layers, strict=True):
@@ -275,10 +330,20 @@ class TransformerStack(nn.Module):
             source_dropout_seeds=None if inputs.source is None else inputs.source.dropout_seeds,
         )
         contexts = self._contexts(inputs, positions_BT, torch.promote_types(x_BTD.dtype, torch.float32), shared)
+        layer_inputs = self._layer_inputs(inputs.tokens, x_BTD)
+        # Keys and values that later layers share, by the number of their layer.
+        layer_kv: dict[int, KeysAndValues] = {}
 
         for number, kind, block in zip(self.block_range, self.kind_numbers, self.blocks, strict=True):
             layer_cache = None if cache is None else cache.layer(number)
-            x_BTD, routing = block(x_BTD, contexts[kind], layer_cache)
+            context = contexts[kind]
+            if layer_inputs is not None:
+                context = context._replace(layer_inputs=layer_inputs[number])
+            if number in self.kv_sources:
+                context = context._replace(shared_kv=layer_kv[self.kv_sources[number]])
+            x_BTD, routing, kv = block(x_BTD, context, layer_cache)
+            if number in self.kv_sources.values():
+                layer_kv[number] = kv
             if routing is not None:
                 routings = [*routings, routing]
         if self.norm is not None:
@@ -299,15 +364,26 @@ class TransformerStack(nn.Module):
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD
 
+    def _layer_inputs(self, tokens_BT: Tensor, x_BTD: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the inputs [B, T, P] of each layer, given the hidden states before the first one; None if there are
+        none."""
+        size = self.spec.per_layer_inputs
+        if self.per_layer_embedding is None or self.per_layer_projection is None or size is None:
+            return None
+        vectors = self._scale(self.per_layer_embedding(tokens_BT), size**0.5)
+        inputs = self.per_layer_projection(x_BTD) * self.spec.hidden_size**-0.5
+        vectors, inputs = (x.unflatten(-1, (-1, size)) for x in (vectors, inputs))
+        return ((_norm(self.per_layer_norm, inputs) + vectors) * 2.0**-0.5).unbind(2)
+
     def embed_tokens(self, embedding: Embedding, tokens_BT: Tensor) -> Tensor:
         """Return the scaled embeddings of tokens."""
         x_BTD: Tensor = embedding(tokens_BT)
         scale = self.spec.embedding_factor
-        if scale != 1.0:
-            if self.spec.round_embedding_scale:
-                scale = torch.tensor(scale, dtype=x_BTD.dtype).item()
-            x_BTD = x_BTD * scale
-        return x_BTD
+        return x_BTD if scale == 1.0 else self._scale(x_BTD, scale)
+
+    def _scale(self, x_BTD: Tensor, scale: float) -> Tensor:
+        """Return embeddings multiplied by a scale, which is rounded first if the spec says so."""
+        return x_BTD * (torch.tensor(scale, dtype=x_BTD.dtype).item() if self.spec.round_embedding_scale else scale)
 
     def _contexts(
         self, inputs: Inputs, positions_BT: Tensor, dtype: torch.dtype, shared: BlockContext

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from jingu.model.assignment import balanced_assignment
 from jingu.model.feed_forward_specs import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
 from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
-from jingu.model.layers import FeedForwardLayer, Vector, activate, apply_batch_invariant, build_linear
+from jingu.model.layers import FeedForwardLayer, Vector, activate, apply_batch_invariant, build_linear, build_norm
 from jingu.model.matmul_kernels import linear
 from jingu.model.part_spec import ModuleRow, Rows, child_rows, styles
 from jingu.model.quantized_weight import QuantizedWeight
@@ -122,10 +122,20 @@ class MoELayer(nn.Module):
         shared = spec.shared_expert()
         self.shared = None if shared is None else FeedForwardLayer(shared, child_rows(rows, "shared"))
         self.shared_gate = build_linear(rows["shared_gate"]) if "shared_gate" in rows else None
+        hidden_size = rows["router"].shape[1]
+        self.input_norm = build_norm(spec.input_norm(), hidden_size) if "input_norm" in rows else None
+        self.router_scale, self.expert_scale = (
+            Vector(rows[name]) if name in rows else None for name in ("router_scale", "expert_scale")
+        )
+        self.router_norm = None
+        if self.router_scale is not None:
+            self.router_norm = build_norm(spec.input_norm().without_weight(), hidden_size)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
         """Return the layer's output [B, T, D] and, in training, the router's statistics."""
         experts_BTK, weights_BTK, routing = self.route(self.router_logits(x_BTD))
+        if self.input_norm is not None:
+            x_BTD = self.input_norm(x_BTD)
         if self.to_latent is None or self.from_latent is None:
             y_BTD = self._mix(x_BTD, experts_BTK, weights_BTK)
         else:
@@ -141,6 +151,9 @@ class MoELayer(nn.Module):
     def router_logits(self, x_BTD: Tensor) -> Tensor:
         """Return the logits of all experts [B, T, E], in at least fp32, but with weights rounded to the dtype of x."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        if self.router_norm is not None and self.router_scale is not None:
+            scale_D = self.router_scale.weight.to(x_BTD.dtype)
+            x_BTD = self.router_norm(x_BTD) * scale_D * x_BTD.shape[-1] ** -0.5
         bias = self.router.bias
         return linear(
             x_BTD.to(wide), self.router.weight.to(x_BTD.dtype), None if bias is None else bias.to(x_BTD.dtype).to(wide)
@@ -194,6 +207,9 @@ class MoELayer(nn.Module):
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + router.sum_offset).clamp_min(
                 router.min_sum
             )
+        if self.expert_scale is not None:
+            scale_BTE = self.expert_scale.weight.to(weights_BTK.dtype).expand_as(scores_BTE)
+            weights_BTK = weights_BTK * scale_BTE.gather(-1, experts_BTK)
         return experts_BTK, weights_BTK if router.scaling_factor == 1.0 else weights_BTK * router.scaling_factor
 
     def _probabilities(self, logits_BTE: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jingu.errors import JinguError
+from jingu.model.norm_specs import RmsNorm
 from jingu.model.part_spec import Component, ModuleRow, PositiveFloat, PositiveInt, optional, with_prefix
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -52,6 +53,10 @@ class FeedForwardBase(Component):
     def has_correction(self) -> bool:
         """Whether it is a mixture of experts whose router has corrections."""
         return False
+
+    def parallel_branch(self) -> FeedForwardBase | None:
+        """Return the dense feed-forward beside a mixture of experts; None if there is none."""
+        return None
 
 
 def _activation_bytes(part: PlainFeedForward | GatedFeedForward, size: float, gates: int) -> float:
@@ -141,6 +146,9 @@ class TopKRouter(Component):
         min_sum: the sum that weights are divided by is at least this.
         scaling_factor: multiplies the weights.
         weights_inputs: whether the weights multiply the inputs of the experts instead of their outputs (Llama 4).
+        own_norm: whether the router normalizes its inputs without a weight, and multiplies them by a trained vector
+            and 1/√hidden_size (Gemma 4).
+        expert_scales: whether the weights are multiplied by a trained factor of each expert.
     """
 
     type: Literal["top_k"] = "top_k"
@@ -157,6 +165,8 @@ class TopKRouter(Component):
     min_sum: Annotated[float, Field(ge=0)] = optional(0.0)
     scaling_factor: PositiveFloat = optional(1.0)
     weights_inputs: bool = optional(False)
+    own_norm: bool = optional(False)
+    expert_scales: bool = optional(False)
 
 
 class BalancedRouter(Component):
@@ -202,6 +212,10 @@ class Experts(FeedForwardBase):
         clamped_gate: replaces the activation and its product with the up-projection; None: it does not.
         shared_intermediate_size: intermediate size of a shared expert that every token uses; None: there is none.
         shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a trained score.
+        parallel_intermediate_size: intermediate size of a dense feed-forward beside the experts, which have a norm of
+            their own before them; behind both are norms of their own, and behind their sum is that of the branch
+            (Gemma 4). The router reads hidden states without a norm. None: there is none.
+        norm_eps: epsilon of the norms of experts and router.
         capacity_factor: the most token-to-expert assignments that an expert accepts from a training sequence, relative
             to an even share. Assignments beyond it are dropped. None: no limit.
         aux_loss_coef: weight of the load-balancing loss.
@@ -223,6 +237,8 @@ class Experts(FeedForwardBase):
     router: Router = TopKRouter()
     shared_intermediate_size: PositiveInt | None = None
     shared_expert_gate: bool = False
+    parallel_intermediate_size: PositiveInt | None = optional(None)
+    norm_eps: PositiveFloat = optional(1e-6)
     capacity_factor: PositiveFloat | None = None
     aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     aux_loss_scope: Literal["layer", "model"] = "layer"
@@ -290,7 +306,16 @@ class Experts(FeedForwardBase):
             rows |= with_prefix("shared", shared.rows(width, std))
             if self.shared_expert_gate:
                 rows["shared_gate"] = ModuleRow((1, width))
+        if self.parallel_intermediate_size is not None:
+            rows |= self.input_norm().rows("input_norm", width)
+        if isinstance(self.router, TopKRouter):
+            rows |= {"router_scale": ModuleRow((width,), initial=1.0)} if self.router.own_norm else {}
+            rows |= {"expert_scale": ModuleRow((experts,), initial=1.0)} if self.router.expert_scales else {}
         return rows
+
+    def input_norm(self) -> RmsNorm:
+        """Return the norm of the experts, which is also that of the router, but for its weight."""
+        return RmsNorm(eps=self.norm_eps)
 
     @property
     def has_correction(self) -> bool:
@@ -300,13 +325,18 @@ class Experts(FeedForwardBase):
         """Return the feed-forward of the shared expert; None if there is none."""
         return None if self.shared_intermediate_size is None else self._alike(self.shared_intermediate_size)
 
+    def parallel_branch(self) -> PlainFeedForward | GatedFeedForward | None:
+        size = self.parallel_intermediate_size
+        return None if size is None else self._alike(size)
+
     def _alike(self, size: int) -> PlainFeedForward | GatedFeedForward:
         """Return a feed-forward of the kind of the experts."""
         kind = GatedFeedForward if self.gated else PlainFeedForward
         return kind(intermediate_size=size, activation=self.activation)
 
     def dense_equivalent(self) -> PlainFeedForward | GatedFeedForward:
-        return self._alike(self.num_experts_per_token * self.intermediate_size + (self.shared_intermediate_size or 0))
+        size = self.num_experts_per_token * self.intermediate_size
+        return self._alike(size + (self.shared_intermediate_size or 0) + (self.parallel_intermediate_size or 0))
 
     def routed_bytes(self, width: int, size: float) -> float:
         # The permuted rows, and the inputs and outputs of the projections to a latent space.
@@ -315,7 +345,10 @@ class Experts(FeedForwardBase):
         return (self.num_experts_per_token * 2.0 * width + latents) * size + 8.0 * self.num_experts
 
     def saved_bytes(self, width: int, size: float) -> float:
-        return self.dense_equivalent().saved_bytes(width, size) + self.routed_bytes(width, size)
+        saved = self.dense_equivalent().saved_bytes(width, size) + self.routed_bytes(width, size)
+        # With a dense feed-forward beside them, the experts have a norm and inputs of their own.
+        has_norm = self.parallel_intermediate_size is not None
+        return saved + (self.input_norm().saved_bytes(width, 1, size) + width * size) * has_norm
 
 
 FeedForward = Annotated[PlainFeedForward | GatedFeedForward | Experts | NoFeedForward, Field(discriminator="type")]

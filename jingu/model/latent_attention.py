@@ -64,7 +64,9 @@ class LatentSelfAttention(SelfAttention):
         self.kv = build_linear(rows["kv"])
         self.qkv = None
 
-    def forward(self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, context: BlockContext, cache: LayerKVCache | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Return [B, T, D]. With a cache, tokens attend to the latent vectors that it stores, too."""
         if cache is None:
             return super().forward(x_BTD, context)

@@ -42,6 +42,24 @@ def block_rows(spec: ModelSpec, layer: LayerSpec, *, has_source: bool) -> dict[s
         if layer.state_mixer is not None and branch == "attention":
             rows |= with_prefix("mixer", layer.state_mixer.rows(spec.hidden_size, std))
         rows |= layer.norm.rows(f"{branch}_output_norm", spec.hidden_size) if behind else {}
+    return rows | _further_rows(spec, layer)
+
+
+def _further_rows(spec: ModelSpec, layer: LayerSpec) -> dict[str, ModuleRow]:
+    """Return the rows of a feed-forward beside the experts, of the inputs of a layer, and of its scale."""
+    width, std = spec.hidden_size, residual_std(spec)
+    rows: dict[str, ModuleRow] = {}
+    dense = layer.feed_forward.parallel_branch()
+    if dense is not None:
+        rows |= with_prefix("dense", dense.rows(width, std))
+        rows |= layer.norm.rows("dense_output_norm", width) | layer.norm.rows("experts_output_norm", width)
+    size = spec.per_layer_inputs
+    if size is not None:
+        rows["input_gate"] = ModuleRow((size, width))
+        rows["input_projection"] = ModuleRow((width, size), std=std)
+        rows |= layer.norm.rows("input_output_norm", width)
+    if layer.scale:
+        rows["scale"] = ModuleRow((1,), initial=1.0, is_trained=False)
     return rows
 
 
@@ -71,6 +89,11 @@ def stack_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
         rows["relative_bias"] = ModuleRow((spec.position.num_buckets, spec.attention.num_heads))
     if spec.embedding_norm:
         rows |= spec.norm.rows("embedding_norm", spec.hidden_size)
+    if spec.per_layer_inputs is not None:
+        size = spec.num_layers * spec.per_layer_inputs
+        rows["per_layer_embedding"] = ModuleRow((spec.vocab_size, size), "vocabulary")
+        rows["per_layer_projection"] = ModuleRow((size, spec.hidden_size))
+        rows |= spec.norm.rows("per_layer_norm", spec.per_layer_inputs)
     return rows
 
 
@@ -136,6 +159,13 @@ def saved_bytes(spec: ModelSpec, layer: LayerSpec, size: float) -> float:
     if layer.block_order == "parallel" and isinstance(layer.norm, LayerNorm):
         saved -= width * size  # both norms save the same input
     saved += stacks * layer.attention.saved_bytes(layer.norm, size)
+    if spec.per_layer_inputs is not None:
+        # The hidden states, the gate before and behind its activation, its factor, and the product; and what computes
+        # the inputs.
+        saved += (width + 4 * spec.per_layer_inputs) * size + layer.norm.saved_bytes(width, 1, size)
+        saved += spec.norm.saved_bytes(spec.per_layer_inputs, 1, size)
+    if layer.feed_forward.parallel_branch() is not None:
+        saved += 2 * layer.norm.saved_bytes(width, 1, size)
     return saved + layer.feed_forward.saved_bytes(width, size)
 
 

@@ -41,7 +41,7 @@ class PredictionLayer(nn.Module):
             embedded_BTD: embedding of the token that follows each position.
         """
         joined = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD)), -1)
-        hidden_BTD, _ = self.block(self.projection(joined), context, cache)
+        hidden_BTD = self.block(self.projection(joined), context, cache)[0]
         result: Tensor = self.norm(hidden_BTD)
         return result
 

@@ -44,7 +44,6 @@ def rotary_tables(
     frequencies = rotary_frequencies(spec, rotary_dim(spec, head_size), last, dtype)
     if spec.proportional:
         # The first pairs of the whole head turn.
-        frequencies = rotary_frequencies(spec, head_size, last, dtype)
         turning = int(spec.partial_rotary_factor * head_size // 2)
         frequencies = frequencies * (torch.arange(head_size // 2, device=positions.device) < turning)
     angles = positions.to(dtype)[..., None] * frequencies

@@ -61,6 +61,9 @@ class ModelSpec(Component):
         norm_placement: where the norms of a block stand.
         block_order: whether attention and feed-forward of a block follow each other or are parallel.
         residual_scale: multiplies the outputs of attention and feed-forward before they are added to the hidden states.
+        scale: whether the hidden states behind a layer are multiplied by a number that is not trained (Gemma 4).
+        per_layer_inputs: size of a vector that each layer gets for each token, from an embedding of its own and a
+            projection of the hidden states before the first layer (Gemma 3n, Gemma 4); None: there is none.
         mixer: a mixer with a state of fixed size, which replaces attention; None: attention.
         parallel_mixer: whether the mixer stands beside attention, on the same hidden states, instead of replacing it.
         embedding_scale: multiplies the embedding.
@@ -97,6 +100,8 @@ class ModelSpec(Component):
     norm_placement: NormPlacement = optional("before")
     block_order: BlockOrder = optional("sequential")
     residual_scale: PositiveFloat = optional(1.0)
+    scale: bool = optional(False)
+    per_layer_inputs: PositiveInt | None = optional(None)
     mixer: Mixer | None = optional(None)
     parallel_mixer: bool = optional(False)
     embedding_scale: PositiveFloat | Literal["sqrt_hidden_size"] = optional(1.0)
@@ -129,6 +134,23 @@ class ModelSpec(Component):
                 f"layer_pattern names {len(pattern)} layers, and the model has {self.num_layers}.",
                 where="model.layer_pattern",
                 fix="Name one kind for each layer.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> ModelSpec:
+        for number in range(self.num_layers):
+            if self.kv_source(number) is None:
+                raise JinguError(
+                    f"layer {number} shares keys and values, and no layer before it has those of this attention.",
+                    where="model.layer_pattern",
+                    fix="Let a layer that differs from it in attention.shares_kv alone come first.",
+                )
+        if self.per_layer_inputs and (self.num_encoder_layers or any(self.prompts)):
+            raise JinguError(
+                "inputs of each layer need a model without encoder and without virtual tokens.",
+                where="model.per_layer_inputs",
+                fix="Choose another adapter, such as LoRA.",
             )
         return self
 
@@ -199,6 +221,7 @@ class ModelSpec(Component):
     def _check_parts(self, layer: LayerSpec) -> None:
         """Raise JinguError if parts of a layer do not go together."""
         part, position = layer.attention, layer.position
+        has_sandwich = layer.norm_placement == "around" and layer.block_order == "sequential"
         problem = None
         if layer.block_order != "sequential" and (self.num_encoder_layers or layer.norm_placement != "before"):
             problem = "attention and feed-forward are parallel, which needs norms before both and no encoder"
@@ -220,6 +243,14 @@ class ModelSpec(Component):
             problem = "a layer without mixer and feed-forward computes nothing"
         elif layer.block_order != "sequential" and isinstance(layer.feed_forward, NoFeedForward):
             problem = "attention and feed-forward are parallel, and there is no feed-forward"
+        elif layer.shares_kv and (self.num_encoder_layers or isinstance(self.adapter, DeepPrompt)):
+            problem = "layers that share keys and values need a model without encoder and without a prompt of these"
+        elif part.latent is not None and (part.shares_kv or part.values_are_keys or part.value_norm):
+            problem = "latent attention has keys and values of its own, without a norm"
+        elif part.values_are_keys and part.value_size != part.head_dim:
+            problem = f"values that are the keys cannot have another size ({part.value_size} and {part.head_dim})"
+        elif layer.feed_forward.parallel_branch() is not None and not has_sandwich:
+            problem = "a feed-forward beside the experts needs norms before and behind the branches"
         elif self.num_encoder_layers and layer.feed_forward.has_correction:
             problem = "the correction of a router needs a model without encoder"
         elif isinstance(layer.feed_forward, GatedFeedForward | Experts) and layer.feed_forward.activation == "xielu":
@@ -246,6 +277,26 @@ class ModelSpec(Component):
         if name.startswith("mtp."):
             return self.layers[-1]
         return self.layer(int(name.split(".", 2)[1])) if name.startswith("blocks.") else self.default_layer
+
+    def kv_source(self, number: int) -> int | None:
+        """Return the layer whose keys and values layer `number` attends to: itself, or the last one before it that has
+        the same attention and positions. None: there is no such layer."""
+        layer = self.layer(number)
+        if not layer.shares_kv:
+            return number
+        owner = layer.with_own_kv()
+        sources = [(self.layer(source), source) for source in range(number)]
+        same = [
+            source
+            for each, source in sources
+            if each.has_attention and (each.attention, each.position) == (owner.attention, owner.position)
+        ]
+        return max(same, default=None)
+
+    @property
+    def has_shared_kv(self) -> bool:
+        """Whether some layers attend to keys and values of another one."""
+        return any(layer.shares_kv for layer in self.kinds)
 
     def kind(self, name: str) -> LayerSpec:
         """Return what the layers of a kind are."""
@@ -367,8 +418,8 @@ def repeat_pattern(pattern: Sequence[str], number: int) -> tuple[str, ...]:
 
 
 def rotary_dim(position: RotaryPositions, head_size: int) -> int:
-    """Return the number of a head's dimensions that are rotated."""
-    return int(head_size * position.partial_rotary_factor)
+    """Return the number of a head's dimensions that are rotated: with proportional positions all, some by no angle."""
+    return head_size if position.proportional else int(head_size * position.partial_rotary_factor)
 
 
 def replace_fields(spec: ModelSpec, **changes: Any) -> ModelSpec:

@@ -143,6 +143,13 @@ def _check(sizes: AxisSizes, spec: ModelSpec, *, by_heads: bool) -> None:
                 where=f"parallel.{axis}",
                 fix="Set it to 1, or model.mtp_loss_weight to 0, which keeps the layers as they are.",
             )
+    if (spec.has_shared_kv or spec.per_layer_inputs) and sizes.pipeline > 1:
+        raise JinguError(
+            "layers that share keys and values, or that have inputs of their own, are not divided into stages, and "
+            f"parallel.pipeline is {sizes.pipeline}.",
+            where="parallel.pipeline",
+            fix="Set it to 1, and divide the model by parallel.tensor, parallel.context or parallel.shard.",
+        )
     if spec.has_state and sizes.context > 1:
         raise JinguError(
             "layers with a state (a delta rule, Mamba-2, or a short convolution) need whole sequences, and "

@@ -143,7 +143,8 @@ def _parallelize_module(module: Any, sharding: TokenSharding, key_sharding: Toke
         # Such a norm comes after the projection and before the exchange.
         is_exchanged = f"{name}_norm" not in module.sharding and name not in ("kv", "sinks")
         if by_heads and isinstance(module, Attention) and is_exchanged:
-            head_dim = module.value_dim if name in ("v", "gate") else module.head_dim
+            sizes = {"v": module.value_dim, "gate": module.value_dim // module.gate_width}
+            head_dim = sizes.get(name, module.head_dim)
             _exchange_tokens_for_heads(child, style, sharding, key_sharding, head_dim)
     if isinstance(module, Attention):
         # The index of this rank's first head, for masks and caches that have all heads.
@@ -382,7 +383,7 @@ def apply_ring_attention(attention: Attention, sharding: TokenSharding, key_shar
     if isinstance(attention, LatentSelfAttention):
         module.attend_latent = partial(_attend_latent, sharding, attention.attend_latent)
     if isinstance(attention, CrossAttention):
-        for projection in (attention.k, attention.v):
+        for projection in filter(None, (attention.k, attention.v)):
             projection.forward = compose(projection.forward, key_sharding.gather_context)  # type: ignore[method-assign]
         attend = attention.attend
         module.attend = lambda q, k, v, mask, *, causal: attend(q, k, v, _own_rows(sharding, mask), causal=causal)
@@ -406,8 +407,8 @@ def _own_rows(sharding: TokenSharding, mask: AttentionMask) -> Tensor | None:
 
 
 def _with_own_positions(
-    sharding: TokenSharding, original: Callable[..., Tensor], x_BCD: Tensor, context: BlockContext, *arguments: Any
-) -> Tensor:
+    sharding: TokenSharding, original: Callable[..., Any], x_BCD: Tensor, context: BlockContext, *arguments: Any
+) -> Any:
     """Call `SelfAttention.forward` with the rotary tables and query factors of this rank's tokens."""
 
     def share(table: Tensor) -> Tensor:

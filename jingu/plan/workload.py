@@ -353,7 +353,8 @@ def layer_bytes(spec: ModelSpec, layer: LayerSpec, compute_bytes: float) -> floa
     if has_table(spec) and not spec.frozen_parameters and has_formula:
         return saved_bytes(spec, layer, compute_bytes)
     part = layer.feed_forward
-    dense = spec.uniform(layer.model_copy(update={"feed_forward": part.dense_equivalent()}))
+    # A layer that shares keys and values cannot stand alone.
+    dense = spec.uniform(layer.with_own_kv().model_copy(update={"feed_forward": part.dense_equivalent()}))
     return part.routed_bytes(spec.hidden_size, compute_bytes) + _count_saved(dense, compute_bytes)
 
 
@@ -386,7 +387,7 @@ def _count_saved_by_model(spec: ModelSpec, layers: int, length: int, compute_byt
         model = build_model(small).to(dtype)
         tokens = torch.zeros(1, length, dtype=torch.int64)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name, small))
+        parameter.requires_grad_(parameter.requires_grad and is_trained(name, small))
     weights = {id(parameter.untyped_storage()) for parameter in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 

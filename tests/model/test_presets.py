@@ -98,6 +98,11 @@ PUBLISHED = {
     "lfm2-350m": 354_483_968,
     "lfm2-700m": 742_489_344,
     "lfm2-1.2b": 1_170_340_608,
+    # Those of transformers' models of the published configs; of Gemma 4 without encoders, with the scales of layers.
+    "lfm3-1.7b": 1_728_801_536,
+    "olmo-hybrid-7b": 7_430_870_688,
+    "gemma-4-e2b": 4_628_569_344 + 35,
+    "gemma-4-26b-a4b": 25_233_141_760 + 30,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
@@ -129,6 +134,8 @@ PUBLISHED = {
 # The others are rounded as in the names and cards of the models.
 ROUNDED = {
     "lfm2-8b-a1b": 8.3,
+    "gemma-4-e4b": 7.5,  # 8 with its encoders
+    "gemma-4-31b": 30.7,
     "granite-4.0-h-micro": 3.2,
     "granite-4.0-h-tiny": 6.9,
     "granite-4.0-h-small": 32,

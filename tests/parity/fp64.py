@@ -24,14 +24,14 @@ class Fp64Torch(ModuleType):
 def randomize(model: Any, dtype: torch.dtype, scale: float, share: float = 1.0) -> Any:
     """Return a model for evaluation whose parameters are a share of its own plus normal numbers of a scale.
 
-    Corrections of router scores are larger.
+    Corrections of router scores, and scales of layers that are not trained, are larger.
     """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(share).add_(torch.randn_like(parameter) * scale)
-        # Corrections of router scores are buffers, or start at zero.
+        # Both are buffers.
         for name, buffer in model.named_buffers():
-            if "bias" in name:
+            if "bias" in name or name.endswith("layer_scalar"):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.to(dtype).eval()
 

@@ -57,6 +57,45 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 28,
     "routed_scaling_factor": 1.7,
 }
+LFM3 = {
+    "layer_types": ["conv", "full_attention", "sliding_attention", "conv", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+    },
+    "sliding_window": 7,
+    "head_dim": 22,
+}
+# transformers stores thirds of the convolutions of queries, keys and values, which have equal sizes here.
+OLMO = {
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 3,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": DELTA["layer_types"],
+}
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {
+    "layer_types": WINDOWS,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+    },
+    "sliding_window": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "global_head_dim": 22,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+EQUAL = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+PARALLEL = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20}
+EACH = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 317}
+SHARING = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_hidden_layers": 6}
+SHARING |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
 SHARED = {"shared_expert_intermediate_size": 28}
 STATE_CONFIGS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: config("Lfm2", **CONVOLUTIONS, conv_bias=True, block_auto_adjust_ff_dim=False),
@@ -82,4 +121,14 @@ STATE_CONFIGS: dict[str, Callable[[], Any]] = {
         "Mamba2", num_heads=6, head_dim=16, n_groups=3, state_size=10, conv_kernel=3, use_bias=True
     ),
     "bamba": lambda: config("Bamba", **STATE_SPACE, **LIMITS, attn_layer_indices=[1, 4], mamba_proj_bias=True),
+    "lfm3": lambda: config("Lfm3", **LFM3, conv_L_cache=5, conv_bias=True),
+    "lfm3-plain": lambda: config("Lfm3", **LFM3, use_sandwich_norm=False, use_attention_gate=False),
+    "olmo_hybrid": lambda: config("OlmoHybrid", **OLMO, rope_parameters={"rope_theta": None}),
+    "olmo_hybrid-rope": lambda: config(
+        "OlmoHybrid", **OLMO, rope_parameters={"rope_theta": 50.0}, linear_allow_neg_eigval=False
+    ),
+    "gemma4_text": lambda: config("Gemma4Text", **GEMMA4),
+    "gemma4_text-equal": lambda: config("Gemma4Text", **GEMMA4, **EQUAL),
+    "gemma4_text-experts": lambda: config("Gemma4Text", **GEMMA4, **PARALLEL),
+    "gemma4_text-shared": lambda: config("Gemma4Text", **{**GEMMA4, **EACH, **SHARING}),
 }

@@ -19,6 +19,7 @@ from jingu.formats.huggingface import open_hf
 from jingu.formats.stored_model import load_model
 from jingu.model.families import FAMILIES
 from jingu.model.mixer_specs import GatedDelta
+from jingu.model.spec import ModelSpec
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
 from tests.parity import test_components as components
@@ -92,7 +93,7 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
         ours = load_model(stored, torch.float32).eval()
         assert stored.spec.family == name.partition("-")[0]
         logits = ours.logits(ours(ids))
-        if any(isinstance(layer.mixer, GatedDelta) for layer in stored.spec.kinds):
+        if rounds_widely(stored.spec):
             # transformers' own rounding is above the tolerance. `test_family_proofs.py` compares in fp64.
             wide = load_model(stored, torch.float64).eval()
             check_rounding(logits, expected, wide.logits(wide(ids)))
@@ -108,10 +109,16 @@ def test_logits_through_files_both_ways(name: str, tokenizer: Path, tmp_path: Pa
         assert torch.equal(back.read(key), stored.read(key)), key
 
 
+def rounds_widely(spec: ModelSpec) -> bool:
+    """Return whether transformers' rounding in fp32 is above the tolerance: with the delta rule, or with normalized
+    values and scores that are not scaled down."""
+    return any(isinstance(layer.mixer, GatedDelta) or layer.attention.value_norm for layer in spec.kinds)
+
+
 def check_rounding(actual: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
-    """Check that numbers in fp32 are not much further from those in fp64 than transformers' own."""
+    """Check that numbers in fp32 are as near to those in fp64 as elsewhere, or not much further than transformers'."""
     error, limit = (float((x - exact).norm() / exact.norm()) for x in (actual, theirs))
-    assert error < 1e-6 + 2 * limit
+    assert error < max(1e-5, 1e-6 + 2 * limit)
     assert limit < 1e-3
 
 
@@ -178,3 +185,22 @@ def test_a_prompt_beyond_the_original_context_of_longrope_is_warned_of(
     assert "original context" not in caplog.text
     model.generate("so me te xt " * 8, max_tokens=2)
     assert "more than the model's original context of 20" in caplog.text
+
+
+def test_convolutions_of_different_sizes_that_transformers_stores_as_thirds(tokenizer: Path, tmp_path: Path) -> None:
+    """We store them separately, as the published files have them; transformers reads both alike."""
+    config = CONFIGS["olmo_hybrid"]()
+    config.linear_value_head_dim = 14
+    theirs = transformers.OlmoHybridForCausalLM._from_config(config, attn_implementation="eager")
+    theirs = randomize(theirs, torch.float32, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = open_hf(tmp_path / "theirs")
+    export_hf(stored.spec, stored.read, tokenizer, tmp_path / "ours")
+    back = open_hf(tmp_path / "ours")
+    again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    ids = components.sample()
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, theirs(ids).logits)
+    for name in ("blocks.0.mixer.q_conv.weight", "blocks.0.mixer.v_conv.weight"):
+        assert torch.equal(back.read(name), stored.read(name))
+        assert len(stored.read(name)) == (60 if "q_conv" in name else 84)

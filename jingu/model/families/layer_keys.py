@@ -13,6 +13,7 @@ from typing import Any, Literal
 from jingu.model.components import LayerSpec, NoPositions, RotaryPositions
 from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
+from jingu.model.families.layer_shapes import SHARED, LayerShapes
 from jingu.model.families.mixer_keys import MLP, MOE, MixerLayers
 from jingu.model.families.rope import RopeDefaults, write_rope
 from jingu.model.feed_forward_specs import Experts, NoFeedForward, PlainFeedForward
@@ -31,6 +32,7 @@ class LayerOptions:
         pattern: without `layer_types` and `sliding_window_pattern`, one of so many layers has no window.
         pattern_key: name of `sliding_window_pattern`.
         first_is_full: whether the first layer has no window either.
+        last_is_full: whether the last layer has no window either; other models are refused.
         full_first: key of the number of first layers without a window, in configs without `layer_types`.
         window: whether windows depend on the type of a layer, are the same in all layers (`sliding_window` alone), or
             do not exist; or whether the type says which layers attend within chunks.
@@ -39,6 +41,7 @@ class LayerOptions:
         nested_rope: whether `rope_parameters` has one object for each type of layer.
         local_theta: base of layers with a window in files that do not nest; None: that of the others.
         without_rope: type of the layers without rotary positions, in models that have layers with windows.
+        optional_rope: whether a base that is null means no rotary positions.
         no_rope_interval: without `no_rope_layers`, every so many layers one has no rotary positions; None: the family
             does not have the key.
         window_fields: fields of the layers with a window, by their paths, that differ from the others'.
@@ -47,12 +50,14 @@ class LayerOptions:
         has_rope: whether layers have rotary positions.
         rope_key: key that is `rope` in models with rotary positions, and null in others.
         mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
+        shapes: how the shapes of layers differ; None: they do not.
         dense: which layers have a dense feed-forward instead of experts; None: the family has no such layers.
     """
 
     pattern: int = 1
     pattern_key: str = "sliding_window_pattern"
     first_is_full: bool = False
+    last_is_full: bool = False
     full_first: str | None = None
     window: Literal["by_type", "uniform", "none", "chunks"] = "by_type"
     default_window: int | None = None
@@ -60,6 +65,7 @@ class LayerOptions:
     nested_rope: bool = False
     local_theta: float | None = None
     without_rope: str | None = None
+    optional_rope: bool = False
     no_rope_interval: int | None = None
     window_fields: Mapping[str, Any] = field(default_factory=dict)
     window_kv_heads: int = 1
@@ -68,6 +74,7 @@ class LayerOptions:
     rope_key: str | None = None
     mixers: MixerLayers | None = None
     dense: DenseLayers | None = None
+    shapes: LayerShapes | None = None
 
     @property
     def local(self) -> str:
@@ -96,6 +103,9 @@ class LayerOptions:
             if len(flags) != len(types):
                 raise ValueError(f"no_rope_layers names {len(flags)} layers, and num_hidden_layers is {len(types)}")
             types = [name + ("" if flag else _NO_ROPE) for name, flag in zip(types, flags, strict=True)]
+        if self.shapes is not None:
+            flags = self.shapes.sharing_layers(config)
+            types = [name + (SHARED if is_shared else "") for name, is_shared in zip(types, flags, strict=True)]
         if self.dense is not None:
             dense = self.dense.read(config)
             types = [name + (_DENSE if is_dense else "") for name, is_dense in zip(types, dense, strict=True)]
@@ -115,14 +125,18 @@ class LayerOptions:
             period = config.get(self.pattern_key) or (self.pattern if self.window == "by_type" else 1)
             types = [self.local if period > 1 and (layer + 1) % period else _FULL for layer in range(number)]
             types[:1] = [_FULL] if self.first_is_full else types[:1]
+            types[-1:] = [_FULL] if self.last_is_full else types[-1:]
             if self.full_first is not None and config.get(self.window_key, self.default_window) is not None:
                 first = config.get(self.full_first, number)
                 types = [self.local if layer >= first else _FULL for layer in range(number)]
-        known = [_FULL, self.local if self.mixers is None else self.mixers.layer_type]
+        known = [_FULL, *([self.local] if self.mixers is None or self.window == "by_type" else [])]
+        known += [] if self.mixers is None else [self.mixers.layer_type]
         known += [MLP, MOE] if self.single_branch else []
         for name in types:
             if name not in known:
                 raise unsupported_option("layer_types", name, f"known are {', '.join(known)}")
+        if self.last_is_full and types[-1:] != [_FULL]:
+            raise unsupported_option("layer_types", types[-1:], f"expected {_FULL} last")
         if len(types) != number:
             raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers is {number}")
         return list(types)
@@ -146,9 +160,13 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
     def read(config: HFConfig) -> SpecValues:
         names = options.read_kinds(config)
         positions, context = _read_positions(config, options, position)
-        kinds = {name: _kind_fields(name, config, options, positions) for name in sorted(set(names))}
+        types = [name.removesuffix(SHARED) for name in names]
+        kinds = {name: _kind_fields(name, config, options, positions, types) for name in sorted(set(names))}
         values: SpecValues = {"position": positions[_FULL], "max_position_embeddings": context}
         values |= {options.window_field: None, **position.read_query_scaling(config)}
+        rope = {"rope_theta": config.get("rope_theta", True), **(config.get("rope_parameters") or {})}
+        if options.optional_rope and rope["rope_theta"] is None:
+            values["position"] = NoPositions()
         if not options.has_rope or (options.rope_key is not None and config.get(options.rope_key) != "rope"):
             values["position"] = NoPositions()
         if options.dense is not None:
@@ -174,6 +192,8 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
             keys["no_rope_layers"] = [int(isinstance(layer.position, RotaryPositions)) for layer in layers]
         if options.dense is not None:
             keys |= options.dense.write(spec)
+        if options.shapes is not None:
+            keys |= options.shapes.write(spec)
         if options.single_branch:
             plain = [layer.intermediate_size for layer in layers if options.write_type(layer) == MLP]
             keys |= {"intermediate_size": plain[0]} if plain else {}
@@ -182,10 +202,12 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
             keys["num_key_value_heads"] = (full or [spec.attention.num_kv_heads])[0]
         if isinstance(spec.position, RotaryPositions):
             keys |= position.write(spec)
+        elif options.optional_rope:
+            keys["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
         if options.nested_rope:
             # A type that no layer has gets the positions of the model.
             places = dict.fromkeys((_FULL, options.local), spec.position) | {
-                name: layer.position for name, layer in zip(types, layers, strict=True)
+                name: layer.position for name, layer in zip(types, layers, strict=True) if layer.has_attention
             }
             ropes = {name: place for name, place in places.items() if isinstance(place, RotaryPositions)}
             keys["rope_parameters"] = {name: write_rope(place) for name, place in ropes.items()}
@@ -195,21 +217,28 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
 
 
 def _kind_fields(
-    name: str, config: HFConfig, options: LayerOptions, positions: Mapping[str, RotaryPositions]
+    name: str, config: HFConfig, options: LayerOptions, positions: Mapping[str, RotaryPositions], types: list[str]
 ) -> SpecValues:
-    """Return the fields in which a kind of layer differs from the model's own."""
-    type_name = name.removesuffix(_DENSE).removesuffix(_NO_ROPE)
+    """Return the fields in which a kind of layer differs from the model's own.
+
+    Args:
+        types: type of each layer.
+    """
+    type_name = name.removesuffix(_DENSE).removesuffix(SHARED).removesuffix(_NO_ROPE)
     size = config.get(options.window_key, options.default_window)
     changes: SpecValues = {}
     has_mixer = options.mixers is not None and type_name == options.mixers.layer_type
     if has_mixer and options.mixers is not None:
         changes = {"mixer": options.mixers.read(config), "parallel_mixer": options.mixers.parallel}
+        changes |= options.mixers.layer_fields
     elif type_name in (MLP, MOE):
         changes = {"mixer": NoMixer().model_dump()}
     elif type_name == options.local:
         changes = {options.window_field: size, **options.window_fields}
         if options.window_kv_heads != 1:
             changes["attention.num_kv_heads"] = config["num_key_value_heads"] * options.window_kv_heads
+    if options.shapes is not None:
+        changes |= options.shapes.read(name, type_name == _FULL, config, types)
     if options.window == "chunks" and (type_name == _CHUNK) == (_NO_ROPE in name):
         # Norms and scales depend on both, which kinds of layers do not express.
         raise unsupported_option("no_rope_layers", config.get("no_rope_layers"), f"expected 1 for {_CHUNK} only")

@@ -29,6 +29,7 @@ class MixerLayers:
         type: tag of the mixer.
         keys: for each field of the mixer the key that has it, or an object with `key` and `default`.
         fields: fields that are the same in all models of the family.
+        layer_fields: other fields of layers with a mixer, by their paths, that differ from those with attention.
         interval: key of the period of layers with attention, in configs without `layer_types`.
         default_interval: that period in a config without the key; 0: all layers have mixers.
         full: key of the list of layers with attention.
@@ -45,6 +46,7 @@ class MixerLayers:
     type: str
     keys: Mapping[str, Any]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    layer_fields: Mapping[str, Any] = field(default_factory=dict)
     interval: str | None = None
     default_interval: int = 0
     full: str | None = None

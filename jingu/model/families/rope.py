@@ -112,6 +112,8 @@ def write_rope(position: RotaryPositions) -> dict[str, Any]:
     if original is not None and not isinstance(position.scaling, DynamicScaling):
         scaling["original_max_position_embeddings"] = original
     share = position.partial_rotary_factor
+    if position.proportional:
+        return {**scaling, "rope_type": "proportional", "rope_theta": position.theta, "partial_rotary_factor": share}
     return {**scaling, "rope_theta": position.theta, **({} if share == 1.0 else {"partial_rotary_factor": share})}
 
 
@@ -132,6 +134,7 @@ class RopeDefaults:
         has_query_scaling: whether `llama_4_scaling_beta` scales queries by their positions.
         has_interleave_key: whether `rope_interleave` says if rotated pairs are neighbors.
         has_partial_rotary: whether configs say the rotated share, although a config without it rotates whole heads.
+        has_proportional: whether `rope_type` may be `proportional`.
     """
 
     theta: float = 10000.0
@@ -142,6 +145,7 @@ class RopeDefaults:
     has_query_scaling: bool = False
     has_interleave_key: bool = False
     has_partial_rotary: bool = False
+    has_proportional: bool = False
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
@@ -153,7 +157,11 @@ class RopeDefaults:
         share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
         # Of latent attention, the rotated part of a head is a size of its own.
         rope["partial_rotary_factor"] = share = 1.0 if "qk_rope_head_dim" in config else share
-        if share != 1.0 and not (self.has_partial_rotary or self.partial_rotary_factor != 1.0):
+        proportional = self.has_proportional and rope.get("rope_type", rope.get("type")) == "proportional"
+        if proportional:
+            # The frequencies of proportional positions may have a factor.
+            rope["rope_type"] = "default" if rope.get("factor", 1.0) == 1.0 else "linear"
+        if share != 1.0 and not (proportional or self.has_partial_rotary or self.partial_rotary_factor != 1.0):
             raise unsupported_option("partial_rotary_factor", share, "expected 1.0")
         alpha = rope.get("alpha") if self.has_alpha and rope.get("rope_type", rope.get("type")) == "dynamic" else None
         if alpha:
@@ -165,7 +173,8 @@ class RopeDefaults:
         interleaved = self.interleaved
         if self.has_interleave_key and config.get("rope_interleave") is not None:
             interleaved = bool(config["rope_interleave"])
-        return position.model_copy(update={"interleaved": interleaved, "scaling": scaling}), context
+        fields = {"interleaved": interleaved, "scaling": scaling, "proportional": proportional}
+        return position.model_copy(update=fields), context
 
     def read_query_scaling(self, config: HFConfig) -> SpecValues:
         """Return the fields of queries that grow with the position."""

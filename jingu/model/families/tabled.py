@@ -5,7 +5,7 @@ An entry has
 - `architectures` and `model_type`: names of Hugging Face. The first architecture is written.
 - `template`: fields that differ from the template of Llama, by their paths.
 - `keys`: keys of `config.json` beside those of Llama; false removes one. An entry {key, default, as} converts a number:
-  `as` is inverse, inverse_sqrt, or sqrt_hidden_size (a flag).
+  `as` is inverse, inverse_sqrt, or, for flags, sqrt_hidden_size or sandwich (norms before and behind branches).
 - `layers`: fields of `LayerOptions`: how windows, positions and feed-forwards differ between layers.
 - `shared_experts`: size of the shared expert: the key of its size, or {key, default}: a key of its size as a multiple
   of an expert's.
@@ -15,6 +15,8 @@ An entry has
 - `latent`: whether attention is latent.
 - `like`: tables whose `template`, `keys`, `names`, `transforms` and `mixers` apply, too.
 - `mixers`: fields of `MixerLayers`: which layers have a mixer with a state, and its keys.
+- `parallel_experts`: whether configs may have experts beside a dense feed-forward (`PARALLEL_EXPERTS`).
+- `per_layer_inputs`: whether layers may have inputs of their own (`PER_LAYER_INPUTS`).
 - `adjusted_size`: whether the config has the intermediate size before an adjustment (`ADJUSTED_SIZE`).
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
@@ -47,6 +49,7 @@ from jingu.model.families.family import (
 )
 from jingu.model.families.latent_keys import LATENT_KEYS
 from jingu.model.families.layer_keys import LayerOptions, layer_keys
+from jingu.model.families.layer_shapes import PARALLEL_EXPERTS, PER_LAYER_INPUTS, LayerShapes
 from jingu.model.families.llama import LLAMA
 from jingu.model.families.mixer_keys import ADJUSTED_SIZE, MixerLayers
 from jingu.model.families.name_map import IDENTITY, TABLES, TRANSFORMS, NameRule, rules_of_names
@@ -57,6 +60,7 @@ from jingu.model.spec import ModelSpec, replace_fields
 _CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "inverse": (lambda x: 1 / x, lambda x: 1 / x),
     "inverse_sqrt": (lambda x: x**-0.5, lambda x: x**-2),
+    "sandwich": (lambda flag: "around" if flag else "before", lambda x: x == "around"),
     "sqrt_hidden_size": (lambda flag: "sqrt_hidden_size" if flag else 1.0, lambda x: x == "sqrt_hidden_size"),
 }
 
@@ -127,6 +131,8 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             ConfigKeys(lambda config: table.get("fixed", {})),
             *(_list_keys(key, places) for key, places in table.get("lists", {}).items()),
             *([LATENT_KEYS] if table.get("latent") else []),
+            *([PARALLEL_EXPERTS] if table.get("parallel_experts") else []),
+            *([PER_LAYER_INPUTS] if table.get("per_layer_inputs") else []),
             *([ADJUSTED_SIZE] if table.get("adjusted_size") else []),
             _layer_keys(table, bases),
             supported_options(
@@ -185,6 +191,8 @@ def _layer_keys(table: dict[str, Any], bases: list[dict[str, Any]]) -> ConfigKey
         keys = {field: entry for each in mixers for field, entry in each.get("keys", {}).items()}
         entries = {field: None if value == "none" else value for field, value in entries.items()}
         fields["mixers"] = MixerLayers(**{**entries, "keys": keys})
+    if "shapes" in fields:
+        fields["shapes"] = LayerShapes(**fields["shapes"])
     if "dense" in fields:
         fields["dense"] = DenseLayers(**fields["dense"])
     if "window_fields" in fields:
