@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -28,6 +25,7 @@ from jingu.training.optimizer import ShardedOptimizer
 from jingu.training.run import open_run
 from tests.align.preferences import preference_run
 from tests.conftest import MakeRun, peak_unmeasured
+from tests.mutants import mutated
 from tests.plan.test_checkpoint_size import saved_bytes
 from tests.plan.test_memory import LLAMA, settings, workload
 
@@ -238,8 +236,10 @@ def test_every_figure_of_a_plan_is_that_of_the_run(
         survivors = []
         for module, old, new in MUTANTS[task, optimizer]:
             with mutated(module, old, new):
+                rank_share.cache_clear()
                 if not differences(result, tmp_path, capsys):
                     survivors.append((module.__name__, old, new))
+        rank_share.cache_clear()
         assert survivors == []
 
 
@@ -269,40 +269,6 @@ def test_a_waiting_device_takes_a_fifth_of_its_power() -> None:
     plan = result.to_json()
     assert plan["seconds"]["bubble"] > 0.01 * plan["step_seconds"]
     assert plan["kilowatt_hours"] == pytest.approx(kilowatt_hours(plan))
-
-
-@contextmanager
-def mutated(module: ModuleType, old: str, new: str) -> Iterator[None]:
-    """Change a line of a module inside the block: the code of its functions, and its numbers."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, old
-    changed = ModuleType(module.__name__)
-    changed.__file__ = module.__file__
-    # Dataclasses and pydantic look the module up by its name.
-    sys.modules[module.__name__] = changed
-    try:
-        exec(compile(source.replace(old, new), str(module.__file__), "exec"), vars(changed))
-    finally:
-        sys.modules[module.__name__] = module
-    with pytest.MonkeyPatch.context() as patch:
-        for before, after in function_pairs(vars(module), vars(changed), module.__name__):
-            patch.setattr(before, "__code__", after.__code__)
-        for name, value in vars(module).items():
-            if isinstance(value, int | float) and vars(changed)[name] != value:
-                patch.setattr(module, name, vars(changed)[name])
-        rank_share.cache_clear()
-        yield
-    rank_share.cache_clear()
-
-
-def function_pairs(before: Any, after: Any, module: str) -> Iterator[tuple[Any, Any]]:
-    """Yield each function and method of a module with its counterpart in a changed copy."""
-    for name, value in list(before.items()):
-        function, other = (inspect.unwrap(getattr(each, "fget", each)) for each in (value, after.get(name)))
-        if inspect.isfunction(function) and inspect.isfunction(other) and function.__module__ == module:
-            yield function, other
-        elif inspect.isclass(value) and value.__module__ == module:
-            yield from function_pairs(vars(value), vars(other), module)
 
 
 MUTANTS: dict[tuple[str, str], list[tuple[ModuleType, str, str]]] = {
