@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from jingu.model.families import FAMILIES, family, map_tensors, tabled
 from jingu.text.tokenizer_training import train_tokenizer
+from tests.model import test_presets
 from tests.parity import test_components as components
 from tests.parity import test_tabled_families as tests_of_tables
 
@@ -25,7 +27,7 @@ def name(monkeypatch: pytest.MonkeyPatch) -> str:
     table, presets = (
         tomllib.loads(block) for block in re.findall(r"^```toml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     )
-    (line,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    figure, line = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     (name,) = table
     assert name not in FAMILIES, "jingu has this family: choose another one for the guide"
     published = {**family._published_models(), name: presets[name]["models"]}
@@ -39,6 +41,8 @@ def name(monkeypatch: pytest.MonkeyPatch) -> str:
     configs = names["configs"]
     assert list(configs) == [name]
     monkeypatch.setitem(tests_of_tables.CONFIGS, name, configs[name])
+    for preset, billions in ast.literal_eval(f"{{{figure}}}").items():
+        monkeypatch.setitem(test_presets.ROUNDED, preset, billions)
     return name
 
 
@@ -55,6 +59,11 @@ def test_the_preset_has_the_parameters_of_transformers(name: str) -> None:
             model = AutoModelForCausalLM.from_config(type(theirs)())
         expected = sum(parameter.numel() for parameter in model.parameters())
         assert sum(mapping.shape.numel() for mapping in map_tensors(preset)) == expected
+
+
+def test_the_preset_passes_the_tests_of_presets(name: str) -> None:
+    test_presets.test_every_family_has_a_preset()
+    test_presets.test_presets_have_as_many_parameters_as_rounded_figures_say()
 
 
 def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
