@@ -154,6 +154,8 @@ _LANGUAGE = re.compile(r"[{.\s]*(?:language-|lang=|class=)?[\"']?\.?([\w+#-]+)")
 _PYTHON = frozenset(["python", "python2", "python3", "py", "py2", "py3", "ipython", "ipython3", "cpython", "jupyter"])
 # Languages of blocks that hold Markdown in turn.
 _MARKDOWN = frozenset(["markdown", "md", "mdx", "rst"])
+# Up to the last line that ends the reasoning, or all of a text that begins it and does not end it.
+_REASONING = re.compile(r"(?s).*</think>[ \t\r]*(?:\n|$)|\s*<think>(?!.*</think>).*")
 _STATEMENT = re.compile(
     r"^\s*(?:def|class|import|from|return|for|while|if|with|try|async|@)\b|\w\s*[+*/-]?=|\w\(", re.M
 )
@@ -179,6 +181,10 @@ def extract_code(completion: str, names: Sequence[str] = ()) -> str:
     Args:
         names: what tests use of the code.
     """
+    # Code before the end of the reasoning is none of the answer; a text that never ends it has no answer.
+    reasoning = _REASONING.match(completion)
+    if reasoning is not None:
+        completion = completion[reasoning.end() :]
     blocks = list(_blocks(completion.splitlines()))
     texts = ["\n".join(block.lines) for block in blocks if block.language in _PYTHON]
     if not texts:

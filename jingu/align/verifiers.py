@@ -10,11 +10,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jingu.align.code_reward import read_tests
-from jingu.align.final_answers import final_number, parse_number
+from jingu.align.final_answers import conclusion, final_number, parse_number
 from jingu.align.formulas import check_formula, is_equivalent, warm_up
 from jingu.config.sections import rewards
 from jingu.tables import import_name
@@ -67,8 +68,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def _exact(settings: rewards.ExactReward, answer: Answer) -> bool:
-    completion = answer["completion"].strip()
-    return any(completion == text.strip() for text in _texts(answer[settings.column]))
+    answers = {text.strip() for text in _conclusions(answer["completion"])}
+    return any(text.strip() in answers for text in _texts(answer[settings.column]))
+
+
+def _conclusions(completion: str) -> list[str]:
+    """Return what may be the answer: the whole text, and what follows the reasoning in it, if there is some."""
+    return [completion, *([conclusion(completion)] if "</think>" in completion else [])]
 
 
 def _expected_number(value: Any) -> Fraction:
@@ -136,7 +142,11 @@ def _schema(value: Any) -> Any:
 
 
 def _json_schema(settings: rewards.JsonSchemaReward, answer: Answer) -> bool:
-    return bool(_schema(answer[settings.column]).is_valid(parse_json(answer["completion"])))
+    schema, values = _schema(answer[settings.column]), []
+    for text in _conclusions(answer["completion"]):
+        with suppress(ValueError):
+            values.append(parse_json(text))
+    return any(schema.is_valid(value) for value in values)
 
 
 def parse_json(text: str) -> Any:

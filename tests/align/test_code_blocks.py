@@ -97,3 +97,18 @@ def test_fences_in_docstrings_belong_to_the_code(docstring: str) -> None:
 
 def test_an_answer_of_other_languages_has_no_code() -> None:
     assert extract_code(f"Run:\n{BASH}", ["f"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (f"<think>\nTry:\n{PYTHON.replace('x * x', '0')}\n</think>\n\n{PYTHON}", CODE),
+        (f"Try:\n{PYTHON.replace('x * x', '0')}\n</think>\n{CODE}", CODE),
+        (f"<think>\n{PYTHON}\n</think>\nThat is it.", "That is it."),
+        (f"<think>\n{PYTHON}", ""),
+        ("```python\ndef f(x):\n    return x.split('</think>')\n```", "def f(x):\n    return x.split('</think>')"),
+    ],
+    ids=["draft", "begun by the template", "reasoning alone", "unfinished reasoning", "in the code"],
+)
+def test_code_in_reasoning_is_no_answer(answer: str, code: str) -> None:
+    assert extract_code(answer, ["f"]).strip() == code

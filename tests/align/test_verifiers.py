@@ -465,6 +465,26 @@ def test_lists_of_accepted_answers() -> None:
     assert [verify(settings(type="exact"), answer) for answer in answers] == [1.0, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected", "completion", "right"),
+    [
+        ("exact", "yes", "<think>no or yes?</think>\n\nyes", 1.0),
+        # Templates that begin the reasoning leave its begin out of the answer.
+        ("exact", "yes", "no or yes?</think>yes", 1.0),
+        ("exact", "yes", "<think>yes</think>no", 0.0),
+        ("exact", "yes", "<think>yes", 0.0),
+        ("exact", "a</think>b", "a</think>b", 1.0),
+        ("json_schema", {"type": "object"}, '<think>{"a": 1}?</think>\n{"a": 2}', 1.0),
+        ("json_schema", {"type": "object"}, '<think>{"a": 1}</think>', 0.0),
+        ("json_schema", {"type": "object"}, '{"a": "</think>"}', 1.0),
+        ("regex", "<think>.+</think>yes", "<think>no?</think>yes", 1.0),
+        ("regex", "yes", "<think>no?</think>yes", 0.0),
+    ],
+)
+def test_reasoning_is_no_answer(kind: str, expected: Any, completion: str, right: float) -> None:
+    assert verify(settings(type=kind, column="answer"), {"completion": completion, "answer": expected}) == right
+
+
 def test_limits_that_contradict_each_other_are_refused() -> None:
     for values in (
         {"type": "length", "min_tokens": 10, "max_tokens": 5},
