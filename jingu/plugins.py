@@ -158,7 +158,7 @@ class Registry(UserDict[str, T]):
         """Return the entry of a plug-in, and why it cannot be used; None if it can.
 
         Args:
-            imports: whether to import the object also where the table holds references.
+            imports: whether to import all that it names, also what is otherwise imported where it is used.
         """
         problem = check_plugin(plugin, self.built_in)
         if problem is not None or (self._check is None and not imports):
@@ -169,7 +169,19 @@ class Registry(UserDict[str, T]):
             return None, error.what.rstrip(".")
         if self._check is None:
             return plugin.reference, None
-        return value, self._check(plugin.name, value)
+        problem = self._check(plugin.name, value)
+        return value, _check_names(value) if imports and problem is None else problem
+
+
+def _check_names(value: object) -> str | None:
+    """Return why something that an object names as `module:name` cannot be imported; None if it can."""
+    for reference in (getattr(value, name, None) for name in ("FACTORY", "IMPLEMENTATION", "function")):
+        try:
+            if isinstance(reference, str):
+                import_name(reference)
+        except JinguError as error:
+            return f"{reference}: {error.what.rstrip('.')}"
+    return None
 
 
 def expect_type(kind: type) -> Callable[[str, Any], str | None]:

@@ -26,6 +26,9 @@ from tests.limits import PATIENCE
 HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yaml")
 # The least that each command can be called with.
 LEAST = {
+    "quickstart": [],
+    "example": [],
+    "plugins": [],
     "tokenizer inspect": ["folder"],
     "align": ["stages.yaml"],
     "plan": ["run.yaml"],

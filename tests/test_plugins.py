@@ -166,6 +166,11 @@ def test_runs_use_plugins(train_files: Callable[..., list[Done]], site: Path, tm
     assert [float(value) for _, name, value in rows if name == "train/loss"] == first.column("loss")
     # A checkpoint says with which plug-ins it was made.
     assert '"jingu-example": "1.0"' in "".join(path.read_text() for path in first.checkpoint().glob("*.json"))
+    export = first.folder / "export"
+    assert run_with(site, COMMAND, "export", str(first.folder), "--to", str(export)).returncode == 0
+    assert json.loads((export / "config.json").read_text())["architectures"] == ["ExampleForCausalLM"]
+    inspected = json.loads(run_with(site, COMMAND, "model", "inspect", str(export), "--json").stdout)
+    assert "example" in json.dumps(inspected)
     assert {"rewards/palindrome", "rewards/keywords", "rewards/environment"} <= second.lines("train")[-1].keys()
 
 
@@ -201,6 +206,8 @@ def test_texts_and_losses_of_plugins(site: Path, tmp_path: Path) -> None:
 
 def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text((EXAMPLE / "jingu_example" / "texts.py").read_text())
+    # Its rewards name a module that is not there.
+    (tmp_path / "good_settings.py").write_text((EXAMPLE / "jingu_example" / "settings.py").read_text())
     (tmp_path / "fails.py").write_text("raise RuntimeError('two\\nlines')\n")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit('bye')\n")
     groups = {
@@ -216,6 +223,8 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
         "jingu.v2.metrics": {"new": "good:same_first_word", "works": "good:same_first_word"},
         "jingu.v1.colors": {"red": "good:re"},
         "jingu.v1.optimizers": {"odd": "good:last_line"},
+        "jingu.v1.schedules": {"polynomial": "good_settings:PolynomialSettings"},
+        "jingu.v1.rewards": {"keywords": "good_settings:KeywordsReward"},
     }
     install(tmp_path, "broken", "0.3", groups)
     install(tmp_path, "other", "2.0", {"jingu.v1.metrics": {"twice": "good:same_first_word"}})
@@ -236,6 +245,9 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
         ("metrics", "twice", "other"): "broken has an entry of the same name",
         ("metrics", "works", "broken"): "ok",
         ("optimizers", "odd", "broken"): "it is no subclass of OptimizerBase",
+        ("rewards", "keywords", "broken"): f"jingu_example.rewards:KeywordsScorer: {imports} (ModuleNotFoundError: No "
+        "module named 'jingu_example')",
+        ("schedules", "polynomial", "broken"): "ok",
     }
     assert states == expected
     # What is read while the table is used: one line for each, and the others work.
