@@ -14,6 +14,7 @@ import pytest
 from jingu.command_table import COMMANDS
 from jingu.config.introspect import all_keys
 from jingu.config.schema import RunConfig
+from jingu.model.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "PROMISES.md"])
@@ -174,3 +175,9 @@ def test_every_document_has_a_place_on_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for document in DOCUMENTS:
         assert document.relative_to(ROOT).as_posix() in site, document
+
+
+def test_every_family_has_a_row_of_what_is_proved() -> None:
+    page = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert rows == sorted(FAMILIES.built_in), "run: python docs/coverage.py > docs/coverage.md"
