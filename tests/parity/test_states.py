@@ -24,10 +24,12 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.kv_cache import cache_reaches, pool_bytes
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
-from jingu.model.decoder import Decoder
+from jingu.model.decoder import Decoder, build_model
+from jingu.model.families import FAMILIES
 from jingu.model.inputs import Inputs
 from jingu.model.parts import state_bytes
 from jingu.model.spec import ModelSpec, replace_fields
+from jingu.model.weight_init import init_weights
 from jingu.plan.serving import cache_bytes
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
@@ -202,3 +204,18 @@ def test_drafts_and_lookahead_are_refused(tokenizer: Tokenizer) -> None:
         Engine(model, EngineSettings(num_speculative_tokens=2))
     with pytest.raises(ValueError, match="cannot attend in both directions"):
         model.module(Inputs(torch.tensor([[1, 2]]), prefix_lengths=torch.tensor([[1, 0]])))
+
+
+def test_a_window_has_blocks_for_a_whole_chunk_of_a_prompt(tokenizer: Tokenizer) -> None:
+    """Models with states compute whole chunks of a prompt, also beyond the tokens of a step."""
+    spec = FAMILIES["lfm3"].spec_from_hf(STATE_CONFIGS["lfm3"]().to_dict())
+    model = build_model(spec)
+    init_weights(model, spec, 3)
+    engine = Engine(
+        InferenceModel(model.eval(), spec, tokenizer),
+        EngineSettings(max_num_seqs=2, block_size=4, prefill_chunk_size=5),
+    )
+    for length in (50, 40):
+        engine.submit(Request(tuple(range(1, length)), SamplingParams(temperature=0.0), 6, ignore_eos=True))
+    tokens = [event.token for _ in range(20) for event in engine.step() if event.token]
+    assert len(tokens) == 12
