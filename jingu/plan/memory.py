@@ -7,14 +7,18 @@ Activations follow from what a block saves for its backward pass, and from the n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from jingu.config.sections.optimizers import Slots
+from jingu.config.sections.parallel import ParallelSettings
+from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.parts import score_bytes
+from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.software import Software
-from jingu.plan.workload import BlockSizes, Stage, Workload
+from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
 # Elements of one chunk of logits (jingu/training/loss.py), on a GPU.
 LOGITS_CHUNK = 2**27
@@ -163,7 +167,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
         "gradients": soft.gradient_bytes * sum(count * part.num_trained for part, count in parts),
         "optimizer state": sum(count * part.state for part, count in parts),
         **_gathered_memory(work, stage, parts),
-        **_activations(work, stage),
+        **_step_activations(_without_data_ranks(work), stage),
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
         # With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory.
@@ -229,7 +233,34 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
     return result
 
 
-def _activations(work: Workload, stage: Stage) -> dict[str, float]:
+def _without_data_ranks(work: Workload) -> Workload:
+    """Reduce a workload to what activations depend on, without ZeRO and data-parallel ranks.
+
+    Many layouts of a search reduce to the same object, which serves as a cache key.
+    """
+    sizes, parallel = work.sizes, work.parallel
+    axes = (sizes.pipeline, sizes.context, sizes.tensor, sizes.expert)
+    key = (parallel.pipeline_schedule, parallel.stages_per_rank, work.sequence, work.micro_batch, work.accumulation)
+    return _shared_step(work.model, work.software, work.checkpointing, axes, key)
+
+
+@lru_cache(maxsize=16384)
+def _shared_step(
+    model: ModelSizes,
+    software: Software,
+    checkpointing: ActivationCheckpointingSettings,
+    axes: tuple[int, ...],
+    key: tuple[Any, ...],
+) -> Workload:
+    pipeline, context, tensor, expert = axes
+    schedule, stages, sequence, micro_batch, accumulation = key
+    sizes = AxisSizes(pipeline, 1, 1, context, tensor, expert)
+    parallel = ParallelSettings(pipeline_schedule=schedule, stages_per_rank=stages)
+    return Workload(model, sizes, parallel, sequence, micro_batch, accumulation, checkpointing, software=software)
+
+
+@lru_cache(maxsize=65536)
+def _step_activations(work: Workload, stage: Stage) -> dict[str, float]:
     """Return the bytes of activations in flight, of what travels between stages, and of one chunk of the loss."""
     checkpointing = work.checkpointing
     in_flight = micro_batches_in_flight(work, stage)
@@ -261,6 +292,33 @@ def boundary_bytes(work: Workload) -> float:
     """Return the bytes of hidden states that a rank sends to the next pipeline stage, for one micro-batch."""
     tokens = work.tokens / work.sizes.tensor if work.software.splits_sends else work.tokens
     return tokens * work.spec.hidden_size * work.software.compute_bytes
+
+
+def least_memory(work: Workload, data: int) -> tuple[float, float]:
+    """Return lower bounds of the memory of the fullest GPU for any ZeRO: of activations and loss, and with all state.
+
+    Args:
+        data: number of data-parallel ranks.
+    """
+    if work.accumulation == 1:
+        # Gradients may reuse the memory of activations.
+        return 0.0, 0.0
+    soft, sizes = work.software, work.sizes
+    parallel = work.parallel.model_copy(update={"zero_stage": 3, "shard": data, "replicate": 1})
+    sharded = replace(work, parallel=parallel, sizes=replace(sizes, shard=data, replicate=1))
+    activations, total = 0.0, 0.0
+    for stage in work.stages:
+        size = sum(_step_activations(_without_data_ranks(work), stage).values())
+        shares = rank_shares(sharded, stage)
+        numbers = sum(count * part.num_trained for part, count in shares)
+        state = soft.gradient_bytes * numbers + sum(count * (part.weights + part.state) for part, count in shares)
+        gathered = _gathered_memory(sharded, stage, shares)
+        # A stage of a single block gathers less without ZeRO 3.
+        whole = sum(part.gathered_bytes * count for part, count in shares)
+        copies = min(whole, gathered.get("compute weights", 0.0)) + gathered.get("reduction", 0.0)
+        # Shards of experts along another dim may be rounded up less.
+        activations, total = max(activations, size), max(total, size + copies + 0.98 * state)
+    return activations, total
 
 
 def loss_bytes(work: Workload) -> float:

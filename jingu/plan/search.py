@@ -1,8 +1,9 @@
 """Search for the fastest layouts among all valid ones that fit into memory.
 
-It is a branch and bound search: groups of layouts are tried in the order of a lower bound of their step time, and the
-search ends when the bound of the next group is above the best layouts. The bound is the computation of a rank's share
-of the model, which no schedule makes shorter.
+It is a branch and bound search: cells of layouts are tried in the order of a lower bound of their step time, and the
+search ends when the bound of the next cell is above the best layouts. The bound is the computation of a rank's share
+of the model, which no schedule makes shorter. Left out are: activation checkpointing of some blocks only, stages of
+given sizes, and offload where a layout fits without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache
 from itertools import product
 from math import inf
 
+from jingu.config.batch_plan import divisors
 from jingu.config.sections.parallel import HostOffloadSettings, NoOffloadSettings, ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.errors import JinguError
@@ -21,15 +23,23 @@ from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 from jingu.parallel.stages import check_layout
 from jingu.plan.intervals import memory_margin
 from jingu.plan.machine import Machine
-from jingu.plan.memory import stage_memory
-from jingu.plan.step_time import idle_share, model_seconds, step_time
-from jingu.plan.workload import Workload
+from jingu.plan.memory import least_memory, stage_memory
+from jingu.plan.step_time import (
+    StageTime,
+    data_seconds,
+    idle_share,
+    model_seconds,
+    optimizer_seconds,
+    schedule_time,
+    step_time,
+)
+from jingu.plan.workload import Stage, Workload
 
-# Pipelines to try: schedule and stages per rank.
-_SCHEDULES = (("1f1b", "auto"), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", "auto"), ("zbv", "auto"))
 _CHECKPOINTING = tuple(ActivationCheckpointingSettings(type=kind) for kind in ("none", "selective", "full"))
+_MODEL_AXES = ("pipeline", "tensor", "context", "expert")
+# Rounding of shards: one with more state can be smaller by at most this share.
+ROUNDING = 0.98
 _OFFLOAD = (NoOffloadSettings(), HostOffloadSettings())
-MAX_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -75,58 +85,86 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Sizes of the mesh axes and the ZeRO stage: a candidate before batch, schedule and checkpointing are chosen."""
+class _Cell:
+    """Layouts that differ only in schedule, ZeRO and the division of the data-parallel ranks.
 
-    sizes: AxisSizes
+    Attributes:
+        bound: lower bound of their step time in seconds: the computation of a rank's share of the model.
+        settings: sizes of the axes that divide the model, and the method of context parallelism.
+        data: number of data-parallel ranks.
+    """
+
+    bound: float
     settings: ParallelSettings
+    data: int
+    micro_batch: int
+    accumulation: int
+    checkpointing: ActivationCheckpointingSettings
 
 
-def search_layouts(
-    base: Workload, ranks: int, machine: Machine, rows: int, *, best: int = 5, prune: bool = True
-) -> SearchResult:
+def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, best: int = 5) -> SearchResult:
     """Return the fastest layouts of a step on a number of ranks.
 
     Args:
         base: a step of the run in any layout; only its model, sequence and software matter.
         rows: sequences of a step over all ranks.
         best: number of layouts to return.
-        prune: whether to skip layouts that cannot be among the best.
     """
     result = SearchResult([])
-    # Try groups of layouts in the order of the lower bound of their step time.
-    groups = list(_groups(base, ranks, rows, machine, result))
-    order = sorted(range(len(groups)), key=lambda number: groups[number].bound) if prune else range(len(groups))
-    top: list[tuple[float, float, int, Plan]] = []
-    for number in order:
-        if prune and len(top) == best and groups[number].bound > top[-1][0]:
+    cells = sorted(_cells(base, ranks, rows, machine, result), key=lambda cell: cell.bound)
+    # 1. Layouts that are likely to fit give an upper bound, so that far slower ones need not be estimated.
+    likely = [cell for cell in cells if cell.micro_batch == 1 and cell.checkpointing.type == "full"]
+    limit = inf
+    seconds: list[float] = []
+    for cell in likely:
+        if cell.bound > limit:
             break
-        for work in _layouts(base, groups[number], result):
-            if prune and len(top) == best and _bound(work, groups[number], machine) > top[-1][0]:
-                continue
-            plan = _evaluate(work, machine, result)
-            if plan is not None:
-                top.append((plan.step, plan.memory, result.num_estimates, plan))
-        top = sorted(top)[:best]
-    result.best = [plan for *_, plan in top]
+        found = _search_cell(base, cell, machine, SearchResult([]), limit, first_only=True)
+        seconds = sorted(seconds + [plan.step for plan in found])[:best]
+        limit = seconds[-1] if len(seconds) == best else inf
+    # 2. All layouts.
+    top: list[Plan] = []
+    for cell in cells:
+        if cell.bound > limit:
+            break
+        top += _search_cell(base, cell, machine, result, limit)
+        top = sorted(top, key=lambda plan: (plan.step, plan.memory))[:best]
+        limit = min(limit, top[-1].step) if len(top) == best else limit
+    result.best = top
     return result
 
 
-def _bound(work: Workload, group: _LayoutGroup, machine: Machine) -> float:
-    """Return a lower bound of a layout's step time: that of its group, plus the minimum bubble of its schedule."""
-    # The bubble is smallest if all stages take equally long. Ranks that share a core do not idle.
-    idle = 0.0 if machine.ranks_per_core > 1 else idle_share(work) * (work.sizes.pipeline - 1)
-    return group.bound * (1 + idle / work.accumulation)
+def _idle_bound(work: Workload, machine: Machine) -> float:
+    """Return a lower bound of the bubble of a layout, in the time of one micro-batch on a rank.
+
+    It is exact if all stages take equally long. If the slowest stage of 1F1B is among the first, it waits for less; but
+    for at least half of that.
+    """
+    if machine.ranks_per_core > 1:
+        # Ranks that share a core do not idle.
+        return 0.0
+    idle = idle_share(work) * (work.sizes.pipeline - 1)
+    return idle / 2 if work.parallel.pipeline_schedule == "1f1b" else idle
 
 
-def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | None:
-    """Return the estimates of a layout, with offload if it does not fit otherwise; None if it does not fit at all."""
-    for offload in _OFFLOAD:
-        if offload.type != "none" and machine.is_shared:
-            # Main memory is the only memory.
-            return None
+def _evaluate(
+    work: Workload, machine: Machine, result: SearchResult, limit: float, times: _CellTime
+) -> tuple[Plan | None, bool]:
+    """Return the estimates of a layout, with offload if it does not fit otherwise.
+
+    Returns:
+        The plan, or None if the layout does not fit at all or takes longer than `limit` seconds; and whether it does
+        not fit so clearly that one with more state on a GPU cannot fit either.
+    """
+    usable = machine.usable_bytes / memory_margin(machine)
+    seconds = times.seconds + data_seconds(work, times.slowest, times.stage, machine)
+    for offload in _OFFLOAD[: 1 if machine.is_shared else 2]:
         if offload.type != "none":
             work = replace(work, parallel=work.parallel.model_copy(update={"offload": offload}))
+        elif not times.may_fit:
+            continue
+        if seconds + optimizer_seconds(work, times.slowest, machine) > limit:
+            return None, False
         result.num_estimates += 1
         memories = [stage_memory(work, stage) for stage in work.stages]
         memory = max(memory.total for memory in memories)
@@ -135,85 +173,64 @@ def _evaluate(work: Workload, machine: Machine, result: SearchResult) -> Plan | 
             result.reject(
                 "out of main memory", f"{describe_layout(work)} offloads {host_bytes / 2**30:,.0f} GiB per GPU"
             )
-            return None
-        usable = machine.usable_bytes / memory_margin(machine)
+            return None, host_bytes * ROUNDING > machine.host_bytes
         if memory <= usable:
-            return Plan(work, step_time(work, machine), memory)
+            return Plan(work, step_time(work, machine), memory), False
         result.rejections["out of memory"] += 1
         if memory - usable < result.nearest[0]:
             result.nearest = (memory - usable, describe_layout(work))
         # Offload cannot help if the rest without the offloaded state is already too large.
-        if max(memory.total - memory.state for memory in memories) > usable:
-            return None
-    return None
+        rest = max(memory.total - memory.state for memory in memories)
+        if rest > usable:
+            return None, rest * ROUNDING > usable
+    return None, memory * ROUNDING > usable
 
 
-@dataclass(frozen=True)
-class _LayoutGroup:
-    """Layouts that differ only in schedule and offload; `bound` is a lower bound of their step time in seconds."""
-
-    bound: float
-    grid: Grid
-    micro_batch: int
-    accumulation: int
-    checkpointing: ActivationCheckpointingSettings
-
-
-def _groups(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_LayoutGroup]:
-    """Yield all combinations of a grid, a micro-batch and a kind of activation checkpointing."""
+def _cells(base: Workload, ranks: int, rows: int, machine: Machine, result: SearchResult) -> Iterator[_Cell]:
+    """Yield all divisions of the ranks and of the rows that the model allows, without those of data-parallel ranks."""
     seconds: dict[tuple[object, ...], float] = {}
-    for grid in _grids(base, ranks, result):
-        sizes = grid.sizes
-        if rows % sizes.data:
-            result.reject("the batch does not divide", f"{rows:,} sequences over {sizes.data:,} data-parallel ranks")
+    for settings in _divisions(base, ranks, result):
+        pipeline, tensor, context, expert = (int(getattr(settings, axis)) for axis in _MODEL_AXES)
+        data = ranks // (pipeline * tensor * context)
+        if rows % data:
+            result.reject("the batch does not divide", f"{rows:,} sequences over {data:,} data-parallel ranks")
             continue
-        share = rows // sizes.data
-        for micro, checkpointing in product(_divisors(share, MAX_MICRO_BATCH), _CHECKPOINTING):
-            # The computation of a micro-batch does not depend on the ZeRO stage or the pipeline stages.
-            key = (sizes.tensor, sizes.context, sizes.expert, grid.settings.context_method, micro, checkpointing.type)
+        share = rows // data
+        for micro, checkpointing in product(divisors(share), _CHECKPOINTING):
+            # The computation of a micro-batch does not depend on the pipeline.
+            key = (tensor, context, expert, settings.context_method, micro, checkpointing.type)
             if key not in seconds:
-                work = replace(
-                    base, sizes=sizes, parallel=grid.settings, micro_batch=micro, checkpointing=checkpointing
-                )
+                sizes = AxisSizes(1, 1, 1, context, tensor, expert)
+                work = replace(base, sizes=sizes, parallel=settings, micro_batch=micro, checkpointing=checkpointing)
                 seconds[key] = model_seconds(work, machine) * (1 - 1e-9)
-            bound = seconds[key] * (share // micro) / sizes.pipeline
-            yield _LayoutGroup(bound, grid, micro, share // micro, checkpointing)
+            accumulation = share // micro
+            yield _Cell(seconds[key] * accumulation / pipeline, settings, data, micro, accumulation, checkpointing)
 
 
-def _grids(base: Workload, ranks: int, result: SearchResult) -> Iterator[Grid]:
-    """Yield all divisions of the ranks over the axes that the model allows."""
-    spec, nodes = base.spec, base.parallel
+def _divisions(base: Workload, ranks: int, result: SearchResult) -> Iterator[ParallelSettings]:
+    """Yield all divisions of the model over ranks: pipeline, tensor, context and experts."""
+    spec = base.spec
     layers = (spec.num_encoder_layers or 0) + spec.num_layers
-    longest = max(1, base.sequence // 512)
-    heads = min(layer.attention.num_heads for layer in spec.kinds)
-    for pipeline, tensor, context in product(_divisors(ranks), repeat=3):
-        if ranks % (pipeline * tensor * context) or context > longest or tensor > heads:
+    experts = [1] if spec.experts is None else divisors(spec.experts.num_experts)
+    for pipeline, tensor, context in product(divisors(ranks), repeat=3):
+        if ranks % (pipeline * tensor * context):
             continue
         if pipeline > layers:
             result.reject("fewer blocks than stages", f"{layers} blocks over {pipeline} stages")
             continue
         data = ranks // (pipeline * tensor * context)
-        for zero, shard in {(0, 1), *((zero, size) for zero in (1, 2, 3) for size in (data, 8) if data % size == 0)}:
-            if zero and shard == 1 and data > 1:
+        for expert, method in product(experts, ("ulysses", "ring") if context > 1 else ("ulysses",)):
+            if data * context % expert:
                 continue
-            experts = _expert_sizes(base, shard * context)
-            for expert, method in product(experts, ("ulysses", "ring") if context > 1 else ("ulysses",)):
-                settings = nodes.model_copy(
-                    update={
-                        "pipeline": pipeline,
-                        "tensor": tensor,
-                        "context": context,
-                        "zero_stage": zero,
-                        "shard": shard,
-                        "replicate": data // shard,
-                        "expert": expert,
-                        "context_method": method,
-                    }
-                )
-                try:
-                    yield Grid(resolve_axis_sizes(settings, ranks, spec), settings)
-                except JinguError as error:
-                    result.reject(_reason(error), f"{error.what}")
+            update: dict[str, object] = {"pipeline": pipeline, "tensor": tensor, "context": context, "expert": expert}
+            update |= {"context_method": method, "shard": data, "replicate": 1, "zero_stage": 1}
+            settings = base.parallel.model_copy(update=update)
+            try:
+                resolve_axis_sizes(settings, ranks, spec)
+            except JinguError as error:
+                result.reject(_reason(error), f"{error.what}")
+                continue
+            yield settings
 
 
 def _reason(error: JinguError) -> str:
@@ -224,49 +241,120 @@ def _reason(error: JinguError) -> str:
     )
 
 
-def _expert_sizes(base: Workload, ranks: int) -> list[int]:
-    part = base.spec.experts
-    if part is None:
-        return [1]
-    return [size for size in _divisors(part.num_experts) if ranks % size == 0]
-
-
-def _layouts(base: Workload, group: _LayoutGroup, result: SearchResult) -> Iterator[Workload]:
-    """Yield the layouts of a group, one for each valid schedule."""
-    sizes, kind = group.grid.sizes, group.checkpointing.type
-    for schedule, stages in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
-        update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
-        # Many layouts share these parts, so check once whether they are compatible.
-        zero = group.grid.settings.zero_stage
-        key = (schedule, stages, sizes.pipeline, zero, kind, sizes.expert > 1, group.accumulation)
-        if key not in result.conflicts:
-            result.conflicts[key] = _conflict(group.grid.settings.model_copy(update=update), kind, base, group)
-        error = result.conflicts[key]
-        if error is not None:
-            result.reject(_reason(error), error.what)
-            continue
-        yield replace(
-            base,
-            sizes=sizes,
-            parallel=group.grid.settings.model_copy(update=update),
-            micro_batch=group.micro_batch,
-            accumulation=group.accumulation,
-            checkpointing=group.checkpointing,
-        )
-
-
-def _conflict(settings: ParallelSettings, kind: str, base: Workload, group: _LayoutGroup) -> JinguError | None:
-    """Return the error of an invalid layout; None if it is valid."""
-    try:
-        check_layout(settings, kind, base.spec, group.grid.sizes, group.accumulation)
-    except JinguError as error:
-        return error
-    return None
+@cache
+def _schedules(pipeline: int, layers: int) -> tuple[tuple[str, int | str], ...]:
+    """Return all schedules of a pipeline, each with its number of stages per rank."""
+    if pipeline == 1:
+        return (("1f1b", "auto"),)
+    several = range(2, layers // pipeline + 1)
+    schedules: list[tuple[str, int | str]] = [("gpipe", "auto"), ("1f1b", "auto"), ("zbv", "auto")]
+    schedules += [("interleaved", number) for number in several]
+    return (*schedules, *(("zero_bubble", number) for number in (1, *several)))
 
 
 @cache
-def _divisors(number: int, largest: int | None = None) -> tuple[int, ...]:
-    return tuple(n for n in range(1, min(number, largest or number) + 1) if number % n == 0)
+def _data_divisions(data: int, context: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the stages of ZeRO, each with the numbers of ranks that share the state beside those of `context`."""
+    shards = tuple(shard for shard in reversed(divisors(data)) if shard * context > 1)
+    return ((0, (1,)), *((zero, shards) for zero in (1, 2, 3) if shards))
+
+
+@dataclass(frozen=True)
+class _CellTime:
+    """What the layouts of a cell with one schedule share.
+
+    Attributes:
+        seconds: lower bound of the step time without data parallelism and optimizer.
+        slowest: the slowest stage; stage: its time.
+        may_fit: whether a layout may fit without offload.
+    """
+
+    seconds: float
+    slowest: Stage
+    stage: StageTime
+    may_fit: bool
+
+
+def _search_cell(
+    base: Workload, cell: _Cell, machine: Machine, result: SearchResult, limit: float, *, first_only: bool = False
+) -> list[Plan]:
+    """Return the layouts of a cell that fit and take at most `limit` seconds.
+
+    Args:
+        first_only: whether to try only 1F1B, with as much of the state sharded as possible.
+    """
+    first, kind, spec = cell.settings, cell.checkpointing.type, base.spec
+    pipeline, tensor, context, expert = (int(getattr(first, axis)) for axis in _MODEL_AXES)
+    schedules = _schedules(pipeline, (spec.num_encoder_layers or 0) + spec.num_layers)
+    plans: list[Plan] = []
+    for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
+        key = (schedule, stages, pipeline, kind, expert > 1, cell.accumulation)
+        settings = first.model_copy(update={"pipeline_schedule": schedule, "stages_per_rank": stages})
+        work = replace(
+            base,
+            sizes=AxisSizes(pipeline, 1, cell.data, context, tensor, expert),
+            parallel=settings,
+            micro_batch=cell.micro_batch,
+            accumulation=cell.accumulation,
+            checkpointing=cell.checkpointing,
+        )
+        # 1. What does not depend on ZeRO: bounds of time and memory, validity.
+        if cell.bound * (1 + _idle_bound(work, machine) / cell.accumulation) > limit:
+            continue
+        if not _is_valid(work, key, result):
+            continue
+        times = _cell_time(work, cell, machine, result)
+        if times is None or times.seconds > limit:
+            continue
+        # 2. All divisions of the data-parallel ranks, beginning with those that shard most.
+        for zero, shards in _data_divisions(cell.data, context):
+            for shard in shards[:1] if first_only else shards:
+                if shard * context % expert:
+                    continue
+                sizes = AxisSizes(pipeline, cell.data // shard, shard, context, tensor, expert)
+                update = {"zero_stage": zero, "shard": shard, "replicate": cell.data // shard}
+                layout = replace(work, sizes=sizes, parallel=settings.model_copy(update=update))
+                if not _is_valid(layout, (*key, zero), result):
+                    break
+                plan, is_too_large = _evaluate(layout, machine, result, limit, times)
+                plans += [plan] if plan is not None else []
+                if is_too_large:
+                    break
+    return plans
+
+
+def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:
+    """Return what the layouts of a cell with one schedule share; None if their activations do not fit."""
+    usable = machine.usable_bytes / memory_margin(machine)
+    activations, least = least_memory(work, cell.data)
+    if activations > usable or (least > usable and machine.is_shared):
+        result.reject("out of memory", describe_layout(work))
+        return None
+    terms, slowest, time = schedule_time(work, machine)
+    return _CellTime(sum(terms.values()) * (1 - 1e-9), slowest, time, least <= usable)
+
+
+def _is_valid(work: Workload, key: tuple[object, ...], result: SearchResult) -> bool:
+    """Return whether the parts of a layout fit together; if not, count it as rejected.
+
+    Args:
+        key: what decides that. Many layouts share it, so it is checked once.
+    """
+    if key not in result.conflicts:
+        result.conflicts[key] = _conflict(work)
+    error = result.conflicts[key]
+    if error is not None:
+        result.reject(_reason(error), error.what)
+    return error is None
+
+
+def _conflict(work: Workload) -> JinguError | None:
+    """Return the error of an invalid layout; None if it is valid."""
+    try:
+        check_layout(work.parallel, work.checkpointing.type, work.spec, work.sizes, work.accumulation)
+    except JinguError as error:
+        return error
+    return None
 
 
 def describe_layout(work: Workload) -> str:

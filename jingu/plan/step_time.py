@@ -35,6 +35,7 @@ START_HOPS, NODE_HOPS = 4.0, 4.0
 START_SHARE = 3.0
 # Slowdown of computation by communication that overlaps with it (Isaev et al., 2023: 15% within a node).
 CONTENTION = 0.15
+_NO_CHECKPOINTING = ActivationCheckpointingSettings()
 # Terms of a whole step; the others are sums over micro-batches.
 _STEP_TERMS = ("data", "pipeline", "bubble", "optimizer")
 
@@ -227,6 +228,13 @@ def _split_matmul_seconds(work: Workload, shape: tuple[float, float, float], cou
 
 def _sum_matmul_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
     """Return the seconds of all matmuls of a part, for a forward pass and for a backward pass."""
+    sizes = work.sizes
+    key = (sizes.tensor, sizes.context, sizes.expert, "ulysses", work.sequence, work.micro_batch)
+    return _shared_matmul_seconds(part, _shared_computation(work.model, work.software, _NO_CHECKPOINTING, key), machine)
+
+
+@lru_cache(maxsize=65536)
+def _shared_matmul_seconds(part: BlockSizes, work: Workload, machine: Machine) -> tuple[float, float]:
     parts = matmuls(part, work, machine)
     return sum(matmul.seconds for matmul in parts), sum(matmul.backward for matmul in parts)
 
@@ -391,7 +399,11 @@ def _launch_seconds(host: float, gpu: float, machine: Machine) -> float:
 
 def stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     """Return the seconds of a rank of a stage for one micro-batch, including collectives within the stage."""
-    work = _computation(work)
+    return _stage_time(_computation(work), stage, machine)
+
+
+@lru_cache(maxsize=65536)
+def _stage_time(work: Workload, stage: Stage, machine: Machine) -> StageTime:
     terms = dict.fromkeys(TERMS, 0.0)
     forward = host = 0.0
     for block, numbers in stage.blocks:
@@ -434,12 +446,18 @@ def _context_seconds(block: BlockSizes, work: Workload, group: Neighbors, machin
 
 def step_time(work: Workload, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by term, for the slowest rank of the pipeline."""
+    terms, slowest, time = schedule_time(work, machine)
+    terms["data"] = data_seconds(work, slowest, time, machine)
+    terms["optimizer"] = optimizer_seconds(work, slowest, machine)
+    return terms
+
+
+def schedule_time(work: Workload, machine: Machine) -> tuple[dict[str, float], Stage, StageTime]:
+    """Return the seconds of a step by term, without those that depend on ZeRO; the slowest stage, and its time."""
     times = [(stage, stage_time(work, stage, machine)) for stage in work.stages]
     slowest, time = max(times, key=lambda pair: pair[1].forward + pair[1].backward)
     batches, ranks = work.accumulation, work.sizes.pipeline
     terms = {term: seconds * batches for term, seconds in time.terms.items()}
-    terms["data"] = data_seconds(work, slowest, time, machine)
-    terms["optimizer"] = optimizer_seconds(work, slowest, machine)
     if ranks > 1:
         # Each micro-batch crosses a stage boundary in the forward and in the backward pass.
         travel = 2 * stages_per_rank(work.parallel) * boundary_seconds(work, machine)
@@ -454,7 +472,7 @@ def step_time(work: Workload, machine: Machine) -> dict[str, float]:
         terms["bubble"] = bubble
         if machine.ranks_per_core > 1:
             _share_cores(terms, times, work, machine)
-    return terms
+    return terms, slowest, time
 
 
 def _idle_seconds(times: list[tuple[Stage, StageTime]], slowest: StageTime, travel: float) -> float:

@@ -163,7 +163,7 @@ class Workload:
         return _rank_stages(self.model, self.sizes.pipeline, key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """The part of the model that a rank of the pipeline has.
 
