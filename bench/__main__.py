@@ -46,6 +46,7 @@ TITLES = {
     "contamination": "Contamination: the search for 10^7 n-grams in a corpus, CPU time",
     "serve": "Server (SmolLM2-135M): time to first token with 16 streams, time outside the model, 2 threads",
     "serve_storm": "Server (SmolLM2-135M, fp32) under a storm: streams that are cut, prompts of 2 MB, slow readers",
+    "long_prompt": "Server (SmolLM2-135M, fp32): a prompt of 3,000 tokens beside 32 streams, CPU time on one thread, s",
     "tune": "Fine-tuning a Llama of SmolLM2-135M's shape on instruction rows, 2 threads",
     "evaluate": "Evaluation of SmolLM2-135M compared with lm-evaluation-harness at its best batch size,"
     " CPU time on one thread",

@@ -172,7 +172,6 @@ class MessagesRequest(TokenCountRequest, protocol.VllmChatFields):
     stop_sequences: protocol.StopStrings | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: protocol.PositiveInt | None = None
     top_p: protocol.Fraction | None = None
 
 

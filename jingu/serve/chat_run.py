@@ -208,6 +208,17 @@ async def encode_conversation(body: ChatRequest, service: Service) -> tuple[int,
         raise bad_request(str(error), "messages") from error
 
 
+# Variables of templates that are given by a request's other fields.
+_REQUEST_VARIABLES = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+}
+
+
 def _template_variables(body: ChatRequest) -> dict[str, Any]:
     """Return the variables of the chat template: how much to reason, under the names that templates have for it."""
     variables: dict[str, Any] = {}
@@ -218,7 +229,12 @@ def _template_variables(body: ChatRequest) -> dict[str, Any]:
     if is_enabled is not None:
         # `enable_thinking` in templates of Qwen and GLM, `thinking` in those of DeepSeek and Granite.
         variables |= {"enable_thinking": is_enabled, "thinking": is_enabled}
-    return variables | (body.chat_template_kwargs or {})
+    options = body.chat_template_kwargs or {}
+    for name in options.keys() & _REQUEST_VARIABLES:
+        raise bad_request(
+            f"`chat_template_kwargs` cannot have `{name}`, which the request says", "chat_template_kwargs"
+        )
+    return variables | options
 
 
 def _check_reasoning_switch(chat_format: ChatFormat, variables: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from jingu.chat.tool_calls import ToolCall
 from jingu.infer.request import FinishReason
@@ -51,6 +51,11 @@ class FunctionTool(protocol.FunctionDefinition):
     FIELDS = ("responses tool",)
 
     type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        return protocol.check_function_type(value)
 
 
 class FunctionChoice(protocol.FunctionName):

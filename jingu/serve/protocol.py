@@ -430,11 +430,24 @@ class FunctionDefinition(RequestBody):
     strict: bool | None = None
 
 
+def check_function_type(value: Any) -> Any:
+    """Return the description of a tool. Raise ApiError, with the reason, if it is no function."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in (None, "function"):
+        raise bad_request(f"a tool of type {str(kind)[:40]!r} is not supported: models here call functions", "tools")
+    return value
+
+
 class ToolDefinition(RequestBody):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        return check_function_type(value)
 
 
 class FunctionName(RequestBody):
@@ -564,3 +577,12 @@ class RerankRequest(ScoringRequest):
     documents: Texts
     return_documents: bool | None = None
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _read_texts(cls, documents: Any) -> Any:
+        """Replace documents that are objects with a text, as Jina and Cohere have them, by their texts."""
+        if not isinstance(documents, list):
+            return documents
+        is_text = [isinstance(each, dict) and each.keys() == {"text"} for each in documents]
+        return [each["text"] if has_text else each for each, has_text in zip(documents, is_text, strict=True)]

@@ -421,3 +421,52 @@ def test_embeddings_are_known() -> None:
     published = typing.get_type_hints(embedding_create_params.EmbeddingCreateParams)
     body = protocol.EmbeddingRequest
     assert published.keys() <= {*field_names(body), *body.read_fields("hints")}
+
+
+BODIES = {path: body for path, _, body, *_ in PROTOCOLS.values() if "seed" in body}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("value", [-1, 0])
+def test_no_limit_of_top_k_is_accepted_everywhere(observer: Observer, path: str, value: int) -> None:
+    plain = observer.answer(path, BODIES[path])
+    assert plain[0] == 200 and observer.answer(path, {**BODIES[path], "top_k": value}) == plain
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/completions"])
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template"])
+def test_variables_of_the_request_are_no_further_variables(observer: Observer, path: str, name: str) -> None:
+    status, _, text = observer.answer(path, {**BODIES[path], "chat_template_kwargs": {name: []}})
+    assert status == 400 and f"cannot have `{name}`" in text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_special_tokens_are_added_as_in_vllm(observer: Observer, path: str) -> None:
+    """By default vLLM adds them to texts, and adds none to what a chat template writes."""
+    is_text = path == "/v1/completions"
+    assert observer.answer(path, {**BODIES[path], "add_special_tokens": is_text})[0] == 200
+    status, _, text = observer.answer(path, {**BODIES[path], "add_special_tokens": not is_text})
+    assert status == 400 and "`add_special_tokens` is" in text
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("value", [True, False])
+def test_truncate_of_ollama_changes_no_prompt_that_fits(observer: Observer, path: str, value: bool) -> None:
+    body = next(body for other, _, body, *_ in PROTOCOLS.values() if other == path)
+    assert observer.answer(path, {**body, "truncate": value}) == observer.answer(path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [("/v1/responses", {"type": "web_search"}), ("/v1/chat/completions", {"type": "custom", "custom": {"name": "a"}})],
+)
+def test_other_tools_are_named_by_their_type(observer: Observer, path: str, tool: dict[str, Any]) -> None:
+    status, _, text = observer.answer(path, {**BODIES[path], "tools": [tool]})
+    assert status == 400 and f"a tool of type '{tool['type']}' is not supported" in text
+
+
+def test_documents_to_rank_may_be_objects() -> None:
+    body = {"model": "tiny", "query": "a", "documents": ["x", {"text": "y"}]}
+    assert protocol.RerankRequest.model_validate(body).documents == ["x", "y"]
+    with pytest.raises(ValueError, match="valid string"):
+        protocol.RerankRequest.model_validate({**body, "documents": [{"image": "y"}]})
