@@ -39,7 +39,9 @@ def example(name: str | None = None, to: Path = Path()) -> None:
     """
     folder = examples_folder()
     if name is None:
-        names = sorted(_names(folder))
+        # Not the scripts and data that other examples use.
+        main_files = [file for file in _files(folder) if file.suffix in (".yaml", ".ipynb", ".toml")]
+        names = sorted({_name(folder, file) for file in main_files})
         print_table(("example", "contents"), [(each, _describe(folder, each)) for each in names], right=())
         print("\n`jingu example NAME` writes the files of an example into ./examples.")
         return
@@ -110,7 +112,7 @@ def _describe(folder: Path, name: str) -> str:
     if text.startswith("{"):  # a notebook, whose first cell begins with a title
         text = "".join(re.findall(r'"# ([^"\\]+)', text)[:1])
     words = " ".join(text[:400].split()).replace("# ", "").replace('"""', "")
-    sentence = re.split(r"(?<=\w)\.(?:\s|$)", words)[0]
+    sentence = re.split(r"(?<=\w)(?:\.| ·)(?:\s|$)", words)[0]
     return textwrap.shorten(sentence, 100, placeholder=" …")
 
 
