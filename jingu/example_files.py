@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from jingu.config.load import load_config
 from jingu.errors import JinguError
 from jingu.formatting import print_table
 
@@ -121,8 +122,13 @@ def quickstart(overrides: list[str]) -> int:
 
     Args:
         overrides: settings of the run to override.
+
+    Raises:
+        JinguError: a setting does not exist, or has a wrong value.
     """
     write_example(examples_folder(), "quickstart", Path(), keep=True)
+    # The script is a process of its own: mistakes in the settings are found here.
+    load_config(Path("examples/quickstart.yaml"), overrides)
     try:
         return subprocess.run([sys.executable, "examples/quickstart.py", *overrides], check=False).returncode
     except KeyboardInterrupt:

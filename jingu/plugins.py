@@ -206,5 +206,5 @@ def list_plugins() -> int:
     if rows:
         print_table(("kind", "name", "package", "version", "object", "state"), rows, right=())
     else:
-        print("No installed package has a plug-in. docs/guides/plugins.md says how to write one.")
+        print("No installed package has a plug-in. `jingu example plugin` writes a package with one of each kind.")
     return int(any(row[-1] != "ok" for row in rows))

@@ -69,6 +69,15 @@ def test_files_of_the_user_are_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "The nearest are sort" in capsys.readouterr().err
 
 
+def test_mistakes_in_settings_of_the_quickstart_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "optimizer.lrr=1"]) == 2
+    assert capfd.readouterr().err.startswith("jingu: optimizer.lrr=1: optimizer.lrr is not a setting.")
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == ["quickstart.py", "quickstart.yaml"]
+
+
 # Notebooks
 
 SMALL_NOTEBOOKS: dict[str, dict[str, Any]] = {
