@@ -136,6 +136,7 @@ ROUNDED = {
     "lfm2-8b-a1b": 8.3,
     "gemma-4-e4b": 7.5,  # 8 with its encoders
     "gemma-4-31b": 30.7,
+    "gemma-4-12b": 12,
     "granite-4.0-h-micro": 3.2,
     "granite-4.0-h-tiny": 6.9,
     "granite-4.0-h-small": 32,

@@ -96,6 +96,7 @@ PARALLEL = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe
 EACH = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 317}
 SHARING = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_hidden_layers": 6}
 SHARING |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+UNIFIED = {key: value for key, value in GEMMA4.items() if key not in ("layer_types", "hidden_size_per_layer_input")}
 SHARED = {"shared_expert_intermediate_size": 28}
 STATE_CONFIGS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: config("Lfm2", **CONVOLUTIONS, conv_bias=True, block_auto_adjust_ff_dim=False),
@@ -131,4 +132,5 @@ STATE_CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma4_text-equal": lambda: config("Gemma4Text", **GEMMA4, **EQUAL),
     "gemma4_text-experts": lambda: config("Gemma4Text", **GEMMA4, **PARALLEL),
     "gemma4_text-shared": lambda: config("Gemma4Text", **{**GEMMA4, **EACH, **SHARING}),
+    "gemma4_unified_text": lambda: config("Gemma4UnifiedText", **UNIFIED, **EQUAL, **SHARING),
 }

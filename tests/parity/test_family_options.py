@@ -15,6 +15,7 @@ from jingu.formats.stored_model import load_model
 from tests.parity.fp64 import randomize
 from tests.parity.test_family_proofs import CASES, close, model_class, texts
 from tests.parity.test_layer_kinds import EAGER
+from tests.parity.test_tabled_families import rounds_widely
 
 # Keys that transformers' forward does not use, or that only say how it computes.
 UNUSED = set(transformers.PreTrainedConfig().to_dict()) - {"tie_word_embeddings"}
@@ -77,10 +78,12 @@ def test_another_value_of_a_key_is_followed_or_refused(name: str, tmp_path: Path
             if expected is None:
                 continue
             try:
-                ours = load_model(open_hf(folder), torch.float32)
+                stored = open_hf(folder)
+                ours = load_model(stored, torch.float32)
             except JinguError:
                 continue
             with torch.no_grad():
-                close(ours.logits(ours(texts()[0][None])), expected, 1e-4, (key, changed))
+                limit = 1e-3 if rounds_widely(stored.spec) else 1e-4
+                close(ours.logits(ours(texts()[0][None])), expected, limit, (key, changed))
             followed += 1
     assert followed > 10
