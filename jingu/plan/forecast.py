@@ -264,6 +264,13 @@ def print_forecast(result: Forecast) -> None:
         f"{format_duration(figures['checkpoint_interval_seconds'])}"
     )
     print(f"assumed: {describe_software(result.work.software)}")
+    machine = result.machine
+    if not machine.is_shared:
+        more = f", {machine.nic_gbs:,.4g} GB/s to other nodes" if result.work.ranks > machine.gpus_per_node else ""
+        print(
+            f"assumed: {machine.name} with {machine.host_gib:,.0f} GiB of main memory for each GPU and "
+            f"{machine.gpus_per_node} GPUs a node{more}"
+        )
     for assumption in result.assumptions:
         print(f"assumed: {assumption}")
 

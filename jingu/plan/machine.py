@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import time
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -133,7 +134,22 @@ def machine_library() -> dict[str, Machine]:
     text = files("jingu.plan").joinpath("machines.csv").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     rows = csv.DictReader(lines)
-    return {row["name"]: Machine.model_validate({k: v for k, v in row.items() if k != "source"}) for row in rows}
+    fields = Machine.model_fields
+    return {row["name"]: Machine.model_validate({k: v for k, v in row.items() if k in fields}) for row in rows}
+
+
+@cache
+def _other_names() -> dict[str, str]:
+    """Return the names of the library's machines by how people also write them."""
+    text = files("jingu.plan").joinpath("machines.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    return {other: row["name"] for row in rows for other in row["also"].split()}
+
+
+def _plain_name(name: str) -> str:
+    """Return a machine's name in lower case with hyphens, without its vendor: `NVIDIA RTX 4090` is `rtx-4090`."""
+    words = re.split(r"[\s_-]+", name.lower().strip())
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "amd", "instinct", "huawei", "tesla"))
 
 
 def find_machine(name: str) -> Machine:
@@ -149,9 +165,11 @@ def find_machine(name: str) -> Machine:
     library = machine_library()
     if name.endswith((".yaml", ".yml")):
         return _read_machine(Path(name))
-    if name.lower() in library:
-        return library[name.lower()]
-    close = get_close_matches(name.lower(), library, n=3, cutoff=0.4) or list(library)
+    plain = _plain_name(name)
+    plain = _other_names().get(plain, plain)
+    if plain in library:
+        return library[plain]
+    close = get_close_matches(plain, library, n=3, cutoff=0.4) or list(library)
     raise JinguError(
         f"there is no machine {name}.",
         where="--on",

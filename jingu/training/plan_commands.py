@@ -37,6 +37,7 @@ from jingu.plan.forecast import (
     run_workload,
 )
 from jingu.plan.machine import Machine, find_machine
+from jingu.plan.memory import fullest_stage
 from jingu.plan.search import SearchResult, search_layouts
 from jingu.plan.serving import plan_serving
 from jingu.plan.software import Software, find_software
@@ -172,6 +173,8 @@ def _format_steps(length: int | float, steps: int) -> str:
 # jingu plan
 
 
+# Most ranks of a pipeline that `--exact` replays all.
+MAX_REPLAYS = 4
 # Numbers of nodes that `--gpus-needed` tries.
 NODES = [2**power for power in range(8)]
 
@@ -210,7 +213,7 @@ class PlanQuery:
         on: the machine: a name of the library, a YAML file, or `here`.
         gpus: GPUs per node; None: as many as the machine has.
         mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
-            first rank; `serve` plans generation instead of training. A number is the same as `clusters`, and also the
+            fullest rank; `serve` plans generation instead of training. A number is the same as `clusters`, and also the
             days within which the run must end. None plans the layout of the settings; for a model without settings, the
             best layout.
         price: price per GPU-hour; None: unknown.
@@ -256,7 +259,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
             print(json.dumps(asdict(serving)))
         else:
             print_serving(serving, machine)
-        return 0
+        return 0 if serving.max_streams else 1
     if mode == "clusters" or isinstance(mode, float):
         return _plan_clusters(request, machine, price, mode if isinstance(mode, float) else None, as_json=as_json)
     if mode == "exact":
@@ -283,7 +286,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
 
 
 def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool) -> int:
-    """Replay a step of the first rank, and print its peak memory and its collectives; return the exit code 0."""
+    """Replay a step of the fullest rank, and print its peak memory and its collectives; return the exit code 0."""
     import torch
 
     from jingu.runtime.device import total_memory
@@ -296,14 +299,22 @@ def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool
     # Imported late, because it imports all of training.
     from jingu.training.replay_run import replay_run
 
-    record = replay_run(config, spec, precision, ranks, 0)
+    # Stages differ in ways that only a replay knows, so each of a few ranks of the pipeline is tried.
+    work = run_workload(config, spec, *plan_layout(config, ranks, spec), request.execution(machine))
+    pipeline = work.sizes.pipeline
+    stages = range(pipeline) if pipeline <= MAX_REPLAYS else {0, fullest_stage(work)[0].rank, pipeline - 1}
+    records = {stage: replay_run(config, spec, precision, ranks, stage * (ranks // pipeline)) for stage in stages}
+    fullest, record = max(records.items(), key=lambda pair: pair[1].peak)
     if as_json:
         calls = [
             {"axis": axis, "operation": operation, "calls": number, "bytes": record.sizes[axis, operation]}
             for (axis, operation), number in record.calls.items()
         ]
-        print(json.dumps({"begin": record.begin, "peak": record.peak, "collectives": calls}))
+        figures = {"begin": record.begin, "peak": record.peak, "collectives": calls}
+        print(json.dumps({"rank": fullest * (ranks // pipeline)} | figures))
         return 0
+    if pipeline > 1:
+        print(f"the fullest rank is rank {fullest} of the pipeline")
     print(f"tensors before the step: {format_bytes(record.begin)}; at the peak: {format_bytes(record.peak)}\n")
     rows = [
         (axis.removeprefix("mesh_"), operation.strip("_"), f"{number:,}", format_bytes(record.sizes[axis, operation]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jingu.compat.torch_distributed import hold_sent_tensors, pretend_ranks, static_pipeline_stages
 from jingu.config.schema import RunConfig
-from jingu.data.batch import Batch
+from jingu.data.batch import Batch, EncoderInputs, make_seq2seq_batch
 from jingu.model.spec import ModelSpec
 from jingu.parallel.layout import Precision
 from jingu.parallel.materialize import materialize
@@ -33,7 +33,10 @@ class _AnyText(Pretraining):
     def batch(self, step: int, first: int, count: int) -> Batch:
         length = self.config.batch.sequence_length
         ids: Tensor = torch.arange(count * (length + 1)).view(count, length + 1) % self.spec.vocab_size
-        return Batch(ids[:, :-1], ids[:, 1:])
+        if self.spec.num_encoder_layers is None:
+            return Batch(ids[:, :-1], ids[:, 1:])
+        # An encoder-decoder reads a row and predicts another of the same length.
+        return make_seq2seq_batch(EncoderInputs(ids[:, :-1]), ids[:, 1:], 0)
 
 
 def prepare_step(

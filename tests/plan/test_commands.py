@@ -154,3 +154,26 @@ def test_bad_input_is_refused(
 ) -> None:
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_replay_is_that_of_the_fullest_rank(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one micro-batch in flight less, the last rank has the head and what the delayed weight gradients need."""
+    (plan_folder / "small.yaml").write_text(
+        "{model: {family: gpt2, num_layers: 4, hidden_size: 64, num_heads: 4},"
+        " tokenizer: {vocab_size: 1000, path: nowhere},"
+        " batch: {sequence_length: 64, global_batch_size: 8, micro_batch_size: 1},"
+        " parallel: {pipeline: 2, pipeline_schedule: zero_bubble}}"
+    )
+    assert main(["plan", "small.yaml", "--exact", "--gpus", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["rank"] == 1 and figures["peak"] > figures["begin"]
+
+
+def test_a_replay_of_an_encoder_decoder(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (plan_folder / "t5.yaml").write_text(
+        "{model: {family: t5, num_layers: 2, num_encoder_layers: 2, hidden_size: 64, num_heads: 4},"
+        " tokenizer: {vocab_size: 1000, path: nowhere},"
+        " batch: {sequence_length: 64, global_batch_size: 8, micro_batch_size: 1}}"
+    )
+    assert main(["plan", "t5.yaml", "--exact", "--gpus", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak"] > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jingu.cli import main
 from jingu.errors import JinguError
 from jingu.plan.machine import find_machine
 from tests.mistakes import explain_mistake
@@ -53,3 +54,36 @@ def test_this_machine_is_measured() -> None:
     assert machine.with_nodes(4).memory_gib == pytest.approx(
         machine.memory_gib / 4 if machine.is_shared else machine.memory_gib
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("A100", "a100-80"),
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX_5090", "rtx-5090"),
+        ("910B", "ascend-910b"),
+        ("Ascend 910C", "ascend-910c"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("MI350", "mi350x"),
+        ("H100 SXM", "h100"),
+        ("b200", "b200"),
+    ],
+)
+def test_machines_have_the_names_that_people_write(written: str, name: str) -> None:
+    assert find_machine(written).name == name
+
+
+def test_consumer_cards_have_a_usual_main_memory_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3-8b", "--on", "RTX 4090", "batch.global_batch_size=8"]) == 1
+    assert find_machine("rtx-4090").host_gib < 100
+    words = ["plan", "llama-3.2-1b", "--on", "RTX 4090", "batch.global_batch_size=8"]
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "rtx-4090 with 60 GiB of main memory for each GPU and 1 GPUs a node" in capsys.readouterr().out
+
+
+def test_no_stream_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3-8b", "--serve", "--on", "rtx-4090", "batch.sequence_length=131072"]
+    assert main(words) == 1
+    assert "0 streams fit" in capsys.readouterr().out
