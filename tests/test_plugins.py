@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jingu.plugins import INTERFACE, KINDS
+from jingu.plugins import KINDS
 from tests.conftest import TINY_LLAMA, Done, Library
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -42,10 +43,14 @@ def install(folder: Path, name: str, version: str, groups: dict[str, dict[str, s
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the example package, as installed."""
-    folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(EXAMPLE / "jingu_example", folder / "jingu_example")
-    install(folder, "jingu-example", "1.0", {f"jingu.v{INTERFACE}.{kind}": names for kind, names in ENTRIES.items()})
+    """A folder with the example package: the contents of its wheel, which is all that pip installs."""
+    source, folder = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("site")
+    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
     return folder
 
 
