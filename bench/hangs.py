@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -129,9 +130,10 @@ def find_hang(folder: Path, fault: str, world: int, culprit: int) -> tuple[float
     return end - float(file.read_text(encoding="utf-8")), verdict
 
 
-def is_named(verdict: str, culprit: int) -> bool:
-    """Return whether a verdict names the rank; without a majority, which two ranks lack, the other side as well."""
-    return f"rank {culprit} (" in verdict and verdict.count(") has not joined") + verdict.count(") called") <= 2
+def is_named(verdict: str, culprit: int, world: int) -> bool:
+    """Return whether a verdict names the rank, and no other one; of two ranks without a majority, both."""
+    named = {int(number) for number in re.findall(r"^  rank (\d+) \(", verdict, re.MULTILINE)}
+    return culprit in named if world == 2 else named == {culprit}
 
 
 def run(argument: str = "") -> str:
@@ -148,7 +150,7 @@ def run(argument: str = "") -> str:
             cells = []
             for world in worlds:
                 seconds, verdict = find_hang(folder, fault, world, culprit=number % world)
-                mark = "" if is_named(verdict, number % world) else f" (wrong: {verdict!r})"
+                mark = "" if is_named(verdict, number % world, world) else f" (wrong: {verdict!r})"
                 cells.append(f"{seconds:.1f} s{mark}")
                 print(fault, world, cells[-1], verdict, file=sys.stderr, flush=True)
             rows.append(f"| {fault} | {' | '.join(cells)} |")

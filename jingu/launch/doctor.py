@@ -6,13 +6,25 @@ import socket
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import yaml
 
 from jingu.errors import JinguError
 from jingu.launch.hosts import FAILING_NODES, write_failing_nodes
-from jingu.launch.node_checks import KERNEL, SLOW_SHARE, Figures, run_checks
+from jingu.launch.node_checks import CHECK_SECONDS, KERNEL, SLOW_SHARE, Figures, run_checks
+from jingu.launch.probe import Failure, ProbeListener, Target, choose_targets, find_culprits, local_address, probe
+from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE
 from jingu.runtime.files import write_text_atomically
+
+if TYPE_CHECKING:
+    from jingu.config.schema import RunConfig
+    from jingu.runtime.ranks import Board
+
+# Time for the checks of the slowest node.
+_WAIT_SECONDS = 2.5 * CHECK_SECONDS
+# A disk below this share of the usual rate fails. Disks vary more than computation.
+_SLOW_DISK = 0.1
 
 
 def doctor(folder: Path | None = None, machine: Path | None = None, file: Path | None = None) -> int:
@@ -24,13 +36,13 @@ def doctor(folder: Path | None = None, machine: Path | None = None, file: Path |
         file: configuration of a run, to measure collectives along the axes of its mesh.
 
     Returns:
-        0 if all checks pass, else 2; `failing_nodes.txt` then lists the failing nodes.
+        0 if all checks pass, else 2 (69 on ranks of other nodes); `failing_nodes.txt` then lists the failing nodes.
 
     Raises:
-        JinguError: the nodes cannot exchange data, or a node could not be measured.
+        JinguError: a node could not be measured.
     """
     from jingu.config.load import load_config
-    from jingu.runtime.ranks import gather_from_all, is_first_on_node, is_launched, join_process_group
+    from jingu.runtime.ranks import Board, is_first_on_node, is_launched
 
     folder = folder or Path("runs")
     config = load_config(file, []) if file is not None else None
@@ -39,23 +51,97 @@ def doctor(folder: Path | None = None, machine: Path | None = None, file: Path |
     results = run_checks(folder) if is_first_on_node() else []
     if not is_launched():
         return _conclude({host: results}, {}, machine)
-    # 2. Check the network between the nodes.
+    # 2. All results are known to the first rank before the network is used: whatever happens there, they are printed.
+    board = Board()
+    board.post("results", [host, results])
+    by_host: dict[str, list[Figures]] = {}
+    hosts = []
+    for name, own in board.read("results", _WAIT_SECONDS).values():
+        hosts.append(name)
+        by_host.setdefault(name, []).extend(own)
+    if len(hosts) < board.world:
+        what = f"{board.world - len(hosts)} of {board.world} ranks did not answer in {_WAIT_SECONDS:.0f} s"
+        _add_failure(by_host[host], "ranks", what)
+        return _conclude(by_host, {}, machine) if board.rank == 0 else EXIT_LOST
+    # 3. Check whether nodes can connect, and then what they exchange.
+    failing = probe_nodes(board, host, hosts)
+    network: dict[str, list[Figures]] = {}
+    figures: Figures = {}
+    if not failing:
+        network, figures, failing = _check_network(board, host, hosts, folder, config, machine)
+    for name in by_host:
+        by_host[name] += network.get(name, [])
+        if name in failing:
+            _add_failure(by_host[name], "network", failing[name])
+    compare_nodes(by_host)
+    if board.rank == 0:
+        return _conclude(by_host, figures, machine)
+    return EXIT_MISTAKE if host in failing else EXIT_LOST * any_failed(by_host)
+
+
+def probe_nodes(board: Board, host: str, hosts: list[str]) -> dict[str, str]:
+    """Let all nodes connect to each other. Returns the nodes that explain failures, with a sentence for each.
+
+    Args:
+        board: the values of all ranks; each rank calls this.
+        hosts: host of each rank.
+    """
+    from jingu.runtime.ranks import master_address
+
+    leaders = [hosts.index(name) for name in dict.fromkeys(hosts)]
+    listener = ProbeListener() if board.rank in leaders else None
+    master = master_address()[0]
+    address = local_address(master) if board.rank else master
+    board.post("target", Target(host, address, listener.port if listener else 0))
+    nodes = [Target(*target) for rank, target in board.read("target", _WAIT_SECONDS).items() if rank in leaders]
+    failures = probe(choose_targets(leaders.index(board.rank), nodes)) if listener and len(nodes) > 1 else {}
+    board.post("failures", failures)
+    everywhere = board.read("failures", _WAIT_SECONDS)
+    if listener:
+        listener.close()
+    return find_culprits(
+        {
+            (hosts[rank], target): Failure(*failure)
+            for rank, own_failures in everywhere.items()
+            for target, failure in own_failures.items()
+        }
+    )
+
+
+def _check_network(
+    board: Board, host: str, hosts: list[str], folder: Path, config: RunConfig | None, machine: Path | None
+) -> tuple[dict[str, list[Figures]], Figures, dict[str, str]]:
+    """Measure the network between the nodes.
+
+    Returns:
+        The results of each node, figures for the machine file, and the nodes at fault with a sentence for each: those
+        whose rank has failed for a reason of its own, not those that have lost a connection because of it.
+    """
     from jingu.launch.network import check_network
     from jingu.launch.rank_speed import measure_rank_speed
+    from jingu.runtime.ranks import is_lost_connection, join_process_group
 
-    with join_process_group("auto", None) as ranks:
-        everywhere = gather_from_all([host, results])
-        try:
+    network: dict[str, list[Figures]] = {}
+    figures: Figures = {}
+    failure: str | None = None
+    is_consequence = False
+    try:
+        with join_process_group("auto", None) as ranks:
             network, figures = check_network(ranks, folder, config)
-        except RuntimeError as error:
-            _print_table({host: results})
-            what = f"the nodes cannot exchange data ({str(error).splitlines()[0].rstrip('.')})."
-            raise JinguError(what, where=host, fix="Check the network between them, and its firewalls.") from error
-        if machine is not None and ranks.device.type == "cpu":
-            figures |= measure_rank_speed(ranks)
-        by_host = {name: [*results, *network[name]] for name, results in everywhere if results}
-        compare_nodes(by_host)
-        return _conclude(by_host, figures, machine) if ranks.is_first else int(any_failed(by_host)) * 2
+            if machine is not None and ranks.device.type == "cpu":
+                figures |= measure_rank_speed(ranks)
+    except (Exception, SystemExit) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        failure = lines[0].rstrip(".")
+        is_consequence = isinstance(error, SystemExit) or is_lost_connection(error)
+    board.post("failure", [failure, is_consequence])
+    everywhere = board.read("failure", CHECK_SECONDS)
+    causes = {hosts[rank]: text for rank, (text, follows) in everywhere.items() if text is not None and not follows}
+    missing = {
+        hosts[rank]: "its rank has ended without a word" for rank in range(board.world) if rank not in everywhere
+    }
+    others = {hosts[rank]: f"it cannot exchange data ({text})" for rank, (text, _) in everywhere.items() if text}
+    return network, figures, causes or missing or others
 
 
 def any_failed(by_host: dict[str, list[Figures]]) -> bool:
@@ -102,10 +188,10 @@ def compare_nodes(by_host: dict[str, list[Figures]]) -> None:
         for host, text in texts.items():
             if text != usual:
                 _add_failure(by_host[host], check, f"most nodes have {usual}")
-    for key in ("matmul_tflops", "memory_gbs"):
+    for key, share in (("matmul_tflops", SLOW_SHARE), ("memory_gbs", SLOW_SHARE), ("disk_gbs", _SLOW_DISK)):
         rates = _machine_rates(by_host, key)
         for host, rate in rates.items():
-            if rate < SLOW_SHARE * median(rates.values()):
+            if rate < share * median(rates.values()):
                 text = f"{key} is {rate:,.2f}, and {median(rates.values()):,.2f} on other nodes"
                 _add_failure(by_host[host], "speed", text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +92,10 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
     by_host = {node.host: node for node in nodes}
     slots: dict[str, set[int]] = {}
     for part in text.split("@"):
-        host, colon, numbers = part.partition(":")
+        # An IPv6 address has colons of its own; with slots it may stand in brackets.
+        whole = part.strip("[]")
+        host, colon, numbers = (whole, "", "") if whole in by_host else part.rpartition(":")
+        host = host.strip("[]") if colon or host else numbers
         if host not in by_host:
             fix = f"It lists {join_words(list(by_host), 'and')}."
             raise JinguError(f"{host or 'a host without a name'} is not in the hostfile.", where=option, fix=fix)
@@ -105,11 +109,15 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
 
 
 def write_failing_nodes(hosts: Sequence[str]) -> None:
-    """Write the file with the names of failing nodes, or remove it if there are none."""
-    if hosts:
-        write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in hosts))
-    else:
-        FAILING_NODES.unlink(missing_ok=True)
+    """Write the file with the names of failing nodes, or remove it if there are none; print them if that fails."""
+    try:
+        if hosts:
+            write_text_atomically(FAILING_NODES, "".join(f"{host}\n" for host in hosts))
+        else:
+            FAILING_NODES.unlink(missing_ok=True)
+    except OSError as error:
+        names = f" The failing nodes are {join_words(hosts, 'and')}." if hosts else ""
+        print(f"jingu: {FAILING_NODES} cannot be written ({error.strerror}).{names}", file=sys.stderr)
 
 
 def read_environment(path: Path) -> dict[str, str]:

@@ -16,17 +16,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 from uuid import uuid4
 
 from jingu.errors import join_words, pluralize
+from jingu.runtime.gpus import num_usable_cores
 
 # Time limit of a check.
 CHECK_SECONDS = 60.0
 _DISK_BYTES = 2**26
 MESSAGE_BYTES = 2**24
+# Below these rates, a disk or a network is broken, whatever others have.
+_MIN_DISK_GBS, _MIN_PAIR_GBS = 0.002, 0.01
 # A rate below this share of the usual one fails.
 SLOW_SHARE = 0.5
 CLOCK_SECONDS = 1.0
@@ -113,7 +117,10 @@ def check_memory(_folder: Path) -> tuple[str, Figures]:
 
 def check_disk(folder: Path) -> tuple[str, Figures]:
     """Write into the folder of the runs, rename, and read back."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckError(f"{folder} cannot be created ({error.strerror})") from error
     room = shutil.disk_usage(folder).free
     if room < 4 * _DISK_BYTES:
         raise CheckError(f"{folder} has room for only {room / 2**20:,.0f} MiB")
@@ -133,7 +140,10 @@ def check_disk(folder: Path) -> tuple[str, Figures]:
         raise CheckError(f"{folder} cannot be written ({error.strerror})") from error
     finally:
         for file_path in (path, new_path):
-            file_path.unlink(missing_ok=True)
+            with suppress(OSError):  # on a read-only file system even the removal of what does not exist fails
+                file_path.unlink(missing_ok=True)
+    if rate < _MIN_DISK_GBS:
+        raise CheckError(f"{folder} is written at {1e3 * rate:,.1f} MB/s, too slow for checkpoints")
     return f"{rate:,.2f} GB/s, room for {room / 1e9:,.0f} GB in {folder}", {"disk_gbs": rate}
 
 
@@ -172,7 +182,7 @@ def check_names(*names: str) -> tuple[str, Figures]:
 
 def _find_address(name: str) -> str:
     try:
-        return socket.gethostbyname(name)
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise CheckError(f"no address is known for {name}; add it to /etc/hosts") from error
 
@@ -185,8 +195,10 @@ def check_load(_folder: Path) -> tuple[str, Figures]:
         processes = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
         if processes:
             raise CheckError(f"other processes use the GPUs: {', '.join(processes)}")
-    load = os.getloadavg()[0]
-    return f"{load:.1f} processes computing on {os.cpu_count()} cores", {}
+    load, cores = os.getloadavg()[0], num_usable_cores()
+    # Not a failure, since the load may be that of other tests of this doctor.
+    few = "; the machine is oversubscribed, and runs will be slower" if load > 1.5 * cores + 1 else ""
+    return f"{load:.1f} processes computing on {cores} cores{few}", {}
 
 
 CHECKS: dict[str, Callable[[Path], tuple[str, Figures]]] = {
@@ -235,7 +247,8 @@ def find_slow(rates: dict[tuple[str, str], float]) -> list[str]:
     for pair, rate in rates.items():
         for host in pair:
             best[host] = max(rate, best.get(host, 0.0))
-    return sorted(host for host, rate in best.items() if rate < SLOW_SHARE * median(best.values()))
+    limit = max(SLOW_SHARE * median(best.values()), _MIN_PAIR_GBS) if best else 0.0
+    return sorted(host for host, rate in best.items() if rate < limit)
 
 
 def main(words: Sequence[str]) -> int:

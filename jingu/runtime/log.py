@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import torch
 
 from jingu.errors import JinguError
 from jingu.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_MISTAKE
-from jingu.runtime.ranks import RankInfo, is_first_failure
-
-# What PyTorch, gloo and NCCL say of a connection to a process that has ended, or to a machine that is gone.
-_LOST_CONNECTION = re.compile(
-    r"Connection (reset|closed) by peer|Broken pipe|Socket (closed|Timeout)|Connection was likely closed"
-    r"|Connection timed out|No route to host|remote process exited|Application timeout caused pair closure",
-    re.IGNORECASE,
-)
+from jingu.runtime.ranks import RankInfo, is_first_failure, is_lost_connection
 
 LOGGER = logging.getLogger("jingu")
 
@@ -90,12 +80,6 @@ def report_first_failure(ranks: RankInfo) -> Iterator[None]:
         raise SystemExit(EXIT_LOST if is_lost else code) from None
 
 
-def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error says that the connection to another rank has ended, so that its cause is elsewhere."""
-    is_network_error = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
-    return is_network_error and _LOST_CONNECTION.search(str(error)) is not None
-
-
 class _FileHandler(logging.FileHandler):
     """A file handler that ignores a full disk: the log ends, but the run continues."""
 
@@ -111,4 +95,5 @@ class _TerminalHandler(logging.Handler):
 
         if record.levelno < logging.ERROR:
             prefix = "WARNING: " if record.levelno == logging.WARNING else ""
-            tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+            with suppress(OSError):  # a terminal that is gone, or a log on a full disk, must not end a run
+                tqdm.write(prefix + record.getMessage(), file=sys.stderr)

@@ -9,6 +9,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from jingu.config.sections.parallel import DeviceType
 from jingu.errors import JinguError, join_words
 from jingu.runtime.device import device_module, find_device_type, retain_freed_memory
+from jingu.runtime.exit_codes import EXIT_LOST
 from jingu.runtime.gpus import nccl_environment, num_usable_cores
 from jingu.runtime.signals import stop_with_launcher
 
@@ -39,6 +41,15 @@ _PATIENCE = 30.0
 _POLL_SECONDS = 1.0
 # Seconds between two checks of the first rank for arriving ranks (`agree_on_attempt`).
 _RENDEZVOUS_SECONDS = 0.05
+# What PyTorch, gloo and NCCL say of a connection to a process that has ended, or to a machine that is gone.
+_LOST_CONNECTION = re.compile(
+    r"Connection (reset|closed) by peer|Broken pipe|Socket (closed|Timeout)|Connection was likely closed"
+    r"|Connection timed out|No route to host|remote process exited|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+_UNREACHABLE = re.compile(
+    r"Connection refused|No route to host|Network is unreachable|Connection timed out", re.IGNORECASE
+)
 # Seconds after which a machine counts as unreachable if its name is unknown or it does not answer.
 REACH_SECONDS = 8.0
 
@@ -189,15 +200,72 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     # Once, however many groups this process joins.
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
         # Wait until all ranks are connected. Otherwise, if one rank failed now, ranks that are still connecting would
         # report a failed connection instead of its error.
         all_ranks_agree(True)
+    except RuntimeError as error:
+        _explain_connection(error)
+        raise
+    try:
         yield RankInfo(rank, world, device, socket.gethostname(), notes)
     finally:
         dist.destroy_process_group()
         clear_mesh_caches()
+
+
+def _explain_connection(error: RuntimeError) -> None:
+    """Raise a readable error for ranks that cannot connect to each other, if this is the error.
+
+    Raises:
+        JinguError: a machine cannot be reached.
+        SystemExit: another rank has exited; it has said why.
+    """
+    host, text = socket.gethostname(), str(error)
+    if "connectFullMesh" in text or _UNREACHABLE.search(text):
+        address = re.search(r"remote=\[([^\]]+)\]", text)
+        peer = f" to {address[1]}" if address else ""
+        reason = (_UNREACHABLE.search(text) or ["no connection"])[0].lower()
+        fix = (
+            "Open all ports between the nodes, or name the interface that connects them (GLOO_SOCKET_IFNAME); "
+            "`jingu doctor`, launched like this command, finds the node at fault."
+        )
+        raise JinguError(f"this rank cannot connect{peer} ({reason}).", where=host, fix=fix) from error
+    if is_lost_connection(error):
+        print(f"jingu: a rank on {host} lost its connection to another rank, which has exited.", file=sys.stderr)
+        raise SystemExit(EXIT_LOST) from None
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error says that the connection to another rank has ended, so that its cause is elsewhere."""
+    is_network_error = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
+    return is_network_error and _LOST_CONNECTION.search(str(error)) is not None
+
+
+class Board:
+    """Values of the ranks in the store of the rendezvous: unlike a collective, it needs no process group.
+
+    Attributes:
+        rank: number of this rank.
+        world: number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+        self._store = dist.PrefixStore("board", _open_store(self.rank, self.world))  # type: ignore[attr-defined]
+
+    def post(self, key: str, value: Any) -> None:
+        """Set this rank's value of a key; it must be JSON-serializable."""
+        self._store.set(f"{key}-{self.rank}", json.dumps(value))
+
+    def read(self, key: str, seconds: float) -> dict[int, Any]:
+        """Return the values of all ranks by their number, once all are there or the time is over."""
+        end = time.monotonic() + seconds
+        keys = {rank: f"{key}-{rank}" for rank in range(self.world)}
+        while not self._store.check(list(keys.values())) and time.monotonic() < end:
+            time.sleep(_RENDEZVOUS_SECONDS)
+        return {rank: json.loads(self._store.get(name)) for rank, name in keys.items() if self._store.check([name])}
 
 
 @cache
@@ -369,7 +437,8 @@ def find_ranks_that_share(folder: Path) -> list[bool]:
             path.with_suffix(".partial").rename(path)
     all_ranks_agree(True)
     visible_to = gather_from_all(path.exists())
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
     return visible_to
 
 

@@ -166,6 +166,10 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
         slot = mmap.mmap(file.fileno(), SLOT_BYTES)
         # faulthandler's C signal handler writes the stacks even while a call holds the GIL.
         faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+        # It also writes them if a library crashes or aborts the process.
+        is_enabled = faulthandler.is_enabled()
+        if not is_enabled:
+            faulthandler.enable(file=stack)
         process = {
             "rank": ranks.rank,
             "host": ranks.host or socket.gethostname(),
@@ -191,6 +195,8 @@ def _open_slot(slots: Path, ranks: RankInfo) -> Iterator[mmap.mmap]:
         finally:
             reporter.stop()
             faulthandler.unregister(signal.SIGUSR2)
+            if not is_enabled:
+                faulthandler.disable()
 
 
 class _Reporter(threading.Thread):

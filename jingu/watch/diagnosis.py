@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jingu.errors import join_words
-from jingu.runtime.exit_codes import killing_signal
+from jingu.runtime.exit_codes import exit_code_of, killing_signal
 from jingu.watch.links import Link, describe_slow_link
 from jingu.watch.slot import PHASES
 from jingu.watch.stacks import describe_place
@@ -17,6 +17,8 @@ from jingu.watch.stacks import describe_place
 # Collectives whose inputs have the same shape on every rank of the group.
 _SAME_SHAPES = ("all_reduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
 _BROKEN = ("dead", "stopped", "unreachable")
+# The exit code of a rank that a library has aborted.
+_ABORTED = exit_code_of(-signal.SIGABRT)
 # At most this many ranks are described.
 _MAX_NAMED_RANKS = 3
 
@@ -81,8 +83,15 @@ def judge(reports: Sequence[RankReport], world: int, seconds: float) -> str:
     waits = list(_find_waits(by_rank))
     missing = tuple(rank for rank in range(world) if rank not in by_rank)
     broken = tuple(rank for rank, report in by_rank.items() if report.state in _BROKEN)
+    # Ranks that have printed an error of their own explain nothing here.
+    silent = [rank for rank in broken if by_rank[rank].phase != "failed"]
+    aborted = silent if not missing and all(is_aborted(by_rank[rank]) for rank in silent) else []
     reasons = find_difference(reports)
     if reasons:
+        suspects = tuple(reasons)
+    elif aborted:
+        # A library aborts if what another rank sends does not match, and its calls are lost: nobody knows who is right.
+        reasons = _describe_abort(by_rank, aborted)
         suspects = tuple(reasons)
     elif broken or missing:
         suspects = (*broken, *missing)
@@ -185,6 +194,26 @@ def find_difference(reports: Sequence[RankReport]) -> dict[int, str]:
     return reasons
 
 
+def is_aborted(report: RankReport) -> bool:
+    """Return whether a library has aborted the rank."""
+    return report.exit_code == _ABORTED
+
+
+def _describe_abort(by_rank: Mapping[int, RankReport], aborted: Sequence[int]) -> dict[int, str]:
+    """Return what the ranks did when a library aborted some of them, if these are not many."""
+    reasons = dict.fromkeys(
+        aborted, "was aborted by a library; one reason is a call that does not match another rank's"
+    )
+    for rank, report in by_rank.items():
+        calls = [(group, call) for group in report.groups.values() for call in group["calls"][-1:]]
+        if rank in aborted or not calls:
+            continue
+        group, (number, operation, shapes, _) = calls[-1]
+        call_text = _describe_call((operation, str(shapes)))
+        reasons[rank] = f"called {call_text} as number {number:,} of {_format_axis(group['axis'])} last"
+    return reasons
+
+
 def _majority(calls: Mapping[Any, tuple[str, str]]) -> tuple[str, str] | None:
     """Return the call of more than half of the ranks; None if there is none."""
     counts = Counter(calls.values()).most_common(1)
@@ -268,7 +297,7 @@ def _describe_end(report: RankReport) -> str:
     if number is None:
         return f"It exited with code {report.exit_code}, without an error message."
     why = ", most likely because memory ran out" if number == signal.SIGKILL else ""
-    return f"It was killed by {number.name}{why}."
+    return f"It was killed by {number.name}{describe_place(report.stack)}{why}."
 
 
 def _format_axis(axis: str) -> str:

@@ -22,7 +22,7 @@ from statistics import median
 
 from jingu.runtime.exit_codes import WATCHDOG_SIGNAL
 from jingu.runtime.files import write_text_atomically
-from jingu.watch.diagnosis import RankReport, find_difference, judge
+from jingu.watch.diagnosis import RankReport, find_difference, is_aborted, judge
 from jingu.watch.local_rank import LocalRank
 from jingu.watch.pace import PaceMeter
 from jingu.watch.slot import COMMAND, EXIT, LISTEN, REPORT, UNTIMED_PHASES
@@ -148,7 +148,7 @@ class Watchdog:
         if has_worked or "rollout" in phases:
             self._work, self._work_time = work, now
             # Other nodes must not take an earlier report for a present one.
-            self._report_path(running).unlink(missing_ok=True)
+            self._remove_report(running)
         idle_seconds = now - self._work_time
         if idle_seconds <= _UNTIMED_FACTOR * self._deadline():
             return None
@@ -183,6 +183,10 @@ class Watchdog:
         if self._is_beginning():
             return self._timeout * _FIRST_STEPS_FACTOR
         return max(self._timeout, _DEADLINE_STEPS * median(self._step_seconds))
+
+    def _remove_report(self, ranks: list[LocalRank]) -> None:
+        with suppress(OSError):  # the folder may be read-only by now
+            self._report_path(ranks).unlink(missing_ok=True)
 
     def _idle_seconds(self, ranks: list[LocalRank]) -> float:
         """Return the longest time that a rank has made no progress."""
@@ -221,7 +225,7 @@ class Watchdog:
         self._wait(lambda: len(self._reports()) == self._world, _NODE_SECONDS)
         # 3. If a rank has made progress, it was only slow.
         if [rank.operation[0] for rank in ranks] != changes:
-            self._report_path(ranks).unlink(missing_ok=True)
+            self._remove_report(ranks)
             return None
         if any(is_debugged(read_stacks(rank.stacks()).get(rank.process["thread"], [])) for rank in ranks):
             return None
@@ -254,7 +258,7 @@ class Watchdog:
         """
         reports = [rank.report() for rank in self._ranks]
         first = [report for report in reports if report.rank in self._first_dead and report.phase != "failed"]
-        if not find_difference(reports):
+        if not find_difference(reports) and not any(map(is_aborted, first)):
             reports = first
         return judge(reports, 0, 0.0) if reports and len(first) < len(self._ranks) else None
 

@@ -129,3 +129,52 @@ def test_a_firewall_is_named_at_once(nodes, run_file, rule, number):
     assert code == 2 and len(output.splitlines()) == 1, output
     assert output.startswith(f"jingu: node{number}: the network between the nodes does not work: from node"), output
     assert time.monotonic() - begin < 60
+
+
+DOCTOR_FAULTS = {
+    "memory and disk": (
+        {2: "mount -t tmpfs -o size=32m none /dev/shm", 3: "mkdir -p runs && mount -t tmpfs -o ro none runs"},
+        ["node2", "node3"],
+        ["/dev/shm has only 32 MiB", "runs cannot be written"],
+    ),
+    "read-only": ({3: "mkdir -p runs && mount -t tmpfs -o ro none runs"}, ["node3"], ["runs cannot be written"]),
+    "mtu": (
+        {2: "ip link set e0 mtu 9000", 3: "ip link set e0 mtu 9000"},
+        ["node2", "node3"],
+        ["large packets do not arrive: the MTU is too large"],
+    ),
+    "port": ({2: FIREWALL + "REJECT"}, ["node2"], ["node2 refuses connections"]),
+    "first port": ({1: FIREWALL + "DROP"}, ["node1"], ["node1 does not answer"]),
+    "full": ({2: "mkdir -p runs && mount -t tmpfs -o size=10m none runs"}, ["node2"], ["has room for only 10 MiB"]),
+    "locked": ({1: "mkdir -p runs && mount --bind /proc runs"}, ["node1"], [" FAILS  disk"]),
+}
+
+
+@pytest.mark.parametrize("fault", DOCTOR_FAULTS)
+def test_the_doctor_lists_the_nodes_at_fault_and_no_healthy_ones(nodes, fault):
+    changes, expected, sentences = DOCTOR_FAULTS[fault]
+    for number, command in changes.items():
+        nodes.change(number, command)
+    code, output = nodes.launch("ssh", "--include", "node1@node2@node3", "doctor")
+    assert code == 2 and "Traceback" not in output, output
+    assert failing_nodes(nodes) == expected, output
+    assert all(sentence in output for sentence in sentences), output
+    assert all(f"node{number}  " in output for number in (1, 2, 3)), output  # the first results of all nodes
+
+
+def test_a_healthy_cluster_passes_the_doctor(nodes):
+    code, output = nodes.launch("ssh", "doctor")
+    assert code == 0 and " FAILS " not in output and not (nodes.folder / "failing_nodes.txt").exists(), output
+
+
+def test_nodes_with_ipv6_only_train(nodes, run_file, tiny_run, done):
+    for number in range(1, 5):
+        nodes.change(number, f"ip addr flush dev e0 && ip addr add fd00::{number}/64 dev e0 nodad")
+    code, output = nodes.run("bash", "-c", "ip addr add fd00::fe/64 dev br0 nodad")
+    assert code == 0, output
+    (nodes.folder / "hosts").write_text("fd00::1 slots=1\nfd00::2 slots=1\n")
+    code, output = nodes.launch("ssh", run_file({"train.steps": 4}, name="six"))
+    assert code == 0 and "rendezvous at [fd00::1]:" in output and "Traceback" not in output, output
+    assert len(done(tiny_run(name="six")).column("loss")) == 4
+    code, output = nodes.launch("ssh", "doctor")
+    assert code == 0 and " FAILS " not in output, output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ def test_a_healthy_machine_passes_and_can_be_planned_for(tmp_path, monkeypatch, 
 
 def test_a_failing_check_names_the_node(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(node_checks, "CHECKS", {"memory": None, "disk": None})
+    monkeypatch.setattr(node_checks, "CHECKS", {"load": None, "disk": None})
     Path("runs").write_text("a file where the folder should be")
     assert doctor(Path("runs")) == 2
-    memory, disk, summary = capsys.readouterr().out.splitlines()
-    assert " ok " in memory and " FAILS  disk " in disk and "File exists" in disk
+    load, disk, summary = capsys.readouterr().out.splitlines()
+    assert " ok " in load and " FAILS  disk " in disk and "File exists" in disk
     assert summary.startswith("1 of 1 nodes fail")
     assert FAILING_NODES.read_text() == f"{disk.split()[0]}\n"
 
@@ -101,10 +102,36 @@ def test_containers_of_a_machine_are_as_fast_as_the_machine():
     assert failures == {"a": [], "b": [], "c": [], "d": ["memory_gbs is 9.00, and 30.00 on other nodes"]}
 
 
+def test_a_folder_that_cannot_be_written_is_a_reason_and_no_traceback(tmp_path, monkeypatch):
+    """On a read-only file system the removal of what does not exist fails too, and must not hide the reason."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckError, match="cannot be written"):
+        CHECKS["disk"](tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckError, match="cannot be created"):
+        CHECKS["disk"](tmp_path)
+
+
+def test_an_oversubscribed_machine_is_said_and_a_slow_disk_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_checks.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    assert "the machine is oversubscribed" in CHECKS["load"](tmp_path)[0]
+    monkeypatch.setattr(node_checks, "_DISK_BYTES", 2**20)
+    monkeypatch.setattr(node_checks, "_MIN_DISK_GBS", 1e9)
+    with pytest.raises(CheckError, match="too slow for checkpoints"):
+        CHECKS["disk"](tmp_path)
+
+
 def test_the_slow_node_of_slow_pairs():
     rates = {("a", "b"): 10.0, ("b", "c"): 1.0, ("c", "d"): 1.1, ("d", "a"): 9.0, ("a", "c"): 1.0, ("b", "d"): 11.0}
     assert find_slow(rates) == ["c"]
     assert find_slow({("a", "b"): 1.0}) == [] and find_slow({}) == []
+    # Two nodes have nobody to compare with, but less than 10 MB/s is broken.
+    assert find_slow({("a", "b"): 0.001}) == ["a", "b"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 33])
@@ -129,7 +156,9 @@ def name_service(monkeypatch) -> tuple[dict[str, str], dict[str, str]]:
             raise OSError
         return table[key]
 
-    monkeypatch.setattr(node_checks.socket, "gethostbyname", lambda name: find(addresses, name))
+    monkeypatch.setattr(
+        node_checks.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (find(addresses, name), 0))]
+    )
     monkeypatch.setattr(node_checks.socket, "gethostbyaddr", lambda address: (find(names, address), [], [address]))
     return addresses, names
 

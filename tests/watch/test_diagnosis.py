@@ -106,6 +106,18 @@ def test_another_group_of_the_axis_decides(culprit):
     assert text.count(") called ") == 1, text
 
 
+def test_a_rank_that_a_library_aborts_is_not_blamed_alone():
+    """gloo aborts the rank that receives what it does not expect, which may be the one that is right."""
+    other = report(0, 3, "dead", world=2)
+    stack = ["/site/torch/distributed/distributed_c10d.py:9 all_reduce", "/x/jingu/training/step.py:5 sum"]
+    aborted = RankReport(1, "node1", "dead", "gradients", 7, exit_code=134, stack=stack)
+    for first in (replace(other, phase="failed", exit_code=1), replace(other, state="running")):
+        text = judge([first, aborted], 2, 0.0)
+        assert "rank 1 (node1) was aborted by a library; one reason is a call that does not match another" in text
+        assert "It was killed by SIGABRT in torch/distributed/distributed_c10d.py:9 all_reduce" in text
+        assert "rank 0 (node0) called all-reduce of [[4]] as number 3 of all ranks last" in text
+
+
 @pytest.mark.parametrize(
     ("exit_code", "phase", "sentence"),
     [
