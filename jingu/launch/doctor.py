@@ -56,9 +56,9 @@ def doctor(folder: Path | None = None, machine: Path | None = None, file: Path |
     board.post("results", [host, results])
     by_host: dict[str, list[Figures]] = {}
     hosts = []
-    for name, own in board.read("results", _WAIT_SECONDS).values():
+    for name, node_results in board.read("results", _WAIT_SECONDS).values():
         hosts.append(name)
-        by_host.setdefault(name, []).extend(own)
+        by_host.setdefault(name, []).extend(node_results)
     if len(hosts) < board.world:
         what = f"{board.world - len(hosts)} of {board.world} ranks did not answer in {_WAIT_SECONDS:.0f} s"
         _add_failure(by_host[host], "ranks", what)
@@ -140,8 +140,8 @@ def _check_network(
     missing = {
         hosts[rank]: "its rank has ended without a word" for rank in range(board.world) if rank not in everywhere
     }
-    others = {hosts[rank]: f"it cannot exchange data ({text})" for rank, (text, _) in everywhere.items() if text}
-    return network, figures, causes or missing or others
+    victims = {hosts[rank]: f"it cannot exchange data ({text})" for rank, (text, _) in everywhere.items() if text}
+    return network, figures, causes or missing or victims
 
 
 def any_failed(by_host: dict[str, list[Figures]]) -> bool:

@@ -93,8 +93,8 @@ def _read_selection(text: str, nodes: Sequence[Node], option: str) -> list[Node]
     slots: dict[str, set[int]] = {}
     for part in text.split("@"):
         # An IPv6 address has colons of its own; with slots it may stand in brackets.
-        whole = part.strip("[]")
-        host, colon, numbers = (whole, "", "") if whole in by_host else part.rpartition(":")
+        address = part.strip("[]")
+        host, colon, numbers = (address, "", "") if address in by_host else part.rpartition(":")
         host = host.strip("[]") if colon or host else numbers
         if host not in by_host:
             fix = f"It lists {join_words(list(by_host), 'and')}."

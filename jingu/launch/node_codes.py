@@ -48,11 +48,11 @@ def read_code(folder: Path, code: int) -> int:
         folder: with the files of its nodes. A node that has started, and has no code, was lost.
         code: exit code of srun, which counts if no node has started.
     """
-    started = {path.stem for path in folder.glob("*.started")}
+    starts = {path.stem for path in folder.glob("*.started")}
     codes = {path.stem: int(path.read_text(encoding="utf-8")) for path in folder.glob("*.code")}
-    if not started:
+    if not starts:
         return code
-    return combine_exit_codes(codes.values(), is_node_lost=bool(started - codes.keys()))
+    return combine_exit_codes(codes.values(), is_node_lost=bool(starts - codes.keys()))
 
 
 def main(words: Sequence[str]) -> None:

@@ -116,10 +116,10 @@ def _probe_one(target: Target) -> Failure | None:
 def choose_targets(index: int, nodes: Sequence[Target]) -> list[Target]:
     """Return the nodes that a node tests: the first one, and some of those after it."""
     count = len(nodes)
-    chosen = {0, *((index + offset) % count for offset in range(1, _PARTNERS + 1))} - {index}
+    numbers = {0, *((index + offset) % count for offset in range(1, _PARTNERS + 1))} - {index}
     # Both directions: also the nodes that test this one.
-    chosen |= {(index - offset) % count for offset in range(1, _PARTNERS + 1)} - {index}
-    return [nodes[number] for number in sorted(chosen)]
+    numbers |= {(index - offset) % count for offset in range(1, _PARTNERS + 1)} - {index}
+    return [nodes[number] for number in sorted(numbers)]
 
 
 def find_culprits(failures: Mapping[tuple[str, str], Failure]) -> dict[str, str]:
@@ -136,13 +136,13 @@ def find_culprits(failures: Mapping[tuple[str, str], Failure]) -> dict[str, str]
             scores[source] += 1 + (failure.suspect == "source")
             scores[target] += 1 + (failure.suspect == "target")
         worst = max(scores.values())
-        chosen = [host for host, score in scores.items() if score == worst]
-        for host in chosen:
+        suspects = [host for host, score in scores.items() if score == worst]
+        for host in suspects:
             pairs = [pair for pair in remaining if host in pair]
             # Prefer to say what others see of it.
             source, target = next((pair for pair in pairs if pair[1] == host), pairs[0])
             culprits[host] = f"from {source}, {target} {remaining[source, target].text}"
-        remaining = {pair: failure for pair, failure in remaining.items() if not set(pair) & set(chosen)}
+        remaining = {pair: failure for pair, failure in remaining.items() if not set(pair) & set(suspects)}
     return culprits
 
 

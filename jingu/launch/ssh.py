@@ -301,8 +301,10 @@ def _node_command() -> str:
 def _run(launch: Launch, connections: Sequence[NodeConnection], spare: Sequence[NodeConnection] = ()) -> Outcome:
     """Run the command on nodes that have described themselves."""
     if len(connections) < len(launch.nodes):
-        used = [connection.node.host for connection in connections]
-        text = f"the run goes on with {pluralize(len(used), 'node')} of {len(launch.nodes)}: {join_words(used, 'and')}."
+        names = [connection.node.host for connection in connections]
+        text = (
+            f"the run goes on with {pluralize(len(names), 'node')} of {len(launch.nodes)}: {join_words(names, 'and')}."
+        )
         if spare:
             hosts = [connection.node.host for connection in spare]
             error = launch.counts.error([connection.node for connection in (*connections, *spare)])

@@ -97,8 +97,8 @@ def combine_exit_codes(codes: Iterable[int], is_node_lost: bool = False, is_whol
         return EXIT_LOST
     # Libraries abort when a connection ends, so an abort may be a consequence, as EXIT_LOST is.
     consequences = (_SIGNALED + signal.SIGABRT, EXIT_PREEMPTED, EXIT_LOST)
-    killed = [code for code in failures if killing_signal(code) not in (None, signal.SIGABRT)]
+    kills = [code for code in failures if killing_signal(code) not in (None, signal.SIGABRT)]
     other_causes = [code for code in failures if code not in consequences]
-    ordered = (EXIT_MISTAKE, EXIT_INTERRUPTED, *killed, EXIT_STALLED, *other_causes, *consequences)
-    code = next((code for code in ordered if code in failures), 0)
+    order = (EXIT_MISTAKE, EXIT_INTERRUPTED, *kills, EXIT_STALLED, *other_causes, *consequences)
+    code = next((code for code in order if code in failures), 0)
     return EXIT_FAILED if code == EXIT_LOST and is_whole else code

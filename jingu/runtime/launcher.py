@@ -164,7 +164,7 @@ def _watch(
         The exit code of each rank; None: it is still running.
     """
     deadline = math.inf
-    known: list[int | None] = [None] * len(children)
+    last_codes: list[int | None] = [None] * len(children)
     while True:
         while pending_signals:
             number = pending_signals.pop(0)
@@ -173,10 +173,10 @@ def _watch(
                 child.send_signal(number)  # does nothing if the child has exited
         returncodes = [child.poll() for child in children]
         codes = [None if returncode is None else exit_code_of(returncode) for returncode in returncodes]
-        for child, code, previous in zip(children, codes, known, strict=True):
+        for child, code, previous in zip(children, codes, last_codes, strict=True):
             if code is not None and previous is None:
                 os.write(exits, f"{child.pid} {code}\n".encode())
-        known = codes
+        last_codes = codes
         if None not in codes or time.monotonic() > deadline:
             return codes
         if any(code not in (None, 0, EXIT_INTERRUPTED, EXIT_PREEMPTED) for code in codes):
@@ -192,9 +192,9 @@ def _announce_kill(codes: Sequence[int | None], code: int, first_rank: int, advi
         return
     rank = first_rank + codes.index(code)
     why = ", most likely because memory ran out" if number == signal.SIGKILL else ""
-    others = "other ranks exited" if None not in codes else "ranks that did not exit by themselves were killed"
+    end = "other ranks exited" if None not in codes else "ranks that did not exit by themselves were killed"
     where = f"rank {rank} on {socket.gethostname()}"
     if len(codes) == 1:
         print(f"jingu: {where} was killed by {number.name}{why}. {advice}", file=sys.stderr, flush=True)
     else:
-        print(f"jingu: {where} was killed by {number.name}{why}; {others}. {advice}", file=sys.stderr, flush=True)
+        print(f"jingu: {where} was killed by {number.name}{why}; {end}. {advice}", file=sys.stderr, flush=True)

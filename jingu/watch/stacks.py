@@ -55,7 +55,7 @@ def find_blocked_stack(stacks: Mapping[str, Sequence[str]], main: str, phase: st
     main_stack = list(stacks.get(main, ()))
     if not main_stack or not _is_in(main_stack[0], _WAITING):
         return main_stack
-    others = [
+    other_stacks = [
         list(stack)
         for thread, stack in stacks.items()
         if thread != main
@@ -64,8 +64,8 @@ def find_blocked_stack(stacks: Mapping[str, Sequence[str]], main: str, phase: st
         and not any(_is_in(frame, _SERVICES) for frame in stack)
     ]
     provider = _PROVIDERS.get(phase, "/jingu/")
-    others.sort(key=lambda stack: not any(provider in frame for frame in stack))
-    return others[0] if others else main_stack
+    other_stacks.sort(key=lambda stack: not any(provider in frame for frame in stack))
+    return other_stacks[0] if other_stacks else main_stack
 
 
 def is_debugged(stack: Sequence[str]) -> bool:
@@ -78,8 +78,8 @@ def describe_place(stack: Sequence[str]) -> str:
     if not stack:
         return ""
     text = f" in {_shorten(stack[0])}"
-    own = next((frame for frame in stack if "/lib/python" not in frame and not frame.startswith("<")), stack[0])
-    return text if own == stack[0] else f"{text}, called in {_shorten(own)}"
+    place = next((frame for frame in stack if "/lib/python" not in frame and not frame.startswith("<")), stack[0])
+    return text if place == stack[0] else f"{text}, called in {_shorten(place)}"
 
 
 def _is_in(frame: str, files: Sequence[str]) -> bool:
