@@ -29,10 +29,16 @@ class Admission:
         self._has_warned = False
 
     def check_drafts(self, draft_model: InferenceModel | None) -> None:
-        """Raise JinguError if there are draft tokens, and the model has layers with a state."""
-        if self._model.spec.has_state and self._settings.draft_tokens(draft_model):
-            what = "the model's layers with a state cannot return to a token before rejected draft tokens."
-            raise JinguError(what, where="--draft-model", fix="Leave it out.")
+        """Raise JinguError if layers with a state would propose draft tokens: only the model itself can return to its
+        states before rejected ones."""
+        by_prediction = self._settings.use_predictions and self._model.spec.layers[-1].state_mixer is not None
+        if by_prediction or (draft_model is not None and draft_model.spec.has_state):
+            what = (
+                "the layers that propose draft tokens have a state, and cannot return to a token before rejected ones."
+            )
+            raise JinguError(
+                what, where="--draft-model", fix="Leave it out, or use a draft model with attention alone."
+            )
 
     def make_group(self, request: Request, request_id: int) -> SequenceGroup:
         """Check a request against the model and the KV cache; return its group, which has no sequences yet.

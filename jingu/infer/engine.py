@@ -46,6 +46,7 @@ from jingu.infer.sampling import (
 from jingu.infer.scheduler import ScheduledSequence, Scheduler
 from jingu.infer.sequence import Sequence, SequenceGroup, score_targets
 from jingu.infer.speculation import DraftModelSpeculator, NgramSpeculator, Speculator
+from jingu.infer.state_cache import StateCache
 from jingu.infer.structured_output import GrammarCompiler
 from jingu.model.decoder import Decoder
 from jingu.runtime.device import copy_to_device
@@ -89,8 +90,10 @@ class Engine:
         self._runner = ModelRunner(model, num_blocks, block_size, graphs, self.settings.attention_backend)
         limit = self.settings.max_prefill_seconds
         self._pacer = None if limit is None else PrefillPacer(limit, chunk_size)
+        # As many states are kept for prefixes as sequences can have.
+        self._states = StateCache(self.settings.max_num_seqs, block_size)
         self._scheduler = Scheduler(
-            self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size, self._pacer
+            self._pools, self._runner.cache, self.settings.max_num_seqs, chunk_size, self._states, self._pacer
         )
         self._num_draft_tokens = self.settings.draft_tokens(draft_model)
         self._speculator: Speculator = NgramSpeculator()
@@ -105,7 +108,7 @@ class Engine:
         self._block_sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
         total_bytes = sum(pool.num_usable * size for pool, size in zip(self._pools, self._block_sizes, strict=True))
         state_memory = self.settings.state_memory(model)
-        self._state_size = state_memory // self.settings.max_num_seqs
+        self._state_size = state_memory // (2 * self.settings.max_num_seqs)
         total_bytes += state_memory
         self._stats = EngineStats(total_blocks=sum(pool.num_usable for pool in self._pools), total_bytes=total_bytes)
 
@@ -297,7 +300,10 @@ class Engine:
             for sequence in self._scheduler.running:
                 # One less than the rest of the output: the model samples one more token than it verifies.
                 room = sequence.group.request.max_tokens - len(sequence.output_ids) - 1
-                if sequence.num_uncomputed == 1 and not sequence.group.forks and room > 0:
+                group = sequence.group
+                # Draft tokens after a part of a prompt would be computed by chunks of the mixers.
+                is_prompt = group.has_state and sequence.num_computed < len(group.prompt_ids)
+                if sequence.num_uncomputed == 1 and not group.forks and room > 0 and not is_prompt:
                     max_tokens[sequence] = min(self._num_draft_tokens, room)
         start = time.perf_counter()
         drafts = self._speculator.propose(max_tokens)
@@ -314,7 +320,16 @@ class Engine:
             first = sequence.num_computed
             ids = [*sequence.token_ids[first : first + item.num_tokens], *item.draft_tokens]
             is_generated = first >= len(sequence.group.prompt_ids)
-            chunks.append(SequenceChunk(sequence.table, first, ids, sequence.group.bidirectional, is_generated))
+            chunks.append(
+                SequenceChunk(
+                    sequence.table,
+                    first,
+                    ids,
+                    sequence.group.bidirectional,
+                    is_generated,
+                    len(item.draft_tokens) if sequence.group.has_state else 0,
+                )
+            )
         tokens_BT, positions_BT, starts = self._runner.cache.plan(chunks, encoding.table if encoding else None)
         # 2. Select the rows of logits: those of a sequence's last token and of its draft tokens, and none for a prompt
         # that continues in the next chunk. Log-probabilities of a prompt or a continuation need every row. An embedding
@@ -381,6 +396,7 @@ class Engine:
                 self._events += [event] if event else []
             elif not sequence.num_uncomputed and not group.forks:
                 self._accept(sequence, item.draft_tokens, sampled_rows[sequence])
+                sequence.table.accept(sequence.num_computed - first - item.num_tokens)
             # 2. Put full blocks into the prefix cache, unless their values may not be finite.
             if sequence.finish_reason == "error":
                 self._scheduler.discard_content(sequence)
@@ -525,7 +541,7 @@ class Engine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             used_blocks=sum(block_counts),
-            used_bytes=used_bytes + self._state_size * len(self._scheduler.running),
+            used_bytes=used_bytes + self._state_size * (len(self._scheduler.running) + len(self._states)),
             cached_tokens=self._scheduler.cached_tokens(),
             prefix_cache_hits=self._scheduler.prefix_cache_hits,
             experts=None if offloader is None else offloader.stats(),

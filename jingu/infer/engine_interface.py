@@ -71,16 +71,16 @@ class EngineSettings:
         return self.block_size or DEFAULT_BLOCK_SIZES[kind]
 
     def state_memory(self, model: InferenceModel) -> int:
-        """Return the bytes of the states of `max_num_seqs` sequences; 0 if the model's layers keep none.
+        """Return the bytes of the states of `max_num_seqs` sequences, and of as many prefixes; 0 without states.
 
         Raises:
             JinguError: they take more than half of the memory for sequences.
         """
         itemsize = model.parameter.itemsize
         states = sum(int(state_bytes(model.spec, layer, itemsize)) for layer in model.spec.layers)
-        size = states * self.max_num_seqs
+        size = 2 * states * self.max_num_seqs
         limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE)
-        what = f"at most {limit // (2 * max(states, 1))}, since states may take half of the memory for sequences"
+        what = f"at most {limit // (4 * max(states, 1))}, since states may take half of the memory for sequences"
         refuse(2 * size > limit, "max_num_seqs", self.max_num_seqs, what)
         return size
 
@@ -128,8 +128,8 @@ class EngineStats:
         waiting: number of waiting sequences.
         used_blocks: KV cache blocks of running sequences, in all pools.
         total_blocks: KV cache blocks that sequences can use, in all pools.
-        used_bytes: bytes of the used blocks, and of the states of running sequences.
-        total_bytes: bytes of all blocks, and of the states of as many sequences as can run at a time.
+        used_bytes: bytes of the used blocks, and of the states of running sequences and of prefixes.
+        total_bytes: bytes of all blocks, and of the states of as many sequences as can run at a time and of prefixes.
         cached_tokens: tokens in the used blocks of the first pool; the other slots of these blocks are fragmentation.
         generated_tokens: total number of generated tokens.
         prompt_tokens: total number of prompt tokens of all requests.

@@ -13,6 +13,7 @@ import mmap
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +53,20 @@ class BlockTable:
             window.
         states: by layer, the state after the last computed token, of mixers that keep one. They are replaced, never
             changed in place, so forks may share them.
+        draft_states: in a step with draft tokens, the states after its first token and after each draft token.
         cross_kv: by layer, the cross-attention keys and values of the encoder's states [1, S, G, K].
     """
 
     blocks: list[list[int]]
     states: dict[int, MixerState] = field(default_factory=dict)
+    draft_states: list[dict[int, MixerState]] = field(default_factory=list)
     cross_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def accept(self, num_accepted: int) -> None:
+        """Return to the states after the accepted draft tokens of a step."""
+        if self.draft_states:
+            self.states = self.draft_states[num_accepted]
+            self.draft_states = []
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class SequenceChunk:
         first: position of the first token.
         bidirectional: positions that attend to each other in both directions; they are all computed in one step.
         is_generated: whether a model with states computes its tokens one by one, as when they were generated.
+        num_drafts: number of draft tokens at its end.
     """
 
     table: BlockTable
@@ -75,6 +85,7 @@ class SequenceChunk:
     ids: Sequence[int]
     bidirectional: range = range(0)
     is_generated: bool = False
+    num_drafts: int = 0
 
 
 # Largest share of the memory that the blocks take, unless their size is set.
@@ -225,6 +236,8 @@ class PagedKVCache:
         self.pieces = [
             (RowPiece(len(chunks[number].ids), chunks[number].is_generated), chunks[number].table) for number in order
         ]
+        for chunk in chunks:
+            chunk.table.draft_states = [{} for _ in range(chunk.num_drafts and len(chunk.ids))]
         # Padding rows compute token 0 at position 0.
         self.num_tokens = len(ids)
         self.num_rows = self.pad(len(ids))
@@ -453,17 +466,51 @@ class _LayerKVCache:
         cache = self._cache
         num_tokens = cache.num_tokens
         parts, gate = mixer.project(x_BTD)
-        before = _stack_states([table.states.get(self._number) for _, table in cache.pieces])
-        pieces = [piece for piece, _ in cache.pieces]
-        y, after = mix_pieces(mixer, [part[:, :num_tokens] for part in parts], pieces, before)
-        for number, (_, table) in enumerate(cache.pieces):
-            # A copy, so that a sequence does not keep the states of all others.
-            copies = (None if part is None else part[number : number + 1].clone() for part in after)
-            table.states[self._number] = MixerState(*copies)
+        parts = [part[:, :num_tokens] for part in parts]
+        if any(table.draft_states for _, table in cache.pieces):
+            y = self._mix_drafts(mixer, parts)
+        else:
+            y = self._mix_pieces(mixer, parts, cache.pieces)
         # Padding rows become zeros.
         padding = x_BTD.shape[1] - num_tokens
         y = torch.cat([y, y.new_zeros(1, padding, *y.shape[2:])], 1) if padding else y
         return mixer.finish(y, gate)
+
+    def _mix_pieces(self, mixer: Mixer, parts: list[Tensor], pieces: Sequence[tuple[RowPiece, BlockTable]]) -> Tensor:
+        """Return the outputs [1, T, …] of pieces of sequences, and store their states."""
+        before = _stack_states([table.states.get(self._number) for _, table in pieces])
+        y, after = mix_pieces(mixer, parts, [piece for piece, _ in pieces], before)
+        for number, (_, table) in enumerate(pieces):
+            # A copy, so that a sequence does not keep the states of all others.
+            copies = (None if part is None else part[number : number + 1].clone() for part in after)
+            table.states[self._number] = MixerState(*copies)
+        return y
+
+    def _mix_drafts(self, mixer: Mixer, parts: list[Tensor]) -> Tensor:
+        """Do the same in a step with draft tokens, each of which is a round of its own, and keep all of their states.
+
+        The first round has the other pieces, too.
+        """
+        pieces = self._cache.pieces
+        firsts = accumulate((piece.length for piece, _ in pieces), initial=0)
+        placed = list(zip(firsts, pieces, strict=False))
+        outputs: list[Tensor] = []
+        order: list[int] = []
+        for number in range(max(len(table.draft_states) for _, table in pieces)):
+            members: list[tuple[RowPiece, BlockTable]] = []
+            rows: list[int] = []
+            for first, (piece, table) in placed:
+                if number < max(len(table.draft_states), 1):
+                    length = 1 if table.draft_states else piece.length
+                    members.append((RowPiece(length, piece.decode), table))
+                    rows += range(first + number, first + number + length)
+            outputs.append(self._mix_pieces(mixer, [part[:, rows] for part in parts], members))
+            order += rows
+            for _, table in members:
+                if table.draft_states:
+                    table.draft_states[number][self._number] = table.states[self._number]
+        # Bring the rows back into their order.
+        return torch.cat(outputs, 1)[:, torch.tensor(order).argsort()]
 
     def tokens(self, rows: int) -> int:
         # With sequence parallelism a rank has only a part of the rows, and none of them count as padding.

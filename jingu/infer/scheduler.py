@@ -19,6 +19,7 @@ from jingu.infer.block_manager import ZERO_BLOCK, BlockManager, hash_block
 from jingu.infer.kv_cache import BlockTable, PagedKVCache
 from jingu.infer.pacing import PrefillPacer
 from jingu.infer.sequence import Sequence, SequenceGroup
+from jingu.infer.state_cache import StateCache
 from jingu.model.chunked_scan import CHUNK_SIZE
 
 
@@ -39,6 +40,7 @@ class Scheduler:
         cache: has the contents of the blocks.
         max_num_seqs: maximum number of running sequences.
         prefill_chunk_size: maximum number of prompt tokens in a step.
+        states: keeps states of prompts, for models with mixers that have some.
         pacer: reduces that number in steps that also generate, in which prompts then share it; None: prompts are
             computed one after the other.
     """
@@ -49,6 +51,7 @@ class Scheduler:
         cache: PagedKVCache,
         max_num_seqs: int,
         prefill_chunk_size: int,
+        states: StateCache,
         pacer: PrefillPacer | None = None,
     ) -> None:
         self._pacer = pacer
@@ -57,6 +60,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size
+        self._states = states
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prefix_cache_hits = 0
@@ -85,8 +89,8 @@ class Scheduler:
             # The last token is always computed, for its logits; so are all tokens if the request needs their outputs.
             hashes: list[bytes] = []
             if sequence.group.shares_blocks and not sequence.needs_all_tokens:
-                hashes = self._hash_blocks(sequence, len(sequence.token_ids) - 1)
-            num_cached = self._cached_prefix(hashes)
+                hashes = self._hash_blocks(sequence, self._shared_tokens(sequence, len(sequence.token_ids) - 1))
+            num_cached = self._cached_prefix(hashes, has_state=sequence.group.has_state)
             tables = [pool.acquire_prefix(hashes, num_cached) for pool in self._pools]
             full = any(self._num_new(pool, table, sequence) > pool.num_free for pool, table in self._each(tables))
             # Wait for a block that another sequence is about to fill, rather than compute it twice.
@@ -99,6 +103,8 @@ class Scheduler:
                     break
                 continue
             self._start(sequence, tables)
+            if sequence.group.has_state and num_cached:
+                sequence.table.states = self._states.restore(hashes[num_cached - 1])
             pending |= set(hashes[num_cached:])
             encoding = sequence if sequence.group.encoder_ids is not None else None
         self.waiting = skipped_sequences + self.waiting
@@ -116,13 +122,19 @@ class Scheduler:
         """Yield each pool with a sequence's blocks in it."""
         return zip(self._pools, tables, strict=True)
 
-    def _cached_prefix(self, hashes: abc.Sequence[bytes]) -> int:
+    def _shared_tokens(self, sequence: Sequence, tokens: int) -> int:
+        """Return how many of a sequence's first tokens may be in shared blocks: with states, those of the prompt up to
+        the last position at which states are kept."""
+        group = sequence.group
+        return self._states.last_border(min(tokens, len(group.prompt_ids))) if group.has_state else tokens
+
+    def _cached_prefix(self, hashes: abc.Sequence[bytes], *, has_state: bool) -> int:
         """Return the number of leading blocks with these hashes after which a sequence can continue in every pool."""
         numbers = self._pools[0].cached_prefix(hashes, len(hashes))
         for pool in self._pools[1:]:
             usable = set(pool.cached_prefix(hashes, numbers[-1]))
             numbers = [number for number in numbers if number in usable]
-        return numbers[-1]
+        return (self._states.continues(hashes, numbers) if has_state else numbers)[-1]
 
     def _num_new(self, pool: BlockManager, prefix_blocks: list[int], sequence: Sequence) -> int:
         """Return how many blocks a waiting sequence allocates in a pool until its first new token."""
@@ -166,7 +178,7 @@ class Scheduler:
             if is_bidirectional or sequence.num_uncomputed == 1:
                 num_tokens = sequence.num_uncomputed
             else:
-                num_tokens = _next_tokens(sequence, min(budget, most.get(sequence, budget)))
+                num_tokens = self._next_tokens(sequence, min(budget, most.get(sequence, budget)))
             # The sequence may have been preempted by an earlier one.
             if num_tokens < 1 or sequence not in self.running:
                 continue
@@ -179,6 +191,23 @@ class Scheduler:
         # Drop sequences that were preempted after they were scheduled.
         batch = [item for item in batch if item.sequence in self.running]
         return sorted(batch, key=lambda item: item.num_tokens + len(item.draft_tokens) > 1)
+
+    def _next_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a sequence the next step computes.
+
+        The prompt of a model with states is divided at whole chunks, and at the last of them, where states are kept for
+        other sequences. A step ends with it, since generated tokens are computed one by one.
+        """
+        if budget < 1:
+            return 0
+        group = sequence.group
+        num_prompt = len(group.prompt_ids) - sequence.num_computed
+        if not group.has_state or num_prompt <= 0:
+            return min(sequence.num_uncomputed, budget)
+        # A whole chunk may exceed the budget.
+        num_tokens = min(max(budget - budget % CHUNK_SIZE, CHUNK_SIZE), num_prompt)
+        border = self._shared_tokens(sequence, len(group.prompt_ids)) - sequence.num_computed
+        return min(num_tokens, border) if group.shares_blocks and border > 0 else num_tokens
 
     def _allocate(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> list[int] | None:
         """Allocate blocks for a sequence's next tokens, preempting others if there are too few. Return the draft tokens
@@ -256,10 +285,13 @@ class Scheduler:
         """Put the blocks that a sequence has filled into the prefix cache, from the one of position `first` on, and
         release those behind its windows."""
         if sequence.group.shares_blocks:
-            hashes = self._hash_blocks(sequence, sequence.num_computed)
-            for number in range(first // self._block_size, sequence.num_computed // self._block_size):
+            tokens = self._shared_tokens(sequence, sequence.num_computed)
+            hashes = self._hash_blocks(sequence, tokens)
+            for number in range(first // self._block_size, tokens // self._block_size):
                 for pool, table in self._each(sequence.table.blocks):
                     pool.cache(table[number], hashes[number])
+            if sequence.group.has_state and tokens == sequence.num_computed:
+                self._states.keep(sequence.table, hashes, tokens)
         for pool, table in self._each(sequence.table.blocks):
             pool.release_behind(table, sequence.num_computed)
 
@@ -271,6 +303,7 @@ class Scheduler:
             self._cache.clear(number, private_blocks)
             for block in private_blocks:
                 pool.uncache(block)
+        self._states.discard(sequence.block_hashes[first:])
 
     def _hash_blocks(self, sequence: Sequence, tokens: int) -> list[bytes]:
         """Return the hashes of a sequence's blocks, at least of those that this many tokens fill. They are cached."""
@@ -300,26 +333,9 @@ class Scheduler:
 
 
 def most_step_tokens(prefill_chunk_size: int, has_state: bool, num_together: int = 0) -> int:
-    """Return the most tokens of a sequence that a step computes; see `_next_tokens`.
+    """Return the most tokens of a sequence that a step computes; see `Scheduler._next_tokens`.
 
     Args:
         num_together: tokens of the sequence that are computed in one step.
     """
     return max(prefill_chunk_size, num_together, CHUNK_SIZE if has_state else 0)
-
-
-def _next_tokens(sequence: Sequence, budget: int) -> int:
-    """Return how many tokens of a sequence the next step computes.
-
-    The prompt of a model with states is divided at whole chunks, and a step ends with it, since generated tokens are
-    computed one by one.
-    """
-    num_tokens = min(sequence.num_uncomputed, budget)
-    if num_tokens < 1:
-        return 0
-    group = sequence.group
-    num_prompt = len(group.prompt_ids) - sequence.num_computed
-    if group.has_state and num_prompt > 0:
-        # A whole chunk may exceed the budget.
-        num_tokens = min(max(budget - budget % CHUNK_SIZE, CHUNK_SIZE), num_prompt)
-    return num_tokens

@@ -51,7 +51,7 @@ class SequenceGroup:
         start_time: when its first sequence started, by `time.perf_counter`; 0 if none has.
         cached_tokens: prompt tokens that were found in the prefix cache.
         prompt_logprobs: log-probabilities of the prompt's tokens, to be reported with the first event.
-        has_state: whether layers of the model keep a state, which blocks of the prefix cache do not contain.
+        has_state: whether layers of the model keep a state.
         hypotheses: finished hypotheses of beam search with their scores, best first.
         scores: by index, the scores of complete continuations.
     """
@@ -86,7 +86,7 @@ class SequenceGroup:
     @property
     def shares_blocks(self) -> bool:
         """Whether its KV blocks may be shared: their contents depend only on the tokens up to their end."""
-        return self.encoder_ids is None and not self.bidirectional and not self.has_state
+        return self.encoder_ids is None and not self.bidirectional
 
     @property
     def unfinished(self) -> list[int]:
@@ -283,7 +283,7 @@ class Sequence:
         beam.cumulative_logprob = logprob
         beam.block_hashes = list(self.block_hashes)
         beam.table = BlockTable(
-            [list(blocks) for blocks in self.table.blocks], dict(self.table.states), self.table.cross_kv
+            [list(blocks) for blocks in self.table.blocks], dict(self.table.states), cross_kv=self.table.cross_kv
         )
         return beam
 

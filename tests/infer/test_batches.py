@@ -139,7 +139,7 @@ def check_mixes(model: InferenceModel, mixes: int, seed: int) -> None:
             block_size=source.choice([8, 16, 32]),
             kv_cache_bytes=source.choice([least, 20 * least]),
             prefill_chunk_size=source.choice([3, 50, 512]),
-            num_speculative_tokens=0 if model.spec.has_state else source.choice([0, 3]),
+            num_speculative_tokens=source.choice([0, 3]),
         )
         together = answers(Engine(model, settings), requests, source)
         assert together[:2] == alone
