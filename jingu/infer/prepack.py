@@ -100,10 +100,11 @@ def _join_projections(model: Decoder, dtype: torch.dtype, use_onednn: bool, pack
 
 def _has_equal_heads(module: SelfAttention) -> bool:
     """Return whether queries, keys and values are projected from the same input to heads of one size."""
-    is_latent = isinstance(module, LatentSelfAttention)
+    if isinstance(module, LatentSelfAttention):
+        return False
     is_scaled = (module.value_scale, module.key_scale) != (1.0, 1.0)
     has_all = module.k is not None and module.v is not None and module.value_norm is None
-    return not is_latent and has_all and module.value_dim == module.head_dim and not is_scaled
+    return has_all and module.value_dim == module.head_dim and not is_scaled
 
 
 def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: PackQuantized) -> Linear | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from jingu.errors import JinguError
 from jingu.model.adapter_layers import LoraLinear
@@ -27,7 +28,7 @@ from jingu.model.layers import Linear, build_linear, build_norm
 from jingu.model.matmul_kernels import matmul
 from jingu.model.norm_specs import RmsNorm
 from jingu.model.part_spec import Rows
-from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, QuantizedWeight
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.spec import ModelSpec
 
@@ -155,6 +156,10 @@ class LatentSelfAttention(SelfAttention):
 
 
 def _multiply_heads(x_BTHI: Tensor, weight_HIO: Tensor) -> Tensor:
-    """Return [B, T, H, O]: the vectors of each head times the head's matrix."""
-    rows = x_BTHI.flatten(0, 1).transpose(0, 1)
-    return matmul(rows, weight_HIO).transpose(0, 1).unflatten(0, x_BTHI.shape[:2])
+    """Return [B, T, H, O]: the vectors of each head times the head's matrix. A row's result does not depend on other
+    rows, as in `jingu.model.matmul_kernels.linear`."""
+    rows_HNI = x_BTHI.flatten(0, 1).transpose(0, 1)
+    number = rows_HNI.shape[1]
+    spare = -number % BATCH_INVARIANT_ROWS if x_BTHI.device.type == "cpu" else 0
+    y_HNO = matmul(pad(rows_HNI, (0, 0, 0, spare)), weight_HIO)[:, :number]
+    return y_HNO.transpose(0, 1).unflatten(0, x_BTHI.shape[:2])
