@@ -24,7 +24,6 @@ from jingu.data.dataset import open_dataset
 from jingu.data.dataset_manifest import SplitName
 from jingu.data.permutation import Int64Array
 from jingu.errors import JinguError
-from jingu.formats.export import convert
 from jingu.infer.engine import Engine
 from jingu.infer.engine_interface import EngineSettings
 from jingu.infer.inference_model import InferenceModel, Precision, check_language_model, load_chat_model
@@ -32,6 +31,7 @@ from jingu.infer.inference_model import load as load_inference_model
 from jingu.infer.request import Request, Score
 from jingu.infer.sampling import SamplingOptions
 from jingu.runtime.exit_codes import EXIT_INTERRUPTED
+from jingu.tune import publish
 from jingu.tune.row_formats import parse_messages
 
 Config = RunConfig
@@ -286,19 +286,19 @@ def build_dataset(config: AnyConfig, *overrides: str) -> list[Path]:
 
 
 def export(model: AnyPath, to: AnyPath, dtype: str = "auto") -> Path:
-    """Write a model as a Hugging Face folder, like `jingu export`, and return the folder.
+    """Write a model as a Hugging Face folder or a GGUF file, like `jingu export`, and return its path.
 
     Args:
         model: any model that `jingu.load` opens.
-        to: the folder to write; it must not exist.
-        dtype: fp32, bf16 or fp16; auto: the dtype of most of the stored weights.
+        to: the folder to write, which must not exist, or a .gguf file.
+        dtype: a type of `jingu export --dtype`, such as bf16; auto: the dtype of most of the stored weights.
 
     Raises:
-        JinguError: the model cannot be read, or `to` cannot be written.
+        JinguError: the model cannot be read, there is no such dtype, or `to` cannot be written.
     """
-    folder = Path(to)
-    convert(Path(model), folder, dtype)
-    return folder
+    path = Path(to)
+    publish.export(Path(model), path, dtype)
+    return path
 
 
 class Dataset(Sequence[Int64Array]):

@@ -47,6 +47,18 @@ def test_guide_runs_as_written(library: Library, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
+def test_export_writes_what_its_name_and_dtype_say(tiny_run: MakeRun, tmp_path: Path) -> None:
+    config = tiny_run({"train.steps": 1, "model.hidden_size": 64, "model.intermediate_size": 64})
+    train_command(config)
+    run = Path(config.runs_dir) / config.name
+    file = jingu.export(run, tmp_path / "model.gguf", dtype="q8_0")
+    assert file.read_bytes()[:4] == b"GGUF"
+    for name, dtype in (("a", "q8_0"), ("b", "eight"), ("c.gguf", "fp8")):
+        with pytest.raises(JinguError, match="dtype"):
+            jingu.export(run, tmp_path / name, dtype=dtype)
+        assert not (tmp_path / name).exists()
+
+
 def test_guide_names_every_export() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     for name in set(jingu.__all__) - {"Model", "__version__"}:

@@ -50,6 +50,8 @@ def export(
     Raises:
         JinguError: as for `convert`; or the upload is refused.
     """
+    if dtype not in {"auto", *DTYPES, *FORMS, *PACKAGE_TYPES, *LLAMA_CPP_TYPES}:
+        raise JinguError(f"there is no dtype {dtype}.", where="--dtype", fix="Such as bf16, fp8, q8_0 or q4_k_m.")
     if calibrate is not None and dtype not in (*CALIBRATED_FORMS, *LLAMA_CPP_TYPES):
         what = f"{dtype} has nothing to calibrate."
         fix = f"Leave it out, or set --dtype to {join_words((*CALIBRATED_FORMS, *LLAMA_CPP_TYPES))}."
