@@ -171,9 +171,9 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     }
     if work.accumulation == 1 and work.parallel.offload.type == "none":
         # With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory.
-        before = device["activations"] + device.get("loss", 0.0)
-        share = max(0.0, 1 - device["gradients"] / before)
-        device |= {part: device[part] * share for part in ("activations", "loss") if part in device}
+        freed = [part for part in ("activations", "recomputation", "loss") if part in device]
+        share = max(0.0, 1 - device["gradients"] / sum(device[part] for part in freed))
+        device |= {part: device[part] * share for part in freed}
     full_gradients = device.pop("whole gradients", 0.0)
     host = {}
     if work.parallel.offload.type != "none":

@@ -213,9 +213,9 @@ class PlanQuery:
         on: the machine: a name of the library, a YAML file, or `here`.
         gpus: GPUs per node; None: as many as the machine has.
         mode: `search` compares all layouts; `clusters` tries several numbers of nodes; `exact` replays a step of the
-            fullest rank; `serve` plans generation instead of training. A number is the same as `clusters`, and also the
-            days within which the run must end. None plans the layout of the settings; for a model without settings, the
-            best layout.
+            fullest rank; `serve` plans generation instead of training; `fit` asks what the GPUs can do. A number is
+            the same as `clusters`, and also the days within which the run must end. None plans the layout of the
+            settings; for a model without settings, the best layout.
         price: price per GPU-hour; None: unknown.
         software: the training system that executes the run, or changes of jingu's settings (`find_software`).
     """
@@ -260,6 +260,8 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
         else:
             print_serving(serving, machine)
         return 0 if serving.max_streams else 1
+    if mode == "fit":
+        return _fit(query, as_json=as_json)
     if mode == "clusters" or isinstance(mode, float):
         return _plan_clusters(request, machine, price, mode if isinstance(mode, float) else None, as_json=as_json)
     if mode == "exact":
@@ -283,6 +285,21 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     elif outcome.spare < 0:
         print("None of these layouts has room for generation and the models beside the trained one.")
     return 0 if outcome.spare >= 0 else 1
+
+
+def _fit(query: PlanQuery, *, as_json: bool) -> int:
+    """Print what fits on a number of GPUs (default: 1) by kind of training; return the exit code."""
+    from jingu.training.plan_fit import TUNINGS, fit_streams, fit_training, print_fit
+
+    gpus = query.gpus or 1
+    machine = find_machine(query.on).with_nodes(gpus)
+    trainings = []
+    for tuning, words in TUNINGS.items():
+        request = replace(_read_target(query.target, [*query.overrides, *words], gpus), software=query.software)
+        software = request.execution(machine)
+        trainings += fit_training(tuning, request.config, request.spec, software, machine, gpus)
+    served = fit_streams(_read_target(query.target, query.overrides, gpus).spec, machine, gpus)
+    return print_fit(trainings, served, machine, gpus, as_json)
 
 
 def _replay(request: PlanRequest, machine: Machine, ranks: int, *, as_json: bool) -> int:

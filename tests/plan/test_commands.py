@@ -177,3 +177,17 @@ def test_a_replay_of_an_encoder_decoder(plan_folder: Path, capsys: pytest.Captur
     )
     assert main(["plan", "t5.yaml", "--exact", "--gpus", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["peak"] > 0
+
+
+def test_what_a_card_can_do(plan_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.2-1b", "--fit", "--on", "RTX 4090"]
+    assert main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    largest = {(row["tuning"], row["length"]): row["micro_batch"] for row in figures["training"]}
+    # Adapters need less than full training, and longer rows more.
+    assert largest["LoRA", 2048] >= largest["full", 2048] > 0
+    assert largest["QLoRA (int4)", 8192] >= largest["QLoRA (int4)", 131072]
+    streams = {(row["weights"], row["length"]): row["streams"] for row in figures["serving"]}
+    assert streams["int4", 8192] > streams["bf16", 8192] > streams["bf16", 32768]
+    assert main(["plan", "llama-3.1-405b", "--fit", "--on", "RTX 4090"]) == 1
+    assert "does not fit" in capsys.readouterr().out
