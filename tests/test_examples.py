@@ -79,7 +79,7 @@ def test_expected_memory_of_the_pipeline(capsys: pytest.CaptureFixture[str]) -> 
     config = load_config(file)
     estimate = re.search(
         r"([\d.]+) GiB for the weights.*?([\d.]+) GiB for the inputs.*?([\d.]+) GiB for the activations"
-        r".*?([\d.]+) GiB for one chunk of the loss",
+        r".*?([\d.]+) GiB for the buffers.*?([\d.]+) GiB for one chunk of the loss",
         file.read_text("utf-8"),
         re.DOTALL,
     )
@@ -92,15 +92,16 @@ def test_expected_memory_of_the_pipeline(capsys: pytest.CaptureFixture[str]) -> 
     # fp32 weights, gradients and two moments; in bf16 an input for each block of the one micro-batch in flight.
     state_bytes = 16 * numbers
     input_bytes = len(last_part) * length * spec.hidden_size * 2
-    state, inputs, recomputation, loss = estimate.groups()
+    state, inputs, recomputation, buffers, loss = estimate.groups()
     assert [f"{size / 2**30:.1f}" for size in (state_bytes, input_bytes)] == [state, inputs]
     show_config(config, ranks)
     output = capsys.readouterr().out
-    assert f" {inputs} activations + {recomputation} recomputation + {loss} loss\n" in output
+    parts = f" {inputs} activations + {recomputation} recomputation + {buffers} stage buffers + {loss} loss\n"
+    assert parts in output
     total = re.search(r"([\d.]+) GiB = ", output)
     assert total is not None
     assert float(total[1]) == pytest.approx(
-        (state_bytes + input_bytes) / 2**30 + float(recomputation) + float(loss), abs=0.1
+        (state_bytes + input_bytes) / 2**30 + float(recomputation) + float(buffers) + float(loss), abs=0.1
     )
 
 
