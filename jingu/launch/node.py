@@ -27,9 +27,14 @@ from jingu.errors import JinguError, pluralize
 from jingu.launch.node_codes import CODES_VARIABLE, NodeCodes
 from jingu.launch.probe import ProbeListener, Target, find_interface, format_endpoint, local_address, probe
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
-from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE, EXIT_PREEMPTED
+from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE, EXIT_PREEMPTED, EXIT_STALLED
 from jingu.runtime.gpus import visible_devices
 
+# Environment variable with a number that is added to exit codes after which the node starts again, for cluster managers
+# that take only large codes for temporary failures.
+RETRY_VARIABLE = "JINGU_RETRY_OFFSET"
+# On Kubernetes, a pod that ends because of another one exits so much later, and the reason of that one counts.
+_CONSEQUENCE_SECONDS = 20.0
 # Marks the line in which a node describes itself; a login shell may print other lines before it.
 HANDSHAKE = "jingu-node "
 # The line with which the launcher tells the other nodes that the first one listens.
@@ -169,7 +174,11 @@ def _run_started_node(text: str) -> int:
     rank = int(next((os.environ[name] for name in _NODE_RANKS if name in os.environ), "0"))
     folder = os.environ.pop(CODES_VARIABLE, None)
     if folder is None:
-        return _check_and_run(start, rank)
+        offset = int(os.environ.pop(RETRY_VARIABLE, "0"))
+        code = _check_and_run(start, rank)
+        if code == EXIT_LOST and "KUBERNETES_SERVICE_HOST" in os.environ:
+            time.sleep(_CONSEQUENCE_SECONDS)
+        return code + offset if code in (EXIT_LOST, EXIT_STALLED, EXIT_PREEMPTED) else code
     codes = NodeCodes(Path(folder), rank)
     try:
         code = _check_and_run(start, rank, codes.announce, partial(_wait_for_file, codes.ready))

@@ -132,7 +132,7 @@ def make_network(pods: list[Pod], folder: Path) -> None:
 
 
 def main(path: Path) -> None:
-    manifest = yaml.safe_load(path.read_text())
+    manifest = list(yaml.safe_load_all(path.read_text()))[-1]
     pods = list(KINDS.get(manifest.get("kind", manifest.get("type")), sky_task)(manifest))
     make_network(pods, path.parent)
     # What the image of a container has.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema_rs
 import pytest
@@ -17,6 +19,7 @@ from jingu.cli import main
 from jingu.launch import manifests, node, slurm
 from jingu.launch.probe import find_interface
 from jingu.launch.start import Start
+from jingu.runtime.exit_codes import Restart, find_restart
 from tests.launch.programs import install
 
 
@@ -149,7 +152,7 @@ def test_every_kind_of_manifest_starts_the_same(run_file, capsys, kind):
     words = ["--manifest", kind, "--image", "registry/jingu:1", "--nodes", "3", "--slots", "4", "train", run_file]
     assert main(["launch", "kubernetes", *words]) == 0
     text = capsys.readouterr().out
-    manifest = yaml.safe_load(text)
+    manifest = list(yaml.safe_load_all(text))[-1]
     starts = []
 
     def visit(node):
@@ -175,7 +178,7 @@ def test_manifests_have_the_fields_of_their_schemas(run_file, capsys):
     shapes = {}
     for kind in ("trainjob", "jobset", "pytorchjob"):
         main(["launch", "kubernetes", "--manifest", kind, "--nodes", "2", run_file])
-        shapes[kind] = yaml.safe_load(capsys.readouterr().out)
+        shapes[kind] = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
     job = shapes["trainjob"]
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert set(job["spec"]["trainer"]) == {"image", "command", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
@@ -195,11 +198,21 @@ TASKS = {
             "name": {"type": "string"},
             "num_nodes": {"type": "integer"},
             "resources": {
-                "properties": {"image_id": {"type": "string", "pattern": "^docker:"}},
+                "properties": {
+                    "image_id": {"type": "string", "pattern": "^docker:"},
+                    "job_recovery": {
+                        "properties": {
+                            "max_restarts_on_errors": {"type": "integer", "minimum": 0},
+                            "recover_on_exit_codes": {"type": "array", "items": {"type": "integer"}},
+                        },
+                        "additionalProperties": False,
+                    },
+                },
                 "additionalProperties": False,
             },
             "envs": {"patternProperties": {"^[a-zA-Z_]\\w*$": {"type": "string"}}, "additionalProperties": False},
             "run": {"type": "string"},
+            "volumes": {"additionalProperties": {"type": "string"}},
         },
         "additionalProperties": False,
     },
@@ -210,7 +223,18 @@ TASKS = {
             "name": {"type": "string", "pattern": "^[a-z][a-z0-9-]{1,40}$"},
             "nodes": {"type": "integer", "minimum": 1},
             "image": {"type": "string"},
-            "resources": {"properties": {"gpu": {"type": "integer"}}, "additionalProperties": False},
+            "resources": {
+                "properties": {"gpu": {"type": "integer"}, "shm_size": {"type": "string", "pattern": "^\\d+GB$"}},
+                "additionalProperties": False,
+            },
+            "volumes": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+:/"}},
+            "stop_duration": {"type": "string", "pattern": "^\\d+s$"},
+            "retry": {
+                "properties": {
+                    "on_events": {"items": {"enum": ["no-capacity", "interruption", "error"]}, "minItems": 1}
+                },
+                "additionalProperties": False,
+            },
             "env": {"additionalProperties": {"type": "string"}},
             "commands": {"type": "array", "items": {"type": "string"}, "minItems": 1},
         },
@@ -224,7 +248,12 @@ TASKS = {
 def test_tasks_have_the_fields_of_their_schemas(tmp_path, monkeypatch, capsys, kind, name):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(f"name: {name}\n")
-    assert main(["launch", "kubernetes", "--manifest", kind, "--nodes", "2", "--slots", "3", "run.yaml"]) == 0
+    assert (
+        main(
+            ["launch", "kubernetes", "--manifest", kind, "--nodes", "2", "--slots", "3", "--volume", "a:/a", "run.yaml"]
+        )
+        == 0
+    )
     jsonschema_rs.validate(TASKS[kind], yaml.safe_load(capsys.readouterr().out))
 
 
@@ -250,15 +279,123 @@ def test_a_node_finds_its_number_and_the_first_node(monkeypatch, variables, rank
     assert calls == [(master, rank)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("trainjob", "TrainerV1alpha1TrainJob"), ("jobset", "JobsetV1alpha2JobSet")]
-)
-def test_manifests_come_back_whole_from_the_models_of_kubeflow(run_file, capsys, kind, name):
+MODELS = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "JobSet": "JobsetV1alpha2JobSet",
+}
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_manifests_come_back_whole_from_the_models_of_kubeflow(run_file, capsys, kind):
     """The published models refuse what has a wrong type, and leave out what they do not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    assert main(["launch", "kubernetes", "--manifest", kind, "--nodes", "3", "--slots", "2", run_file]) == 0
-    manifest = yaml.safe_load(capsys.readouterr().out)
-    assert getattr(models, name).from_dict(manifest).to_dict() == manifest
+    words = ["--nodes", "3", "--slots", "2", "--max-restarts", "2", "--volume", "runs:/runs", run_file]
+    assert main(["launch", "kubernetes", "--manifest", kind, *words]) == 0
+    for manifest in yaml.safe_load_all(capsys.readouterr().out):
+        model = getattr(models, MODELS[manifest["kind"]])
+        assert model.from_dict(manifest).to_dict() == manifest
+
+
+def pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The specs of all pods of a manifest."""
+    found: list[dict[str, Any]] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            found.extend([value] if "containers" in value else [])
+            list(map(visit, value.values()))
+        elif isinstance(value, list):
+            list(map(visit, value))
+
+    visit(documents)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset", "pytorchjob"])
+@pytest.mark.parametrize(("grace", "seconds"), [("120", 180), ("900", 960)])
+def test_pods_have_shared_memory_time_to_save_and_volumes(run_file, tmp_path, capsys, kind, grace, seconds):
+    (tmp_path / "patch.yaml").write_text("metadata: {labels: {team: a}}\n")
+    words = ["--volume", "data:/data", "--volume", "runs:/runs", "--patch", "patch.yaml", run_file]
+    assert (
+        main(["launch", "kubernetes", "--manifest", kind, "--nodes", "2", *words, f"checkpoint.grace_seconds={grace}"])
+        == 0
+    )
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert documents[0]["metadata"]["labels"] == {"team": "a"}
+    for pod in pods(documents):
+        assert pod["terminationGracePeriodSeconds"] == seconds
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]] == {"emptyDir": {"medium": "Memory"}}
+        for name in ("data", "runs"):
+            assert volumes[mounts[f"/{name}"]] == {"persistentVolumeClaim": {"claimName": name}}
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_exit_codes_decide_as_the_table_says(run_file, capsys, kind):
+    """The rules of Kubernetes' Job and of JobSet, in their order, for each exit code."""
+    assert main(["launch", "kubernetes", "--manifest", kind, "--max-restarts", "2", run_file]) == 0
+    manifest = next(iter(yaml.safe_load_all(capsys.readouterr().out)))
+    spec = manifest["spec"] if kind == "jobset" else manifest["spec"]["template"]["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    rules = spec["failurePolicy"]["rules"]
+    assert spec["failurePolicy"]["maxRestarts"] == 2 and job["backoffLimit"] == 0
+
+    def decide(code: int, is_evicted: bool = False) -> Restart:
+        message, reason = "", "BackoffLimitExceeded"
+        for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
+            if code in rule.get("onExitCodes", {}).get("values", []):
+                message = (
+                    f"Container node for pod a/b failed with exit code {code} matching FailJob rule at index {index}"
+                )
+            elif is_evicted and "onPodConditions" in rule:
+                message = f"Pod a/b has condition DisruptionTarget matching FailJob rule at index {index}"
+            if message:
+                reason = "PodFailurePolicy"
+                break
+        for rule in rules:
+            patterns = rule.get("onJobFailureMessagePatterns", [""])
+            if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+                return {"FailJobSet": Restart.NEVER}.get(rule["action"], Restart.ALWAYS)
+        return Restart.COUNTED
+
+    for code in range(1, 256):
+        assert decide(code) == find_restart(code), code
+    assert decide(137, is_evicted=True) == Restart.ALWAYS and decide(2, is_evicted=True) == Restart.NEVER
+
+
+def test_a_pod_of_pytorchjob_starts_again_if_its_code_is_temporary(run_file, monkeypatch):
+    monkeypatch.setenv(node.RETRY_VARIABLE, "128")
+    for name in ("SLURM_JOB_ID", *node._NODE_RANKS, *node._MASTERS):
+        monkeypatch.delenv(name, raising=False)
+    for code, expected in ((0, 0), (1, 1), (2, 2), (69, 197), (70, 198), (75, 203), (137, 137)):
+        monkeypatch.setenv(node.RETRY_VARIABLE, "128")
+        monkeypatch.setenv("JINGU_START", Start(["train"], slots=[[0]]).to_json())
+        monkeypatch.setattr(node, "run_node", lambda *_, code=code: code)
+        assert node.main() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--volume", "runs"], "--volume: runs is no volume."),
+        (["--volume", "runs:relative"], "--volume: runs:relative is no volume."),
+        (["--volume", "a:/x", "--volume", "b:/x"], "--volume: b:/x is mounted twice."),
+        (["--volume", "a:/dev/shm"], "--volume: a:/dev/shm is mounted twice."),
+        (["--patch", "list.yaml"], "list.yaml: the file is no mapping."),
+        (["--patch", "kind.yaml"], "kind.yaml: the manifest has no Pod. It has TrainingRuntime and TrainJob."),
+        (["--patch", "broken.yaml"], "broken.yaml: the file is no YAML"),
+        (["--patch", "missing.yaml"], "missing.yaml: the file cannot be read"),
+    ],
+)
+def test_wrong_volumes_and_patches_are_one_sentence(run_file, capsys, words, sentence):
+    Path("list.yaml").write_text("- a\n")
+    Path("kind.yaml").write_text("kind: Pod\n")
+    Path("broken.yaml").write_text("a: [\n")
+    assert main(["launch", "kubernetes", *words, run_file]) == 2
+    assert sentence in (error := capsys.readouterr().err) and len(error.splitlines()) == 1
 
 
 def test_a_refusal_of_the_cluster_is_one_sentence(run_file, monkeypatch, capsys):
