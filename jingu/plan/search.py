@@ -213,7 +213,8 @@ def _divisions(base: Workload, ranks: int, result: SearchResult) -> Iterator[Par
     layers = (spec.num_encoder_layers or 0) + spec.num_layers
     experts = [1] if spec.experts is None else divisors(spec.experts.num_experts)
     for pipeline, tensor, context in product(divisors(ranks), repeat=3):
-        if ranks % (pipeline * tensor * context):
+        # A rank of `context` needs a token.
+        if ranks % (pipeline * tensor * context) or context > base.sequence:
             continue
         if pipeline > layers:
             result.reject("fewer blocks than stages", f"{layers} blocks over {pipeline} stages")

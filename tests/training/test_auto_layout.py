@@ -95,8 +95,8 @@ def test_the_number_of_ranks_is_the_launcher_s(tiny_run, monkeypatch, capsys):
 
 
 def test_no_layout_fits(tiny_run, tmp_path, monkeypatch, capsys):
-    with pytest.raises(JinguError, match=r"no layout of 7 ranks fits on this machine\. .*8 sequences over 7 "):
-        choose_layout(tiny_run(), 7)
+    with pytest.raises(JinguError, match=r"no layout of 1,009 ranks fits on this machine\. .*8 sequences over 1,009 "):
+        choose_layout(tiny_run(), 1009)
     # Too little memory.
     monkeypatch.setattr("jingu.runtime.device.total_memory", lambda _: 2**10)
     with pytest.raises(JinguError, match="out of memory: the nearest is short by"):
