@@ -42,7 +42,10 @@ JobSubmitPlugins=lua
 OverTimeLimit=5
 KillWait=30
 NodeName=n[0-3] NodeHostname=$(hostname -s) NodeAddr=10.77.0.1 Port=[7000-7003] CPUs=2 RealMemory=1000 State=UNKNOWN
-PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 C
 # Without a database of accounts Slurm takes any. This is how a site refuses one.
 cat > "$FOLDER/job_submit.lua" <<C
@@ -61,6 +64,6 @@ for i in 0 1 2 3; do
   mkdir -p "$FOLDER/spool/n$i"
   slurmd -D -N n$i > "$FOLDER/d$i.out" 2>&1 &
   done
-until [ "$(sinfo -h -N -t idle 2>/dev/null | wc -l)" = 4 ]; do sleep 0.2; done
+until [ "$(sinfo -h -N -p p -t idle 2>/dev/null | wc -l)" = 4 ]; do sleep 0.2; done
 echo ready
 read -r

@@ -110,6 +110,38 @@ def test_a_failure_ends_a_job_unless_it_may_restart(cluster, run_file, tmp_path,
     assert losses_match("job", settings)
 
 
+def test_a_preempted_job_saves_is_requeued_and_goes_on(cluster, run_file, tmp_path):
+    """Slurm sends SIGTERM, as when a person cancels the job, and the job ends before its grace time is over."""
+    job = cluster.submit("--nodes", "2", run_file(ENDLESS, name="job"), folder=tmp_path)
+    wait_for_log(tmp_path, "step 5 of")
+    high = ["sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
+    code, output = cluster.run(*high, folder=tmp_path)
+    assert code == 0, output
+    assert cluster.wait_for(job, "PENDING", "FAILED")["JobState"] == "PENDING", read_log(tmp_path)
+    wait_for_log(tmp_path, "Resuming from step")
+    assert read_log(tmp_path).count("Stopped and saved at step") == 1
+    cluster.run("scancel", job)
+    cluster.wait_for(job, "CANCELLED")
+
+
+def test_a_job_goes_on_although_srun_saw_the_end_of_a_node_first(cluster, run_file, tmp_path):
+    """All that runs on a node is killed, slurmd too, as when it reboots."""
+    settings = ENDLESS | {"checkpoint.every": 5, "train.hang_timeout": 20}
+    job = cluster.submit("--nodes", "2", run_file(settings, name="job"), folder=tmp_path)
+    wait_for_log(tmp_path, "step 8 of")
+    (daemon,) = [process for process in cluster.processes() if process.cmdline()[-2:] == ["-N", "n1"]]
+    words = daemon.cmdline()
+    victims = [process for process in cluster.processes() if process.environ().get("SLURMD_NODENAME") == "n1"]
+    for process in [daemon, *victims]:
+        process.kill()
+    try:
+        assert cluster.wait_for(job, "PENDING", "FAILED")["JobState"] == "PENDING", read_log(tmp_path)
+    finally:
+        cluster.start(*words, folder=tmp_path)
+        cluster.run("scancel", job)
+        cluster.run("scontrol", "update", "nodename=n1", "state=resume")
+
+
 def test_an_allocation_runs_a_step_and_saves_after_ctrl_c(cluster, run_file, tmp_path, losses_match):
     file = run_file(ENDLESS, name="job")
     # The step has other nodes than the first ones of the allocation.
