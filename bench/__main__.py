@@ -29,7 +29,7 @@ TITLES = {
     "recurrences": "Recurrences and attention at 2,048 to 16,384 tokens (target: time per token does not grow)",
     "hybrid": "A hybrid stack compared with a plain one of as many parameters: bits per byte after 600 steps on"
     " Python's standard library (4 × 128, 8 × 256 tokens per step)",
-    "hybrid_speed": "Whole models with the delta rule compared with attention (8 × 512, equal active FLOPs, fp32;"
+    "hybrid_speed": "Whole models with the delta rule compared with attention (8 × 256, equal active FLOPs, fp32;"
     " targets: training 0.6 at 2,048 tokens, decoding 2)",
     "moe": "Mixture of experts (8 of 512, 2 per token, hidden size 384) compared with a dense layer of 1024,"
     " 8 × 512 tokens",

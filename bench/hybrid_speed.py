@@ -98,7 +98,7 @@ def decoding_seconds(engine: Engine, prompt: int) -> float:
 
 def run(size: str = "") -> str:
     """Return the tables as Markdown; `tiny` measures short sequences once."""
-    lengths, rounds, shape = ((128, 256), 1, (64, 4)) if size == "tiny" else (LENGTHS, ROUNDS, (512, 8))
+    lengths, rounds, shape = ((128, 256), 1, (64, 4)) if size == "tiny" else (LENGTHS, ROUNDS, (256, 8))
     retain_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
