@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jingu.config.sections.model import ModelSettings
+from jingu.config.sections.model import MixerSettings, ModelSettings
 from jingu.errors import JinguError
 from jingu.formats.export import export_hf
 from jingu.infer.distributed import DistributedEngine, distributed_engine
@@ -49,7 +49,12 @@ FEW: dict[str, dict[str, Any]] = {
 """Models whose matrices can be quantized, also if two ranks share them."""
 STATES: dict[str, dict[str, Any]] = {
     "lfm2": {"family": "lfm2", "num_kv_heads": 2},
-    "qwen3_5_text": {"family": "qwen3_5_text", "num_kv_heads": 2, "head_dim": 8},
+    "qwen3_5_text": {
+        "family": "qwen3_5_text",
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "mixer": MixerSettings(num_heads=4, num_key_heads=2, key_head_dim=8, value_head_dim=6),
+    },
 }
 LAYOUTS = {
     "llama": [(2, 1), (4, 1), (4, 2)],

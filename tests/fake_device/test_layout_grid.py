@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jingu.compat.torch_distributed import pretend_ranks, static_pipeline_stages
 from jingu.model.families import FAMILIES
 from jingu.model.feed_forward_specs import Experts
+from jingu.model.mixer_specs import StateSpace
 from jingu.model.spec import ModelSpec
 from jingu.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from jingu.runtime.ranks import clear_mesh_caches
@@ -59,6 +60,15 @@ def spec_of(family: str, layers: int) -> ModelSpec:
         changes["num_encoder_layers"] = layers
     if isinstance(template.feed_forward, Experts):
         changes["feed_forward"] = EXPERTS
+    # Groups that two ranks can divide.
+    if isinstance(template.mixer, StateSpace):
+        changes["mixer.num_groups"] = 2
+    changes["layer_kinds"] = {
+        name: {**kind, "mixer": {**kind["mixer"], "num_groups": 2}}
+        if kind.get("mixer", {}).get("type") == "state_space"
+        else kind
+        for name, kind in template.layer_kinds.items()
+    }
     return tiny(family, layers=layers, **changes)
 
 
@@ -76,8 +86,10 @@ def walk(_rank: int, _world: int, name: str) -> Waits:
         # Runs refuse to divide the sequences of layers with a state.
         if "context" in layout and spec.has_state:
             continue
-        # A run refuses these schedules for encoder-decoders.
-        if has_split_backward and spec.num_encoder_layers is not None:
+        # A run refuses these schedules for encoder-decoders and layers with a state.
+        if has_split_backward and (spec.num_encoder_layers is not None or spec.has_state):
+            continue
+        if "pipeline" in layout and (spec.has_shared_kv or spec.per_layer_inputs):
             continue
         for rank in {0, world - 1} if "pipeline" in layout else {0}:
             pretend_ranks(rank, world)

@@ -140,7 +140,8 @@ def test_a_state_takes_the_bytes_of_its_formula(kind: str, tokenizer: Tokenizer)
         assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
     used = engine.stats()
     blocks = used.used_blocks * pool_bytes(model.spec, engine._pools[0].block_size, 4)[0]
-    assert used.used_bytes - blocks == sum(state_bytes(model.spec, layer, 4) for layer in layers)
+    # The state of the sequence, and that of the prompt's first 64 tokens, for other sequences.
+    assert used.used_bytes - blocks == 2 * sum(state_bytes(model.spec, layer, 4) for layer in layers)
     # Blocks and plans count attention once, in the only layer that has it.
     plain = replace_fields(model.spec, layer_kinds={}, layer_pattern=(), num_layers=1)
     assert pool_bytes(model.spec, 16, 4) == pool_bytes(plain, 16, 4)
@@ -191,17 +192,17 @@ def logprobs(model: InferenceModel, context: Sequence[int], ids: Sequence[int]) 
 def test_states_that_take_too_much_memory_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("gated_delta", tokenizer)
     per_sequence = sum(state_bytes(model.spec, layer, 4) for layer in model.spec.layers)
-    # A quarter of the memory is for sequences, and half of that for states.
+    # A quarter of the memory is for sequences, and half of that for states: those of sequences and of prefixes.
     monkeypatch.setattr("jingu.infer.engine_interface.total_memory", lambda device: int(8 * 10.5 * per_sequence))
-    with pytest.raises(JinguError, match="at most 10, since states"):
-        Engine(model, EngineSettings(max_num_seqs=11))
-    assert Engine(model, EngineSettings(max_num_seqs=10)).stats().total_bytes > 10 * per_sequence
+    with pytest.raises(JinguError, match="at most 5, since states"):
+        Engine(model, EngineSettings(max_num_seqs=6))
+    assert Engine(model, EngineSettings(max_num_seqs=5)).stats().total_bytes > 10 * per_sequence
 
 
 def test_drafts_and_lookahead_are_refused(tokenizer: Tokenizer) -> None:
     model = model_of("short_conv", tokenizer)
-    with pytest.raises(JinguError, match="cannot return to a token before rejected draft tokens"):
-        Engine(model, EngineSettings(num_speculative_tokens=2))
+    with pytest.raises(JinguError, match="cannot return to a token before rejected ones"):
+        Engine(model, EngineSettings(), draft_model=model)
     with pytest.raises(ValueError, match="cannot attend in both directions"):
         model.module(Inputs(torch.tensor([[1, 2]]), prefix_lengths=torch.tensor([[1, 0]])))
 

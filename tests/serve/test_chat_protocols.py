@@ -112,7 +112,7 @@ def test_responses_give_json(serve: Serve, tiny_model: InferenceModel) -> None:
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
         ({"input": []}, "empty"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
     ],
 )
 def test_responses_refuse_what_would_change_the_answer(server: Running, fields: dict[str, Any], message: str) -> None:
