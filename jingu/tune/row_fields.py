@@ -332,17 +332,11 @@ def rename_columns(value: JsonObject, columns: Mapping[str, str]) -> JsonObject:
     return other_fields | {name: value[column] for name, column in columns.items() if column in value}
 
 
-def describe_fields(scope: Scope, *, of_prompts: bool = False) -> str:
-    """Return the table of the fields as Markdown.
-
-    Args:
-        of_prompts: only those that shape a prompt.
-    """
+def describe_fields(scope: Scope) -> str:
+    """Return the table of the fields as Markdown."""
     lines = ["| field | what it does |", "|---|---|"]
     fields_by_type: dict[str, list[str]] = {}
     for field in TABLES[scope]:
-        if of_prompts and not field.shapes_prompt:
-            continue
         fields_by_type.setdefault(field.effect, []).extend(field.names)
     for effect, names in fields_by_type.items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {effect} |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jingu.errors import JinguError
 from jingu.text.tokenizer import Tokenizer
 from jingu.tune.prepare import prepare
 from jingu.tune.preview import preview
-from jingu.tune.row_fields import describe_fields
+from jingu.tune.row_fields import TABLES, describe_fields
 from jingu.tune.row_formats import parse_messages, parse_prompt, parse_row
 from tests.conftest import MakeRun
 
@@ -50,7 +51,12 @@ PAIRS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("scope", ["row", "message"])
 def test_the_guide_has_the_table_of_fields(scope: Any) -> None:
     assert describe_fields(scope) in (GUIDES / "tuning.md").read_text(encoding="utf-8")
-    assert describe_fields("row", of_prompts=True) in (GUIDES / "alignment.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_of_alignment_names_the_fields_of_prompts() -> None:
+    (names,) = re.findall(r"(`system`.*) shape the prompt of messages", (GUIDES / "alignment.md").read_text("utf-8"))
+    used = [field.name for field in TABLES["row"] if field.shapes_prompt and not field.refusal]
+    assert re.findall(r"`(\w+)`", names) == used
 
 
 @pytest.mark.parametrize("row", CHATS + PAIRS)
