@@ -194,8 +194,20 @@ class ParallelModel(nn.Module):
         numbers = torch.arange(len(batches))
         schedule.step(target=numbers, return_outputs=False, number=numbers)
         dist.all_reduce(step.total_n, group=self._group)
+        self._align_gradients()
         self._collect_tied_gradients()
         return step.total_n
+
+    def _align_gradients(self) -> None:
+        """Give gradients the memory layout of their parameters, as one backward pass does and split ones do not.
+
+        A matrix that is used transposed would have a transposed gradient, which fused optimizers read in the wrong
+        order.
+        """
+        for parameter in (parameter for stage in self.stages for parameter in stage.parameters()):
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def _build_schedule(self, micro_batches: int, rows: int, tokens: int, source: int) -> tuple[Any, Any]:
         """Return PyTorch's schedule for micro-batches of this shape, and the `PipelineStep` that its stages read."""

@@ -252,13 +252,6 @@ def _check_split_backward(settings: ParallelSettings, checkpointing: str, spec: 
             where="parallel.pipeline_schedule",
             fix="Set it to 1f1b, interleaved or gpipe.",
         )
-    if spec.has_state:
-        raise JinguError(
-            f"the schedule {schedule} splits backward passes, with which layers with a state (a delta rule, Mamba-2 or "
-            "a short convolution) get wrong gradients.",
-            where="parallel.pipeline_schedule",
-            fix="Set it to 1f1b, interleaved or gpipe.",
-        )
     if settings.zero_stage == 3:
         raise JinguError(
             f"the schedule {schedule} cannot run with ZeRO 3: between the two halves of a backward pass it needs the "

@@ -395,6 +395,8 @@ def test_layers_with_a_state(mixer, ranks):
     layouts = [{"tensor": 2, "zero_stage": 3}, {"pipeline": 2, "tensor": 2}, {"zero_stage": 2}, {"zero_stage": 3}]
     layouts += [{"tensor": 4}] if mixer != "state space" else []
     check(ranks, spec, 4, layouts, documents=True)
+    # Split backward passes: the convolutions' kernels are used transposed.
+    check(ranks, spec, 2, [{"pipeline": 2, "pipeline_schedule": "zero_bubble", "stages_per_rank": 1}], documents=True)
 
 
 def load_and_save(

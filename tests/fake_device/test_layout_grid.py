@@ -86,8 +86,8 @@ def walk(_rank: int, _world: int, name: str) -> Waits:
         # Runs refuse to divide the sequences of layers with a state.
         if "context" in layout and spec.has_state:
             continue
-        # A run refuses these schedules for encoder-decoders and layers with a state.
-        if has_split_backward and (spec.num_encoder_layers is not None or spec.has_state):
+        # A run refuses these schedules for encoder-decoders.
+        if has_split_backward and spec.num_encoder_layers is not None:
             continue
         if "pipeline" in layout and (spec.has_shared_kv or spec.per_layer_inputs):
             continue

@@ -132,14 +132,6 @@ def test_selective_activation_checkpointing_is_no_match_for_two_backward_passes(
     plan_layout(whole, 2, spec(6))
 
 
-def test_layers_with_a_state_need_whole_backward_passes():
-    lfm2 = FAMILIES["lfm2"].template
-    for schedule in ("zero_bubble", "zbv"):
-        config = RunConfig.model_validate({"parallel": {"pipeline": 2, "pipeline_schedule": schedule}})
-        with pytest.raises(JinguError, match=f"{schedule} splits backward passes, with which layers with a state"):
-            plan_layout(config, 2, lfm2)
-
-
 def test_selective_activation_checkpointing_is_no_match_for_shared_experts():
     train, mixtral = {"activation_checkpointing": {"type": "selective"}}, FAMILIES["mixtral"].template
     config = RunConfig.model_validate({"parallel": {"expert": 2}, "train": train})
