@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from jingu.checkpoint.mapped_files import FileReader, FileRegion, file_region
 from jingu.errors import JinguError
 from jingu.formats.stored_model import StoredModel
-from jingu.model.decoder import Block, Decoder, iterate_blocks
+from jingu.model.block import Block
+from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import MoELayer, RoutingStats
 from jingu.model.feed_forward_specs import Experts
 from jingu.model.matmul_kernels import linear

@@ -21,7 +21,8 @@ from jingu.infer.expert_offload import ExpertOffloader
 from jingu.infer.multi_lora import LoraAdapters, LoraWeights, read_lora_adapter
 from jingu.infer.prepack import prepack_weights
 from jingu.infer.sampling import SamplingOptions, SamplingParams
-from jingu.model.decoder import Block, Decoder
+from jingu.model.block import Block
+from jingu.model.decoder import Decoder
 from jingu.model.layers import widen_vectors
 from jingu.model.prediction import PredictionLayer
 from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head

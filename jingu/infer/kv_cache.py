@@ -493,13 +493,13 @@ class _LayerKVCache:
         """
         pieces = self._cache.pieces
         firsts = accumulate((piece.length for piece, _ in pieces), initial=0)
-        placed = list(zip(firsts, pieces, strict=False))
+        pieces_by_row = list(zip(firsts, pieces, strict=False))
         outputs: list[Tensor] = []
         order: list[int] = []
         for number in range(max(len(table.draft_states) for _, table in pieces)):
             members: list[tuple[RowPiece, BlockTable]] = []
             rows: list[int] = []
-            for first, (piece, table) in placed:
+            for first, (piece, table) in pieces_by_row:
                 if number < max(len(table.draft_states), 1):
                     length = 1 if table.draft_states else piece.length
                     members.append((RowPiece(length, piece.decode), table))

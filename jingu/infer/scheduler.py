@@ -134,7 +134,7 @@ class Scheduler:
         for pool in self._pools[1:]:
             usable = set(pool.cached_prefix(hashes, numbers[-1]))
             numbers = [number for number in numbers if number in usable]
-        return (self._states.continues(hashes, numbers) if has_state else numbers)[-1]
+        return (self._states.select(hashes, numbers) if has_state else numbers)[-1]
 
     def _num_new(self, pool: BlockManager, prefix_blocks: list[int], sequence: Sequence) -> int:
         """Return how many blocks a waiting sequence allocates in a pool until its first new token."""

@@ -35,7 +35,7 @@ class StateCache:
         size = max(CHUNK_SIZE, self._block_size)
         return tokens // size * size
 
-    def continues(self, hashes: Sequence[bytes], numbers: Sequence[int]) -> list[int]:
+    def select(self, hashes: Sequence[bytes], numbers: Sequence[int]) -> list[int]:
         """Return those numbers of leading blocks after which states are kept; 0 is always one of them."""
         return [number for number in numbers if number == 0 or hashes[number - 1] in self._states]
 

@@ -119,8 +119,8 @@ def search_layouts(base: Workload, ranks: int, machine: Machine, rows: int, *, b
     for cell in likely:
         if cell.bound > limit:
             break
-        found = _search_cell(base, cell, machine, SearchResult([]), limit, first_only=True)
-        seconds = sorted(seconds + [plan.step for plan in found])[:best]
+        plans = _search_cell(base, cell, machine, SearchResult([]), limit, first_only=True)
+        seconds = sorted(seconds + [plan.step for plan in plans])[:best]
         limit = seconds[-1] if len(seconds) == best else inf
     # 2. All layouts.
     top: list[Plan] = []

@@ -84,7 +84,7 @@ def wrong_activation_scale() -> Iterator[None]:
     """The second block's attention is a little too large on one rank."""
     import torch.distributed as dist
 
-    from jingu.model.decoder import Block
+    from jingu.model.block import Block
 
     honest, calls = Block.forward, [0]
 

@@ -176,13 +176,13 @@ class Family:
         """
         table = TABLES.get(self.name, {})
         values = {**(table.get("sizes", {}) if is_part else {}), **table.get("defaults", {})}
-        pattern = config.get("hybrid_override_pattern")
-        if pattern is not None:
-            # The former form of the types of layers.
-            values.pop("layers_block_type", None)
-        types = config.get("layers_block_type") or pattern or values.get("layers_block_type")
-        if types is not None:
-            values["num_hidden_layers"] = len(types)
+        mixers = table.get("mixers", {})
+        if "letters" in mixers:
+            # The types of layers say how many there are. In former files they are letters.
+            letters, types_key = config.get(mixers["letters"]), mixers["types_key"]
+            if letters is not None:
+                values.pop(types_key, None)
+            values["num_hidden_layers"] = len(config.get(types_key) or letters or values[types_key])
         if config.get("rope_scaling"):
             # The former name.
             values.pop("rope_parameters", None)

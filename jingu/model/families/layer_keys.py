@@ -249,7 +249,7 @@ def _kind_fields(
         changes["position"] = positions[type_name].model_dump()
     if type_name == MLP:
         activation = parse_activation("mlp_hidden_act", config.get("mlp_hidden_act") or "relu2")
-        size = config.get("intermediate_size", 21504)
+        size = config["intermediate_size"]
         changes["feed_forward"] = PlainFeedForward(intermediate_size=size, activation=activation).model_dump()
     elif options.single_branch and type_name != MOE:
         changes["feed_forward"] = NoFeedForward().model_dump()

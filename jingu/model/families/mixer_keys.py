@@ -108,7 +108,7 @@ class MixerLayers:
 
     def _inner_size(self, config: HFConfig) -> int:
         """Return the size of all heads together."""
-        size = None if self.size is None else config.get(self.size, 1024)
+        size = None if self.size is None else config.get(self.size)
         return int(size or (config.get(str(self.expand)) or 2) * config["hidden_size"])
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
