@@ -249,7 +249,7 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
         ("metrics", "twice", "broken"): "other has an entry of the same name",
         ("metrics", "twice", "other"): "broken has an entry of the same name",
         ("metrics", "works", "broken"): "ok",
-        ("optimizers", "odd", "broken"): "it is no subclass of OptimizerBase",
+        ("optimizers", "odd", "broken"): "it is not a subclass of OptimizerBase",
         ("rewards", "keywords", "broken"): f"jingu_example.rewards:KeywordsScorer: {imports} (ModuleNotFoundError: No "
         "module named 'jingu_example')",
         ("schedules", "polynomial", "broken"): "ok",

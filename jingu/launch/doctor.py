@@ -138,7 +138,7 @@ def _check_network(
     everywhere = board.read("failure", CHECK_SECONDS)
     causes = {hosts[rank]: text for rank, (text, follows) in everywhere.items() if text is not None and not follows}
     missing = {
-        hosts[rank]: "its rank has ended without a word" for rank in range(board.world) if rank not in everywhere
+        hosts[rank]: "its rank ended without an error message" for rank in range(board.world) if rank not in everywhere
     }
     victims = {hosts[rank]: f"it cannot exchange data ({text})" for rank, (text, _) in everywhere.items() if text}
     return network, figures, causes or missing or victims

@@ -129,7 +129,7 @@ def read_volumes(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, colon, path = text.partition(":")
         if not (name and colon and path.startswith("/")):
-            raise JinguError(f"{text} is no volume.", where="--volume", fix="Write it as NAME:/path.")
+            raise JinguError(f"{text} is not a volume.", where="--volume", fix="Write it as NAME:/path.")
         if name in volumes or path in (*volumes.values(), "/dev/shm"):
             raise JinguError(f"{text} is mounted twice.", where="--volume", fix="Give each volume a path of its own.")
         volumes[name] = path
@@ -146,14 +146,16 @@ def _apply_patch(documents: list[Manifest], path: Path) -> list[Manifest]:
     """Merge a file into the document of the kind that it names, or else into the first one.
 
     Raises:
-        JinguError: the file is no mapping, or names a kind that the manifest lacks.
+        JinguError: the file is not a mapping, or names a kind that the manifest lacks.
     """
     try:
         patch = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise JinguError(f"the file is no YAML ({str(error).splitlines()[0]}).", where=path) from None
+        raise JinguError(f"the file is not valid YAML ({str(error).splitlines()[0]}).", where=path) from None
     if not isinstance(patch, dict):
-        raise JinguError("the file is no mapping.", where=path, fix="Write the fields to change, as in the manifest.")
+        raise JinguError(
+            "the file is not a mapping.", where=path, fix="Write the fields to change, as in the manifest."
+        )
     kinds = [document.get("kind") for document in documents]
     if patch.get("kind", kinds[0]) not in kinds:
         fix = f"It has {join_words([str(kind) for kind in kinds], 'and')}."

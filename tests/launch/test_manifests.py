@@ -380,13 +380,13 @@ def test_a_pod_of_pytorchjob_starts_again_if_its_code_is_temporary(run_file, mon
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--volume", "runs"], "--volume: runs is no volume."),
-        (["--volume", "runs:relative"], "--volume: runs:relative is no volume."),
+        (["--volume", "runs"], "--volume: runs is not a volume."),
+        (["--volume", "runs:relative"], "--volume: runs:relative is not a volume."),
         (["--volume", "a:/x", "--volume", "b:/x"], "--volume: b:/x is mounted twice."),
         (["--volume", "a:/dev/shm"], "--volume: a:/dev/shm is mounted twice."),
-        (["--patch", "list.yaml"], "list.yaml: the file is no mapping."),
+        (["--patch", "list.yaml"], "list.yaml: the file is not a mapping."),
         (["--patch", "kind.yaml"], "kind.yaml: the manifest has no Pod. It has TrainingRuntime and TrainJob."),
-        (["--patch", "broken.yaml"], "broken.yaml: the file is no YAML"),
+        (["--patch", "broken.yaml"], "broken.yaml: the file is not valid YAML"),
         (["--patch", "missing.yaml"], "missing.yaml: the file cannot be read"),
     ],
 )

@@ -88,7 +88,7 @@ def registry_of(kind: str, base: type[Section], *sections: type[Section]) -> Reg
 
     def check(name: str, section: Any) -> str | None:
         if not (isinstance(section, type) and issubclass(section, base)):
-            return f"it is no subclass of {base.__name__}"
+            return f"it is not a subclass of {base.__name__}"
         tag = section.model_fields["type"].default
         return None if tag == name else f"its type is {tag}"
 
