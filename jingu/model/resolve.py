@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 from jingu.config.sections.model import ModelSettings
 from jingu.errors import JinguError
@@ -220,16 +219,11 @@ def _mixers(settings: ModelSettings, template: ModelSpec) -> dict[str, object]:
     if not changes:
         return {}
     kinds = {
-        name: {**kind, "mixer": {**kind["mixer"], **changes}} if _has_state(kind) else kind
+        name: {**kind, "mixer": {**kind["mixer"], **changes}} if template.kind(name).state_mixer else kind
         for name, kind in template.layer_kinds.items()
     }
     top = {f"mixer.{name}": value for name, value in changes.items()} if template.mixer is not None else {}
     return {**top, "layer_kinds": kinds}
-
-
-def _has_state(kind: Mapping[str, Any]) -> bool:
-    """Return whether the differences of a kind of layer name a mixer with a state."""
-    return kind.get("mixer", {}).get("type", "none") != "none"
 
 
 def _feed_forward(settings: ModelSettings, template: ModelSpec, family: Family) -> dict[str, object]:

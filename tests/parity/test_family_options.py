@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ ROPES: list[dict[str, Any]] = [
     YARN,
     {**YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
     {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "default", "rope_theta": 77.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 77.0, "partial_rotary_factor": 0.25},
 ]
 
 
@@ -36,7 +39,8 @@ def other_values(key: str, value: Any) -> list[Any]:
     """Return other values of a key, of which transformers may refuse some."""
     if key == "rope_parameters":
         nested = [name for name, part in (value or {}).items() if isinstance(part, dict)]
-        return [dict.fromkeys(nested, rope) if nested else rope for rope in ROPES]
+        # Copies: transformers adds keys to what it is given.
+        return [deepcopy(dict.fromkeys(nested, rope) if nested else rope) for rope in ROPES]
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

@@ -108,8 +108,7 @@ class MixerLayers:
 
     def _inner_size(self, config: HFConfig) -> int:
         """Return the size of all heads together."""
-        size = None if self.size is None else config.get(self.size)
-        return int(size or (config.get(str(self.expand)) or 2) * config["hidden_size"])
+        return int(config.get(str(self.size)) or (config.get(str(self.expand)) or 2) * config["hidden_size"])
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """Return the keys of a model; a model whose layers all have attention gets those of the template."""
@@ -123,7 +122,8 @@ class MixerLayers:
         values = {name: getattr(mixer, name) for name in entries}
         if "step_limits" in values:
             has_one = not isinstance(entries["step_limits"]["default"], list)
-            values["step_limits"] = values["step_limits"][0] if has_one else _write_limits(values["step_limits"])
+            low, high = values["step_limits"]
+            values["step_limits"] = low if has_one else [low, {"__float__": "Infinity"} if high is None else high]
         keys = {entries[name]["key"]: value for name, value in values.items()}
         if self.size is not None:
             keys[self.size] = values["num_heads"] * values["head_dim"]
@@ -144,11 +144,6 @@ def _read_limits(limits: Any) -> tuple[float, float | None]:
         return limits, None
     low, high = limits or (0.0, None)
     return low, None if isinstance(high, Mapping) or high == float("inf") else high
-
-
-def _write_limits(limits: tuple[float, float | None]) -> list[Any]:
-    low, high = limits
-    return [low, {"__float__": "Infinity"} if high is None else high]
 
 
 def _read_adjusted_size(config: HFConfig) -> SpecValues:

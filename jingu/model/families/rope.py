@@ -135,6 +135,9 @@ class RopeDefaults:
         has_interleave_key: whether `rope_interleave` says if rotated pairs are neighbors.
         has_partial_rotary: whether configs say the rotated share, although a config without it rotates whole heads.
         has_proportional: whether `rope_type` may be `proportional`.
+        scaled_partial_rotary_factor: that share where positions are scaled; None: the same (MiMo).
+        has_share_of_head: whether that share is one of whole heads with latent attention, too (Mistral 4), instead of
+            one of their rotated part.
     """
 
     theta: float = 10000.0
@@ -146,6 +149,8 @@ class RopeDefaults:
     has_interleave_key: bool = False
     has_partial_rotary: bool = False
     has_proportional: bool = False
+    scaled_partial_rotary_factor: float | None = None
+    has_share_of_head: bool = False
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
@@ -154,9 +159,17 @@ class RopeDefaults:
         named = config.get("partial_rotary_factor") or config.get("rotary_pct")
         if config.get("rotary_dim"):
             named = config["rotary_dim"] / config["head_dim"]
-        share = rope.get("partial_rotary_factor") or named or self.partial_rotary_factor
-        # Of latent attention, the rotated part of a head is a size of its own.
-        rope["partial_rotary_factor"] = share = 1.0 if "qk_rope_head_dim" in config else share
+        named = rope.get("partial_rotary_factor") or named
+        is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+        share = named or (self.scaled_partial_rotary_factor if is_scaled else None) or self.partial_rotary_factor
+        if "qk_rope_head_dim" in config:
+            # Of latent attention, the rotated part of a head is a size of its own, with which a share must agree.
+            rotary = config["qk_rope_head_dim"]
+            size = rotary + config["qk_nope_head_dim"] if self.has_share_of_head else rotary
+            if named is not None and int(size * named) != rotary:
+                raise unsupported_option("partial_rotary_factor", named, f"expected {rotary / size:g}")
+            share = 1.0
+        rope["partial_rotary_factor"] = share
         proportional = self.has_proportional and rope.get("rope_type", rope.get("type")) == "proportional"
         if proportional:
             # The frequencies of proportional positions may have a factor.
