@@ -92,8 +92,7 @@ class EngineSettings:
         """
         # 1. Find how many blocks each pool can use, and those of one sequence while it is computed and afterwards.
         block_size = self.tokens_per_block(model)
-        # A model without attention needs no memory for blocks.
-        sizes = [max(size, 1) for size in pool_bytes(model.spec, block_size, model.parameter.itemsize)]
+        sizes = pool_bytes(model.spec, block_size, model.parameter.itemsize)
         pools = [BlockManager(0, block_size, reach) for reach in cache_reaches(model.spec)]
         context = model.spec.max_position_embeddings
         step_tokens = most_step_tokens(self.prefill_chunk_size, model.spec.has_state)
@@ -103,6 +102,9 @@ class EngineSettings:
             max_blocks + (self.max_num_seqs - 1) * blocks for max_blocks, blocks in zip(computed, decoding, strict=True)
         ]
         budget = self.kv_cache_bytes
+        if not any(sizes):
+            # Without attention, blocks need no memory, and no size of the KV cache says how many there are.
+            sizes, budget = [1], most[0]
         if budget is None:
             limit = int(total_memory(model.parameter.device) * MAX_MEMORY_SHARE) - self.state_memory(model)
             budget = min(sum(size * blocks for size, blocks in zip(sizes, most, strict=True)), limit)

@@ -189,6 +189,19 @@ def logprobs(model: InferenceModel, context: Sequence[int], ids: Sequence[int]) 
     return [float(table_TV[first + place, id_]) for place, id_ in enumerate(ids)]
 
 
+def test_a_model_without_attention_has_blocks_for_its_sequences_only(tokenizer: Tokenizer) -> None:
+    """Blocks need no memory, so a size of the KV cache says nothing about their number."""
+    spec = FAMILIES["mamba2"].spec_from_hf({**STATE_CONFIGS["mamba2"]().to_dict(), "max_position_embeddings": 320})
+    model = build_model(spec)
+    init_weights(model, spec, 3)
+    inference_model = InferenceModel(model.eval(), spec, tokenizer)
+    for size in (1, 1 << 40):
+        engine = Engine(inference_model, EngineSettings(max_num_seqs=2, block_size=16, kv_cache_bytes=size))
+        assert engine.stats().total_blocks == 2 * 320 // 16
+        (events,) = engine.run([Request((1, 2, 3), SamplingParams(), 5, ignore_eos=True)])
+        assert len(events) == 5
+
+
 def test_states_that_take_too_much_memory_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("gated_delta", tokenizer)
     per_sequence = sum(state_bytes(model.spec, layer, 4) for layer in model.spec.layers)
