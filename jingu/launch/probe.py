@@ -171,13 +171,6 @@ def find_interface(address: str) -> str:
     return "" if name == "lo" else name
 
 
-def read_mtu(interface: str) -> int:
-    """Return the MTU of a network interface; 0 if it is unknown."""
-    with suppress(OSError, ValueError):
-        return int(Path(f"/sys/class/net/{interface}/mtu").read_text(encoding="utf-8"))
-    return 0
-
-
 def _interfaces() -> dict[str, str]:
     """Return the network interfaces of this machine by their addresses."""
     interfaces = {}
