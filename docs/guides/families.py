@@ -83,6 +83,7 @@ WORDS: dict[tuple[str, object], str] = {
     ("logit_softcap", None): "soft cap on logits",
     ("scale_lm_head", True): "scaled hidden states before the head",
     ("normalize_lm_head", True): "normalized rows of the head",
+    ("head_bias", True): "bias of the head",
 }
 ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "relu²", "xielu": "xIELU"}
 MIXERS = {
@@ -137,7 +138,11 @@ def components(family: Family) -> Iterator[str]:
         yield "windows"
     fields, usual = (flatten_fields(each) for each in (spec, plain))
     # Scales and caps that are neutral in the template, and keys of the config.
-    keys = {place for place, entry in table.get("keys", {}).items() if entry and ("scale" in place or "cap" in place)}
+    keys = {
+        place
+        for place, entry in table.get("keys", {}).items()
+        if entry and ("scale" in place or "cap" in place or place.endswith("qk_norm"))
+    }
     for (path, value), words in WORDS.items():
         actual = fields.get(path)
         differs = actual != usual.get(path) and actual is not None

@@ -130,9 +130,16 @@ def _join(parts: Sequence[Linear], dtype: torch.dtype, use_onednn: bool, pack: P
     return layer
 
 
+def _matrix_of_head(model: Decoder) -> Any:
+    """Return the module whose matrix is that of the head; None if it is in another stage, or has a bias beside it."""
+    if not model.is_last or model.spec.score_head or model.spec.head_bias:
+        return None
+    return model.head or model.embedding
+
+
 def _prepack_quantized(model: Decoder, dtype: torch.dtype, pack: PackQuantized) -> None:
     """Prepack the quantized matrices of linear layers, experts and the head."""
-    head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
+    head = _matrix_of_head(model)
     if head is not None and _has_kernel(head.weight):
         model.prepacked_head = pack(head.weight.kind, head.weight.values, head.weight.scales, prompt_rows=None)
     latent = {module.kv for module in model.modules() if isinstance(module, LatentSelfAttention)}
@@ -171,17 +178,17 @@ def _pack_quantized(
 
 def _prepack_plain(model: Decoder, dtype: torch.dtype, huge_pages: bool) -> None:
     """Convert the unquantized matrices to oneDNN's layout."""
-    head: Any = (model.head or model.embedding) if model.is_last and not model.spec.score_head else None
+    head = _matrix_of_head(model)
     if head is not None and isinstance(head.weight, Tensor) and not head.weight.is_meta:
         weight = normalize(head.weight) if model.spec.normalize_lm_head else head.weight
         model.prepacked_head = PrepackedWeight.pack(weight.to(dtype))
         if model.head is not None:
             _free_weight(model.head)
     # Routers compute in fp32, and latent attention reads the parts of its matrix, so they are not prepacked.
-    plain = {module.router for module in model.modules() if isinstance(module, MoELayer)}
+    plain: set[Any] = {module.router for module in model.modules() if isinstance(module, MoELayer)}
     plain |= {module.kv for module in model.modules() if isinstance(module, LatentSelfAttention)}
     for module in model.modules():
-        if type(module) is not Linear or module in plain or module is model.score:
+        if type(module) is not Linear or module in plain or module in (model.score, model.head):
             continue
         if isinstance(module.weight, Tensor) and not module.weight.is_meta:
             _set_weight(module, PrepackedWeight.pack(module.weight.to(dtype)))

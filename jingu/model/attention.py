@@ -19,7 +19,15 @@ from jingu.model.adapter_specs import DeepPrompt
 from jingu.model.components import AlibiPositions, LayerSpec, RelativeBias, RotaryPositions
 from jingu.model.document_mask import DocumentMask, same_document
 from jingu.model.inputs import LayerKVCache
-from jingu.model.layers import Linear, Vector, apply_batch_invariant, build_linear, build_norm, soft_cap
+from jingu.model.layers import (
+    Linear,
+    Vector,
+    apply_batch_invariant,
+    build_linear,
+    build_norm,
+    build_query_norm,
+    soft_cap,
+)
 from jingu.model.matmul_kernels import dot_product_attention
 from jingu.model.part_spec import Rows, styles
 from jingu.model.parts import attention_rows
@@ -92,11 +100,11 @@ class Attention(nn.Module):
         self.gate_width = spec.gate_width
         self.output = build_linear(rows["output"])
         self.sinks = Vector(rows["sinks"]) if "sinks" in rows else None
-        widths = [spec.head_dim * (number if spec.qk_norm_width == "all_heads" else 1) for number in self.sizes[:2]]
         norm = spec.head_norm(layer.norm)
         has_norms = (spec.qk_norm, spec.qk_norm and not spec.shares_kv)
         self.q_norm, self.k_norm = (
-            build_norm(norm, n) if has_norm else None for n, has_norm in zip(widths, has_norms, strict=True)
+            build_query_norm(norm, spec.qk_norm_width, number, spec.head_dim) if has_norm else None
+            for number, has_norm in zip(self.sizes[:2], has_norms, strict=True)
         )
         value_norm = spec.own_value_norm(layer.norm)
         self.value_norm = None if value_norm is None else build_norm(value_norm, spec.value_size)
@@ -111,7 +119,7 @@ class Attention(nn.Module):
 
     def split_heads(self, projected: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Split [B, T, H · K] into heads [B, T, H, K], and normalize them if there is a `norm`."""
-        if norm is not None and self.norm_width == "all_heads":
+        if norm is not None and self.norm_width != "head":
             projected = norm(projected)
             norm = None
         # The number of heads is left open (-1): under tensor parallelism a rank holds only some of them.

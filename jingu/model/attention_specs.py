@@ -49,7 +49,8 @@ class AttentionSpec(Component):
             there are no chunks.
         scale: multiplies the scores; None: what `scale_scores` says.
         softcap: scores s become softcap · tanh(s / softcap); None: they stay.
-        qk_norm_width: whether `qk_norm` normalizes each head, with the same weights, or all heads together.
+        qk_norm_width: whether `qk_norm` normalizes each head, with the same weights or (`each_head`) with weights of
+            its own and no bias, or all heads together.
         qk_norm_after_rotary: whether positions are rotated before queries and keys are normalized.
         qk_norm_weight: whether these norms have weights.
         query_scaling: how queries are multiplied by position; None: not at all.
@@ -79,7 +80,7 @@ class AttentionSpec(Component):
     chunk_size: PositiveInt | None = optional(None)
     scale: PositiveFloat | None = optional(None)
     softcap: PositiveFloat | None = optional(None)
-    qk_norm_width: Literal["head", "all_heads"] = optional("head")
+    qk_norm_width: Literal["head", "each_head", "all_heads"] = optional("head")
     qk_norm_after_rotary: bool = optional(False)
     qk_norm_weight: bool = optional(True)
     query_scaling: QueryScaling | None = optional(None)
@@ -126,6 +127,8 @@ class AttentionSpec(Component):
 
     def head_norm(self, norm: Norm) -> Norm:
         """Return the norm of queries and keys in a layer with this norm."""
+        if self.qk_norm_width == "each_head":
+            norm = norm.without_bias()
         return norm if self.qk_norm_weight else norm.without_weight()
 
     def rows(self, width: int, norm: Norm, std: float, output_std: float) -> dict[str, ModuleRow]:
@@ -212,7 +215,7 @@ class AttentionSpec(Component):
                 saved += self.num_heads * (self.head_dim - latent.rotary_dim) * size
         if self.qk_norm:
             heads = self.num_heads + (0 if self.shares_kv else self.num_kv_heads)
-            groups = heads if self.qk_norm_width == "head" else 2
+            groups = 2 if self.qk_norm_width == "all_heads" else heads
             saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size)
         value_norm = self.own_value_norm(norm)
         if value_norm is not None and not self.shares_kv:

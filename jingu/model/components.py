@@ -22,9 +22,14 @@ BlockOrder = Literal["sequential", "parallel", "parallel_one_norm"]
 
 
 class LearnedPositions(Component):
-    """A trained vector per position, added to the embedding."""
+    """A trained vector per position, added to the embedding.
+
+    Attributes:
+        offset: number of the vector of the first position; those before it are not used (OPT).
+    """
 
     type: Literal["learned"] = "learned"
+    offset: Annotated[int, Field(ge=0)] = optional(0)
 
 
 class LinearScaling(Component):

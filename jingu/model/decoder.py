@@ -28,6 +28,7 @@ from jingu.model.attention import (
 from jingu.model.block import Block, apply_norm
 from jingu.model.byte_weight import ByteWeight
 from jingu.model.chunked_scan import document_starts
+from jingu.model.components import LearnedPositions
 from jingu.model.dropout import EmbeddingNoise
 from jingu.model.experts import RoutingStats
 from jingu.model.inputs import Inputs, as_inputs
@@ -108,6 +109,7 @@ class TransformerStack(nn.Module):
         if is_first and spec.prompts[not causal] and isinstance(spec.adapter, SoftPrompt):
             self.prompt = SoftPromptLayer(spec.adapter, spec)
         self.positions = None
+        self.first_position = spec.position.offset if isinstance(spec.position, LearnedPositions) else 0
         if is_first and "positions" in rows:
             self.positions = build_embedding(rows["positions"])
         self.noise = EmbeddingNoise(spec.hidden_size) if is_first else None
@@ -206,7 +208,7 @@ class TransformerStack(nn.Module):
         if inputs.embedding_noise is not None and self.noise is not None:
             x_BTD = x_BTD + self.noise(inputs.embedding_noise).to(x_BTD.dtype)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
+            x_BTD = x_BTD + self.positions(positions_BT + self.first_position)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         return x_BTD
@@ -427,14 +429,21 @@ class Decoder(TransformerStack):
     def head_operands(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states [B, T, D] and a weight [V, D] that multiply to the logits, before their soft cap.
 
-        A LoRA adapter of the head is appended to both, so they have D + R dims.
+        A LoRA adapter and the bias of the head are appended to both, so they have D + R + 1 dims.
         """
         weight_VD = self.head_weight()
-        if not isinstance(self.head, LoraLinear):
+        inputs = [hidden_BTD]
+        columns: list[Tensor] = []
+        if isinstance(self.head, LoraLinear):
+            inputs.append(self.head.scale * linear(hidden_BTD, self.head.lora_a))
+            columns.append(self.head.lora_b)
+        if self.head is not None and self.head.bias is not None:
+            inputs.append(torch.ones_like(hidden_BTD[..., :1]))
+            columns.append(self.head.bias.unsqueeze(1))
+        if not columns:
             return hidden_BTD, weight_VD
-        low_BTR = self.head.scale * linear(hidden_BTD, self.head.lora_a)
-        lora_b_VR = self.head.lora_b.to(weight_VD.dtype)
-        return torch.cat([hidden_BTD, low_BTR], -1), torch.cat([weight_VD, lora_b_VR], 1)
+        columns = [column.to(weight_VD.dtype) for column in columns]
+        return torch.cat(inputs, -1), torch.cat([weight_VD, *columns], 1)
 
     def head_weight(self) -> Tensor:
         """Return the head's weight [V, D], which is the embedding's if the head is tied; of a reward model [1, D]."""

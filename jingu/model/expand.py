@@ -28,6 +28,8 @@ DepthRule = Literal["interleaved", "stacked"]
 # Families of dense models, and their counterparts with experts.
 _MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe", "cpm2": "cpm2"}
 _EXPERT_PARTS = (".feed_forward.gate.weight", ".feed_forward.up.weight", ".feed_forward.down.weight")
+# Vectors with an element per expert, entry of the vocabulary, or number of an activation, which stay as they are.
+_NOT_REPEATED = (".alpha_p.weight", ".alpha_n.weight", ".correction.weight", ".router.bias", "head.bias")
 # Parameters whose outputs are added to the hidden states.
 _INTO_STREAM = (
     *(".attention.output.", ".cross_attention.output.", ".mixer.output."),
@@ -109,7 +111,7 @@ def replace_vocab(model: LazyModel, rows: Sequence[Sequence[int]]) -> LazyModel:
 
     def read(name: str) -> Tensor:
         old_VD = model.read(name)
-        if name not in ("embedding.weight", "head.weight"):
+        if name not in ("embedding.weight", "head.weight", "head.bias"):
             return old_VD
         mean_D = old_VD.mean(0, dtype=torch.promote_types(old_VD.dtype, torch.float32))
         new_VD = old_VD[torch.tensor([ids[0] if ids else 0 for ids in rows])]
@@ -191,8 +193,7 @@ def expand_width(model: LazyModel, width: int, noise: float = 0.0, seed: int = 0
 
     def read(name: str) -> Tensor:
         old = model.read(name)
-        # There are as many experts as before, and the numbers of an activation are the same for all dims.
-        if name.endswith((".alpha_p.weight", ".alpha_n.weight", ".correction.weight", ".router.bias")):
+        if name.endswith(_NOT_REPEATED):
             return old
         if name.endswith(".bias") and old.ndim == 2:
             return old.repeat(1, times)

@@ -123,6 +123,22 @@ class LayerNormLayer(nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
 
 
+class HeadNorm(nn.Module):
+    """A norm of each head with weights of its own: vectors of H · K elements are normalized in groups of K."""
+
+    def __init__(self, spec: Norm, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.spec, self.head_dim = spec, head_dim
+        self.weight = nn.Parameter(torch.empty(heads * head_dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        x_BTHK = x_BTD.unflatten(-1, (-1, self.head_dim)).to(wide)
+        normalize = F.layer_norm if isinstance(self.spec, LayerNorm) else F.rms_norm
+        y_BTD = normalize(x_BTHK, (self.head_dim,), eps=self.spec.eps).flatten(-2)
+        return (y_BTD * self.weight.to(x_BTD.dtype)).to(x_BTD.dtype)
+
+
 @lru_cache
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of one number, which is created only once."""
@@ -133,6 +149,17 @@ def build_norm(spec: Norm, width: int) -> nn.Module:
     """Return an uninitialized norm of the type that the spec names, for vectors of `width` elements."""
     norm: nn.Module = import_name(spec.module)(spec, width)
     return norm
+
+
+def build_query_norm(spec: Norm, width: str, heads: int, head_dim: int) -> nn.Module:
+    """Return an uninitialized norm of queries or keys.
+
+    Args:
+        width: `AttentionSpec.qk_norm_width`.
+    """
+    if width == "each_head":
+        return HeadNorm(spec, heads, head_dim)
+    return build_norm(spec, head_dim * (heads if width == "all_heads" else 1))
 
 
 def build_linear(row: ModuleRow) -> Linear:

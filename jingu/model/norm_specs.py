@@ -27,6 +27,10 @@ class NormBase(Component):
         """Return the norm without its weight, or itself if it always has one."""
         return self
 
+    def without_bias(self) -> Self:
+        """Return the norm without its bias, or itself if it has none."""
+        return self
+
     def saved_bytes(self, width: int, groups: int, size: float) -> float:
         """Return the bytes per token that the norm over `groups` groups of together `width` elements saves.
 
@@ -72,6 +76,9 @@ class LayerNorm(NormBase):
 
     def rows(self, name: str, width: int, style: ShardingStyle | None = None) -> dict[str, ModuleRow]:
         return {name: ModuleRow((width,), style, self.bias, initial=1.0)}
+
+    def without_bias(self) -> Self:
+        return self.model_copy(update={"bias": False})
 
     def saved_bytes(self, width: int, groups: int, size: float) -> float:
         return width * size + 2 * groups * max(size, 4.0)

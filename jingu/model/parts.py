@@ -84,7 +84,8 @@ def stack_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     """Return the rows of a stack (decoder or encoder) before its blocks, without the embedding that both share."""
     rows: dict[str, ModuleRow] = {}
     if isinstance(spec.position, LearnedPositions):
-        rows["positions"] = ModuleRow((spec.max_position_embeddings, spec.hidden_size), "tokens")
+        number = spec.position.offset + spec.max_position_embeddings
+        rows["positions"] = ModuleRow((number, spec.hidden_size), "tokens")
     if isinstance(spec.position, RelativeBias):
         rows["relative_bias"] = ModuleRow((spec.position.num_buckets, spec.attention.num_heads))
     if spec.embedding_norm:
@@ -103,7 +104,7 @@ def end_rows(spec: ModelSpec) -> dict[str, ModuleRow]:
     shape = (spec.vocab_size, spec.hidden_size)
     rows = {"embedding": ModuleRow(shape, "vocabulary", std=1.0 if spec.scale_lm_head else None)}
     if not spec.tie_word_embeddings and not spec.score_head:
-        rows["head"] = ModuleRow(shape, "vocabulary")
+        rows["head"] = ModuleRow(shape, "vocabulary", spec.head_bias)
     if spec.score_head or spec.value_head:
         rows["score"] = ModuleRow((1, spec.hidden_size))
     return rows

@@ -34,7 +34,7 @@ def quantize_embedding_and_head(model: Any, dtype: torch.dtype) -> None:
     # A head that is normalized is quantized after normalization. If it is tied, the embedding itself must stay
     # unnormalized, and is not quantized.
     unit_rows = model.spec.normalize_lm_head
-    if model.head is not None:
+    if model.head is not None and model.head.bias is None:
         _quantize_weight(model.head, "int8", unit_rows=unit_rows)
     if model.embedding is not None and not (model.spec.tie_word_embeddings and unit_rows):
         _quantize_weight(model.embedding, "int8")

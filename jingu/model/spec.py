@@ -50,6 +50,7 @@ class ModelSpec(Component):
         max_position_embeddings: longest sequence, in tokens.
         tie_word_embeddings: whether the head uses the embedding's weight.
         embedding_norm: whether a norm follows the embedding.
+        head_bias: whether the head, which must not be tied, has a bias.
         normalize_lm_head: whether each row of the head's weight is divided by its norm.
         scale_lm_head: whether the final hidden states are divided by √hidden_size before the head.
         score_head: whether the head returns one number, the reward of the text so far, instead of logits.
@@ -108,6 +109,7 @@ class ModelSpec(Component):
     round_embedding_scale: bool = optional(False)
     logit_scale: PositiveFloat = optional(1.0)
     logit_softcap: PositiveFloat | None = optional(None)
+    head_bias: bool = optional(False)
     mtp_layers: Annotated[int, Field(ge=0)] = optional(0)
     mtp_loss_weight: Annotated[float, Field(ge=0)] = optional(0.0)
     layer_kinds: dict[str, dict[str, Any]] = optional({})
@@ -163,6 +165,9 @@ class ModelSpec(Component):
             problem = "layers that predict further tokens need a model without encoder"
         if problem is not None:
             raise JinguError(f"{problem}.", where="model.mtp_layers", fix="Change one of the two.")
+        if self.head_bias and self.tie_word_embeddings:
+            what = "a head that is tied to the embedding has no bias, and the model has one (head_bias)."
+            raise JinguError(what, where="model.tie_word_embeddings", fix="Set it to false.")
         return self
 
     @model_validator(mode="after")
@@ -225,8 +230,8 @@ class ModelSpec(Component):
         problem = None
         if layer.block_order != "sequential" and (self.num_encoder_layers or layer.norm_placement != "before"):
             problem = "attention and feed-forward are parallel, which needs norms before both and no encoder"
-        elif part.qk_norm_width == "all_heads" and part.qk_norm_after_rotary:
-            problem = "queries and keys are normalized over all heads, which must come before rotary positions"
+        elif part.qk_norm_width != "head" and part.qk_norm_after_rotary:
+            problem = "norms with weights for all heads must come before rotary positions"
         elif part.latent is not None and part.latent.rotary_dim >= part.head_dim:
             problem = f"{part.latent.rotary_dim} dims of a head of {part.head_dim} are rotated, which leaves none"
         elif part.latent is not None and part.num_kv_heads != part.num_heads:

@@ -19,7 +19,7 @@ REFUSED = [
     ("Gemma3nTextConfig", "Gemma3nForCausalLM", "alternating updates", "gemma4_text"),
     ("Zamba2Config", "Zamba2ForCausalLM", "blocks that several layers share", "bamba"),
     ("JambaConfig", "JambaForCausalLM", "Mamba layers", "mixtral"),
-    ("OPTConfig", "OPTForCausalLM", "learned positions with an offset", "gpt2"),
+    ("NemotronConfig", "NemotronForCausalLM", "LayerNorm whose stored weight is one less", "arcee"),
 ]
 
 

@@ -55,6 +55,16 @@ PUBLISHED = {
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "gpt-j-6b": 6_050_882_784,
+    "phi-1.5": 1_418_270_720,
+    "phi-2": 2_779_683_840,
+    "falcon-40b": 41_303_293_952,
+    "falcon-180b": 179_522_565_120,
+    "command-r-plus": 103_810_674_688,
+    "command-a": 111_057_580_032,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
     "olmo-3-7b": 7_298_011_136,
@@ -133,6 +143,9 @@ PUBLISHED = {
 # arXiv 2106.10715, in billions; with 26,240 entries, and 32 experts in every block.
 # The others are rounded as in the names and cards of the models.
 ROUNDED = {
+    "falcon-7b": 6.9,
+    "falcon-11b": 11.1,
+    "internlm3-8b": 8.8,
     "lfm2-8b-a1b": 8.3,
     "gemma-4-e4b": 7.5,  # 8 with its encoders
     "gemma-4-31b": 30.7,

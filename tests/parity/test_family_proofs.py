@@ -71,7 +71,7 @@ MORE: dict[str, Callable[[], Any]] = {
 }
 CASES = {**CONFIGS, **MORE}
 # transformers has no class of these, or they have an encoder: `test_transformers.py` and `test_encoder_decoder.py`.
-ELSEWHERE = {"baichuan2", "chatglm3", "cpm2", "t5", "mt5"}
+ELSEWHERE = {"baichuan2", "chatglm3", "cpm2", "internlm3", "t5", "mt5"}
 LENGTHS = (41, 29, 3, 17)
 LONGEST = 41
 GREEDY = SamplingParams(temperature=0.0)

@@ -30,6 +30,9 @@ from tests.parity.test_layer_kinds import smollm3
 
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+NO_DROPOUTS = {"attention_dropout": 0.0, "dropout": 0.0, "resid_pdrop": 0.0}
+BLOCKS = {"vocab_size": 317, "n_layer": 5, "n_head": 3, "bos_token_id": 0, "eos_token_id": 0}
+FALCON_40B = {"new_decoder_architecture": True, "num_attention_heads": 6, "num_kv_heads": 2}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3_text": lambda: components.gemma3()[0],
     "olmo3": lambda: components.olmo3()[0],
@@ -56,6 +59,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "arcee": lambda: components.config("Arcee", attention_bias=True, mlp_bias=True),
     "nanochat": lambda: components.nanochat()[0],
     "gpt_neox": lambda: components.neox()[0],
+    "gpt_neox-sequential": lambda: components.config("GPTNeoX", use_parallel_residual=False, hidden_act="gelu"),
+    "cohere-norms": lambda: components.config("Cohere", num_attention_heads=6, num_key_value_heads=2, use_qk_norm=True),
+    "stablelm-parallel": lambda: components.config("StableLm", use_parallel_residual=True),
+    "opt": lambda: components.config("OPT", ffn_dim=88, tie_word_embeddings=True, **NO_DROPOUTS),
+    "gptj": lambda: transformers.GPTJConfig(n_embd=48, n_positions=96, rotary_dim=10, **BLOCKS),
+    "phi": lambda: components.config("Phi", num_key_value_heads=3, hidden_act="gelu_new", **NO_DROPOUTS),
+    "phi-norms": lambda: components.config("Phi", qk_layernorm=True, partial_rotary_factor=0.25, hidden_act="gelu_new"),
+    "falcon": lambda: components.config("Falcon", bias=True),
+    "falcon-two": lambda: components.config("Falcon", **FALCON_40B, tie_word_embeddings=True),
+    "falcon-one": lambda: components.config("Falcon", **FALCON_40B, num_ln_in_parallel_attn=1, ffn_hidden_size=88),
+    "falcon-sequential": lambda: components.config("Falcon", multi_query=False, parallel_attn=False, bias=True),
     "hunyuan_v1_dense": lambda: components.hunyuan()[0],
     **EXPERT_CONFIGS,
     **STATE_CONFIGS,
@@ -163,15 +177,46 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers, and num_hidden_layers is 5"),
         ("seed_oss", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("falcon", {"alibi": True}, "alibi"),
+        ("gptj", {"tie_word_embeddings": True}, "has no bias"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
     ],
 )
-def test_options_of_positions_that_are_refused(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_options_that_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(name, tmp_path)
     change(tmp_path, **changes)
     with pytest.raises(JinguError, match=message):
         open_hf(tmp_path)
+
+
+def test_internlm3_is_read_and_written_as_llama(tokenizer: Path, tmp_path: Path) -> None:
+    """transformers has no class of it; its published config has keys of its own."""
+    rope = {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 50.0}
+    config = components.config("Llama", head_dim=20, rope_parameters=rope, attention_bias=True)
+    theirs = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    theirs = randomize(theirs, torch.float32, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "auto_map": {"AutoModel": "x.Y"}}
+    scaling = {"rope_parameters": None, "rope_theta": 50.0, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}
+    change(tmp_path / "theirs", **names, **scaling, qkv_bias=True, bias=True, attention_bias=None, mlp_bias=None)
+    # The key `bias` says that the feed-forward has biases, which these files lack.
+    with pytest.raises(JinguError, match="down_proj"):
+        open_hf(tmp_path / "theirs")
+    config = components.config("Llama", head_dim=20, rope_parameters=rope, attention_bias=True, mlp_bias=True)
+    theirs = randomize(transformers.LlamaForCausalLM._from_config(config), torch.float32, 0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    change(tmp_path / "theirs", **names, **scaling, qkv_bias=True, bias=True, attention_bias=None, mlp_bias=None)
+    stored = open_hf(tmp_path / "theirs")
+    ids = components.sample()
+    with torch.no_grad():
+        ours = load_model(stored, torch.float32).eval()
+        components.close(ours.logits(ours(ids)), theirs(ids).logits)
+        export_hf(stored.spec, stored.read, tokenizer, tmp_path / "ours")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert isinstance(again, transformers.LlamaForCausalLM)
+        components.close(again(ids).logits, theirs(ids).logits)
 
 
 def test_a_prompt_beyond_the_original_context_of_longrope_is_warned_of(

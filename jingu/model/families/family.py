@@ -75,6 +75,7 @@ class Family:
         constant_tensors: numbers that files contain as tensors, by name (`*` for the number of the block).
         swaps_expert_adapters: whether peft takes the inputs of all experts' matrices for their outputs: transformers
             stores them with inputs first, and does not say so.
+        renamed_keys: names of keys in configs of the family, by those that other families have for the same.
         renamed: parts of tensor names in files, and those of the modules in transformers, which peft names, too.
     """
 
@@ -88,6 +89,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     equivalent: str | None = None
     constant_tensors: Mapping[str, float] = field(default_factory=dict)
+    renamed_keys: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     swaps_expert_adapters: bool = False
 
@@ -193,6 +195,7 @@ class Family:
         for key in _OBJECTS:
             if config.get(key) is not None and not isinstance(config[key], Mapping):
                 raise _wrong_config(f"{key} is {config[key]!r}, and should be an object")
+        config = {**{key: config[name] for key, name in self.renamed_keys.items() if name in config}, **config}
         values: SpecValues = {}
         for keys in self.keys:
             values |= keys.read(config)
@@ -225,7 +228,7 @@ class Family:
         if spec.score_head:
             config |= {"architectures": [self.classifier], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
         for keys in self.keys:
-            config |= keys.write(spec)
+            config |= {self.renamed_keys.get(key, key): value for key, value in keys.write(spec).items()}
         # Check that reading the config gives the same spec.
         back = self.spec_from_hf(config)
         read_back = flatten_fields(back)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jingu.model.components import LayerSpec, NoPositions, RotaryPositions
+from jingu.model.components import LayerSpec, LearnedPositions, NoPositions, RotaryPositions
 from jingu.model.families.dense_layers import DenseLayers
 from jingu.model.families.family import ConfigKeys, HFConfig, SpecValues, parse_activation, unsupported_option
 from jingu.model.families.layer_shapes import SHARED, LayerShapes
@@ -47,7 +47,8 @@ class LayerOptions:
         window_fields: fields of the layers with a window, by their paths, that differ from the others'.
         window_kv_heads: multiplies the number of key-value heads in layers with a window.
         single_branch: whether each layer is attention, a mixer, or a feed-forward alone.
-        has_rope: whether layers have rotary positions.
+        positions: whether layers have rotary positions, none, or vectors that are added to the embedding.
+        first_position: number of the vector of the first position.
         rope_key: key that is `rope` in models with rotary positions, and null in others.
         mixers: which layers have a mixer with a state instead of attention; None: the family has no such layers.
         shapes: how the shapes of layers differ; None: they do not.
@@ -70,7 +71,8 @@ class LayerOptions:
     window_fields: Mapping[str, Any] = field(default_factory=dict)
     window_kv_heads: int = 1
     single_branch: bool = False
-    has_rope: bool = True
+    positions: Literal["rope", "none", "learned"] = "rope"
+    first_position: int = 0
     rope_key: str | None = None
     mixers: MixerLayers | None = None
     dense: DenseLayers | None = None
@@ -167,7 +169,9 @@ def layer_keys(options: LayerOptions, position: RopeDefaults) -> ConfigKeys:
         rope = {"rope_theta": config.get("rope_theta", True), **(config.get("rope_parameters") or {})}
         if options.optional_rope and rope["rope_theta"] is None:
             values["position"] = NoPositions()
-        if not options.has_rope or (options.rope_key is not None and config.get(options.rope_key) != "rope"):
+        if options.positions == "learned":
+            values["position"] = LearnedPositions(offset=options.first_position)
+        elif options.positions == "none" or (options.rope_key is not None and config.get(options.rope_key) != "rope"):
             values["position"] = NoPositions()
         if options.dense is not None:
             values |= options.dense.read_model(config)

@@ -57,15 +57,25 @@ def _swap_halves(tensor: Tensor, spec: ModelSpec) -> Tensor:
 
 
 def _join_heads(tensor: Tensor, spec: ModelSpec) -> Tensor:
-    """Rearrange the rows q, k and v of each head to those of all heads' q, k and v."""
+    """Rearrange the rows q, k and v of each key-value head to those of all heads' q, k and v."""
     heads = spec.attention
-    return tensor.unflatten(0, (heads.num_heads, 3, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+    parts = tensor.unflatten(0, (heads.num_kv_heads, -1, heads.head_dim))
+    queries = parts.shape[1] - 2
+    return _concatenate([part.flatten(0, 2) for part in parts.split([queries, 1, 1], 1)])
 
 
 def _interleave_heads(tensor: Tensor, spec: ModelSpec) -> Tensor:
     """The inverse of `_join_heads`."""
     heads = spec.attention
-    return tensor.unflatten(0, (3, heads.num_heads, heads.head_dim)).transpose(0, 1).flatten(0, 2)
+    kv_rows = heads.num_kv_heads * heads.head_dim
+    parts = tensor.split([heads.num_heads * heads.head_dim, kv_rows, kv_rows])
+    split = [part.unflatten(0, (heads.num_kv_heads, -1, heads.head_dim)) for part in parts]
+    return _concatenate(split, 1).flatten(0, 2)
+
+
+def _head_rows(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Return a vector of all heads with a row for each."""
+    return tensor.unflatten(0, (-1, spec.attention.head_dim))
 
 
 def _split_pairs(tensor: Tensor, spec: ModelSpec) -> Tensor:
@@ -153,6 +163,7 @@ INTERLEAVED_HEADS = Transform(_join_heads, _interleave_heads)
 # Transforms by their names in families.toml.
 TRANSFORMS = {
     "swap_halves": Transform(_swap_halves, _swap_halves),
+    "head_rows": Transform(lambda tensor, spec: tensor.flatten(), _head_rows),
     "interleaved_heads": INTERLEAVED_HEADS,
     "transpose": TRANSPOSE,
     "query_gates": Transform(_split_query_gates, _join_query_gates),

@@ -18,6 +18,8 @@ from jingu.model.spec import ModelSpec
 
 # Components of scaling by the value of `rope_type`.
 _KINDS: tuple[type[Component], ...] = get_args(get_args(RopeScaling)[0])
+# Keys of a config about the sizes that positions depend on.
+_SIZES = ("rotary_dim", "head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
 SCALINGS = {kind.model_fields["type"].default: kind for kind in _KINDS if kind is not AlphaScaling}
 
 
@@ -132,6 +134,7 @@ class RopeDefaults:
         has_alpha: whether `dynamic` scaling with `alpha` has a fixed base (Hunyuan).
         names_original_context: whether the original context of longrope is a key of the config itself, too (Phi-3).
         has_query_scaling: whether `llama_4_scaling_beta` scales queries by their positions.
+        has_rotary_dim: whether `rotary_dim` is all that configs say of rotary positions (GPT-J).
         has_interleave_key: whether `rope_interleave` says if rotated pairs are neighbors.
         has_partial_rotary: whether configs say the rotated share, although a config without it rotates whole heads.
         has_proportional: whether `rope_type` may be `proportional`.
@@ -146,6 +149,7 @@ class RopeDefaults:
     has_alpha: bool = False
     names_original_context: bool = False
     has_query_scaling: bool = False
+    has_rotary_dim: bool = False
     has_interleave_key: bool = False
     has_partial_rotary: bool = False
     has_proportional: bool = False
@@ -154,11 +158,16 @@ class RopeDefaults:
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
+        if self.has_rotary_dim:
+            config = {key: config[key] for key in _SIZES if key in config}
+            rope = {}
         rope = {"rope_theta": config.get("rope_theta") or self.theta, **rope}
         # `rotary_pct` is the name in old files of GPT-NeoX.
         named = config.get("partial_rotary_factor") or config.get("rotary_pct")
         if config.get("rotary_dim"):
-            named = config["rotary_dim"] / config["head_dim"]
+            named = config["rotary_dim"] / (
+                config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            )
         named = rope.get("partial_rotary_factor") or named
         is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         share = named or (self.scaled_partial_rotary_factor if is_scaled else None) or self.partial_rotary_factor
@@ -204,6 +213,8 @@ class RopeDefaults:
         """Return the keys of the positions of a model."""
         position = spec.position
         assert isinstance(position, RotaryPositions)
+        if self.has_rotary_dim:
+            return {"rotary_dim": round(position.partial_rotary_factor * spec.attention.head_dim)}
         keys: dict[str, Any] = {"rope_parameters": write_rope(position)}
         if isinstance(position.scaling, AlphaScaling):
             scaling = {"rope_type": "dynamic", "alpha": position.scaling.alpha, "factor": 1.0}

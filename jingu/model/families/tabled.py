@@ -5,7 +5,8 @@ An entry has
 - `architectures` and `model_type`: names of Hugging Face. The first architecture is written.
 - `template`: fields that differ from the template of Llama, by their paths.
 - `keys`: keys of `config.json` beside those of Llama; false removes one. An entry {key, default, as} converts a number:
-  `as` is inverse, inverse_sqrt, or, for flags, sqrt_hidden_size or sandwich (norms before and behind branches).
+  `as` is inverse, inverse_sqrt, or, for flags, sqrt_hidden_size, sandwich (norms before and behind branches), parallel
+  or one_norm (attention and feed-forward beside each other), or each_head (`qk_norm_width`).
 - `layers`: fields of `LayerOptions`: how windows, positions and feed-forwards differ between layers.
 - `shared_experts`: size of the shared expert: the key of its size, or {key, default}: a key of its size as a multiple
   of an expert's.
@@ -17,6 +18,8 @@ An entry has
 - `mixers`: fields of `MixerLayers`: which layers have a mixer with a state, and its keys.
 - `parallel_experts`: whether configs may have experts beside a dense feed-forward (`PARALLEL_EXPERTS`).
 - `per_layer_inputs`: whether layers may have inputs of their own (`PER_LAYER_INPUTS`).
+- `parallel_blocks`: whether the keys and norms of blocks are those of Falcon (`PARALLEL_BLOCKS`).
+- `feed_forward_multiple`: the default intermediate size in hidden sizes, if it is not that of Llama.
 - `adjusted_size`: whether the config has the intermediate size before an adjustment (`ADJUSTED_SIZE`).
 - `rope`: fields of `RopeDefaults`: what the config does not say of rotary positions.
 - `options`: keys whose other values would change the result, with the values that are read; the first is written.
@@ -24,7 +27,8 @@ An entry has
 - `base`: prefix of the body's tensors, if it is not `model.`, which then stands for it in the names of other tables.
 - `names_of_llama`: whether the names of Llama apply; false if there is a `base`.
 - `separate_predictions`: whether layers of multi-token prediction have the prefix `mtp.` instead of further numbers.
-- `constant_tensors`, `renamed`, `swaps_expert_adapters`: as in `Family`.
+- `constant_tensors`, `renamed`, `renamed_keys`, `equivalent`, `swaps_expert_adapters`: as in `Family`.
+- `equal_keys`: keys that must have the value of another key, or none.
 - `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
 - `peft_refused`: ends of the names of modules whose adapters peft refuses.
 - `peft_experts`: whether peft reads adapters of single experts.
@@ -46,6 +50,7 @@ from jingu.model.families.family import (
     config_key,
     field_value,
     supported_options,
+    unsupported_option,
 )
 from jingu.model.families.latent_keys import LATENT_KEYS
 from jingu.model.families.layer_keys import LayerOptions, layer_keys
@@ -53,6 +58,7 @@ from jingu.model.families.layer_shapes import PARALLEL_EXPERTS, PER_LAYER_INPUTS
 from jingu.model.families.llama import LLAMA
 from jingu.model.families.mixer_keys import ADJUSTED_SIZE, MixerLayers
 from jingu.model.families.name_map import IDENTITY, TABLES, TRANSFORMS, NameRule, rules_of_names
+from jingu.model.families.parallel_blocks import PARALLEL_BLOCK_RULES, PARALLEL_BLOCKS
 from jingu.model.families.rope import RopeDefaults
 from jingu.model.spec import ModelSpec, replace_fields
 
@@ -60,6 +66,9 @@ from jingu.model.spec import ModelSpec, replace_fields
 _CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "inverse": (lambda x: 1 / x, lambda x: 1 / x),
     "inverse_sqrt": (lambda x: x**-0.5, lambda x: x**-2),
+    "one_norm": (lambda flag: "parallel_one_norm" if flag else "sequential", lambda x: x == "parallel_one_norm"),
+    "parallel": (lambda flag: "parallel" if flag else "sequential", lambda x: x == "parallel"),
+    "each_head": (lambda flag: "each_head" if flag else "head", lambda x: x == "each_head"),
     "sandwich": (lambda flag: "around" if flag else "before", lambda x: x == "around"),
     "sqrt_hidden_size": (lambda flag: "sqrt_hidden_size" if flag else 1.0, lambda x: x == "sqrt_hidden_size"),
 }
@@ -116,12 +125,14 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     rules = _rules(names, transforms)
     if table.get("latent"):
         rules += _QUERY_RULES
+    if table.get("parallel_blocks"):
+        rules += PARALLEL_BLOCK_RULES
     if table.get("separate_predictions"):
         rules = _separate_predictions(rules)
     return Family(
         architectures=tuple(table["architectures"]),
         template=template,
-        feed_forward_size=LLAMA.feed_forward_size,
+        feed_forward_size=_feed_forward_size(table),
         model_type=table.get("model_type"),
         keys=(
             *(_keys(place, entry) for place, entry in places.items() if entry is not False),
@@ -133,6 +144,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
             *([LATENT_KEYS] if table.get("latent") else []),
             *([PARALLEL_EXPERTS] if table.get("parallel_experts") else []),
             *([PER_LAYER_INPUTS] if table.get("per_layer_inputs") else []),
+            *([PARALLEL_BLOCKS] if table.get("parallel_blocks") else []),
             *([ADJUSTED_SIZE] if table.get("adjusted_size") else []),
             _layer_keys(table, bases),
             supported_options(
@@ -141,6 +153,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
                     for key, values in table.get("options", {}).items()
                 }
             ),
+            *(_equal_keys(key, other) for key, other in table.get("equal_keys", {}).items()),
             # The default id of padding in transformers may be beyond a small vocabulary.
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
@@ -148,9 +161,17 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         base=base,
         constant_tensors=table.get("constant_tensors", {}),
         renamed=table.get("renamed", {}),
+        renamed_keys=table.get("renamed_keys", {}),
+        equivalent=table.get("equivalent"),
         swaps_expert_adapters=table.get("swaps_expert_adapters", False),
         ignored=(".rotary_emb.inv_freq", *table.get("ignored", ())),
     )
+
+
+def _feed_forward_size(table: dict[str, Any]) -> Callable[[int], int]:
+    """Return what computes the default intermediate size of an entry from the hidden size."""
+    multiple = table.get("feed_forward_multiple")
+    return LLAMA.feed_forward_size if multiple is None else lambda width: multiple * width
 
 
 def _replace_base(name: str, base: str) -> str:
@@ -248,6 +269,17 @@ def _group_keys(table: dict[str, Any]) -> list[ConfigKeys]:
         }
 
     return [ConfigKeys(read, write)]
+
+
+def _equal_keys(key: str, other: str) -> ConfigKeys:
+    """Return the conversion of an entry of `equal_keys`."""
+
+    def read(config: Any) -> dict[str, Any]:
+        if config.get(key, config[other]) not in (None, config[other]):
+            raise unsupported_option(key, config[key], f"expected {config[other]}, as {other}")
+        return {}
+
+    return ConfigKeys(read, lambda spec: {key: field_value(spec, other)})
 
 
 def _list_keys(key: str, places: list[str]) -> ConfigKeys:
