@@ -16,6 +16,7 @@ V value head size, D hidden size, N chunks, C tokens of a chunk, W tokens of a b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import gcd
 
@@ -211,7 +212,10 @@ class GatedDeltaMixer(Mixer):
 
     Attributes:
         chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
+        kernel: computes many tokens in place of `chunked_delta_rule`, if it is set; see `mixer_kernels.py`.
     """
+
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, spec: GatedDelta, rows: Rows) -> None:
         super().__init__()
@@ -242,7 +246,8 @@ class GatedDeltaMixer(Mixer):
         convolved, conv_state = convolve(parts[:3], convolutions, starts_BT, before.conv)
         sizes = (self.spec.key_head_dim, self.spec.key_head_dim, self.spec.value_head_dim)
         q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip(convolved, sizes, strict=True))
-        form = recurrent_delta_rule if decode else partial(chunked_delta_rule, chunk_size=self.chunk_size)
+        chunked = self.kernel or partial(chunked_delta_rule, chunk_size=self.chunk_size)
+        form = recurrent_delta_rule if decode else chunked
         y_BTHV, recurrent = form(q, k, v, parts[3], parts[4], starts_BT, before.recurrent)
         return y_BTHV, MixerState(conv_state, recurrent)
 

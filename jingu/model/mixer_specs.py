@@ -11,6 +11,7 @@ from jingu.model.part_spec import Component, ModuleRow, PositiveFloat, PositiveI
 from jingu.model.sharding_table import ShardingStyle
 
 Taps = Annotated[int, Field(ge=2)]
+MixerKernels = Literal["auto", "torch", "fla"]
 
 
 class MixerBase(Component):

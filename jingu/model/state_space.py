@@ -12,6 +12,7 @@ D hidden size, E channels, N chunks, C tokens of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def chunked_state_space(
     read_NBGCRP = (c_NBGCS @ torch.stack(states).flatten(4)).unflatten(4, to_end_NBGCRP.shape[4:])
     y_NBGRCP = y_NBGRCP + read_NBGCRP.transpose(3, 4) * decays.from_state.unflatten(2, groups)
     y_BTHP = join_chunks(y_NBGRCP.flatten(2, 3).transpose(2, 3), x_BTHP.shape[1])
-    return _add_skip(y_BTHP, x_BTHP, inputs), state_BGSRP.transpose(2, 3).flatten(1, 2)
+    return add_skip(y_BTHP, x_BTHP, inputs), state_BGSRP.transpose(2, 3).flatten(1, 2)
 
 
 def recurrent_state_space(
@@ -123,10 +124,10 @@ def recurrent_state_space(
         state = state * decay_BTH1[:, token].unsqueeze(-1)
         state = torch.addcmul(state, b_BTHS[:, token].unsqueeze(-1), written_BTHP[:, token].unsqueeze(-2))
         outputs.append((c_BTHS[:, token].unsqueeze(-2) @ state).squeeze(-2))
-    return _add_skip(torch.stack(outputs, 1), x_BTHP, inputs), state
+    return add_skip(torch.stack(outputs, 1), x_BTHP, inputs), state
 
 
-def _add_skip(y_BTHP: Tensor, x_BTHP: Tensor, inputs: StateSpaceInputs) -> Tensor:
+def add_skip(y_BTHP: Tensor, x_BTHP: Tensor, inputs: StateSpaceInputs) -> Tensor:
     """Return y + D x in the dtype of the inputs."""
     if inputs.skip is not None:
         y_BTHP = torch.addcmul(y_BTHP, x_BTHP, inputs.skip.to(x_BTHP.dtype).unsqueeze(-1))
@@ -140,7 +141,10 @@ class StateSpaceMixer(Mixer):
 
     Attributes:
         chunk_size: tokens of a chunk. A sequence that is divided between chunks gets the same numbers, to the bit.
+        kernel: computes many tokens in place of `chunked_state_space`, if it is set; see `mixer_kernels.py`.
     """
+
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, spec: StateSpace, rows: Rows) -> None:
         super().__init__()
@@ -174,7 +178,8 @@ class StateSpaceMixer(Mixer):
             -self.log_rate().to(wide_dtype(x)).exp(),
             self.skip(),
         )
-        form = recurrent_state_space if decode else partial(chunked_state_space, chunk_size=self.chunk_size)
+        chunked = self.kernel or partial(chunked_state_space, chunk_size=self.chunk_size)
+        form = recurrent_state_space if decode else chunked
         y_BTHP, recurrent = form(inputs, starts_BT, before.recurrent)
         return y_BTHP, MixerState(conv_state, recurrent)
 

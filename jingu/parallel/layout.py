@@ -8,6 +8,7 @@ import torch
 
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.mixer_specs import MixerKernels
 from jingu.model.scaled_matmul import Scaling
 
 
@@ -43,8 +44,10 @@ class Layout:
         parallel: sizes of the mesh axes, ZeRO stage, pipeline schedule and offload.
         activation_checkpointing: which activations of a block are recomputed in the backward pass.
         compile: whether blocks are compiled.
+        mixer_kernels: what computes the layers with a state.
     """
 
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     activation_checkpointing: ActivationCheckpointingSettings = field(default_factory=ActivationCheckpointingSettings)
     compile: bool = False
+    mixer_kernels: MixerKernels = "torch"

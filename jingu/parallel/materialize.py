@@ -20,6 +20,7 @@ from jingu.compat.torch_distributed import overlap_tensor_parallel
 from jingu.model.decoder import Decoder, iterate_blocks
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Embedding, Linear, Vector
+from jingu.model.mixer_kernels import set_mixer_kernels
 from jingu.model.quantized_weight import TensorReader, quantizing_reader
 from jingu.model.scaled_matmul import SIZE_MULTIPLE, Scaling
 from jingu.model.spec import ModelSpec
@@ -124,6 +125,7 @@ def parallelize(
         set_recompile_limit(32)
     model = ParallelModel(spec, mesh, layout, precision, prepare)
     if mesh is not None:
+        set_mixer_kernels(model, layout.mixer_kernels, mesh.device_type, precision.compute)
         for stage in model.stages:
             _parallelize_stage(stage, model.sharding, layout, precision)
     if precision.scaling is not None:

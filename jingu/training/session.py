@@ -302,7 +302,7 @@ def build_model_and_optimizer(
 
 def training_layout(config: RunConfig, *, compile: bool) -> Layout:
     """Return the layout that the settings of a run describe."""
-    return Layout(config.parallel, config.train.activation_checkpointing, compile)
+    return Layout(config.parallel, config.train.activation_checkpointing, compile, config.train.mixer_kernels)
 
 
 def _dry_run(trainer: Trainer, mesh: DeviceMesh) -> None:

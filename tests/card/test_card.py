@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.model_runner import compile_blocks
 from jingu.infer.request import Request
 from jingu.infer.sampling import SamplingParams
+from jingu.model import mixer_kernels
 from jingu.model.decoder import build_model
+from jingu.model.gated_delta import chunked_delta_rule
 from jingu.model.quantized_weight import PrepackedQuantizedWeight, pack_for_gpu, quantize
 from jingu.model.scaled_matmul import Scaling, scaled_linear
 from jingu.model.spec import ModelSpec, QuantizationFormat, replace_fields
+from jingu.model.state_space import StateSpaceInputs, chunked_state_space
 from jingu.model.weight_init import init_weights
 from jingu.parallel.layout import Layout, Precision
 from jingu.parallel.materialize import materialize
@@ -95,6 +99,47 @@ def test_products_in_fp8_equal_the_cpu(scaling: Scaling, device: torch.device) -
         results.append([tensor.detach().cpu().float() for tensor in (y, x.grad, weight.grad)])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("channels", [(), (64,)], ids=["a decay per head", "a decay per channel"])
+def test_kernels_of_the_delta_rule(channels: tuple[int, ...], device: torch.device) -> None:
+    _need_fla(device)
+    torch.manual_seed(5)
+    q, k = torch.randn(2, 2, 150, 4, 64, device=device, dtype=torch.bfloat16).unbind()
+    v = torch.randn(2, 150, 4, 64, device=device, dtype=torch.bfloat16)
+    parts = (q, k, v, -torch.rand(2, 150, 4, *channels, device=device), torch.rand(2, 150, 4, device=device))
+    _compare_kernels(mixer_kernels.delta_rule, chunked_delta_rule, parts)
+
+
+def test_kernels_of_the_state_space(device: torch.device) -> None:
+    _need_fla(device)
+    torch.manual_seed(6)
+    x, b, c = torch.randn(3, 2, 150, 4, 64, device=device, dtype=torch.bfloat16).unbind()
+    parts = (x, torch.rand(2, 150, 4, device=device), b, c, -torch.rand(4, device=device), None)
+    _compare_kernels(
+        lambda *inputs: mixer_kernels.state_space(StateSpaceInputs(*inputs[:6]), *inputs[6:]),
+        lambda *inputs: chunked_state_space(StateSpaceInputs(*inputs[:6]), *inputs[6:]),
+        parts,
+    )
+
+
+def _need_fla(device: torch.device) -> None:
+    if device.type != "cuda" or find_spec("fla") is None:
+        pytest.skip("needs CUDA and flash-linear-attention")
+
+
+def _compare_kernels(kernel: Any, reference: Any, parts: tuple[Any, ...]) -> None:
+    """Compare outputs, states and gradients for documents that begin anywhere, within the precision of bf16."""
+    starts_BT = torch.zeros(2, 150, dtype=torch.bool, device=parts[0].device)
+    starts_BT[0, [10, 64]] = True
+    results = []
+    for form in (kernel, reference):
+        inputs = [None if part is None else part.detach().clone().requires_grad_() for part in parts]
+        y, state = form(*inputs, starts_BT)
+        (y.float().square().mean() + state.float().square().mean()).backward()
+        results.append([y, state, *(part.grad for part in inputs if part is not None)])
+    for computed, expected in zip(*results, strict=True):
+        assert (computed.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
