@@ -29,6 +29,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.model.spec import ModelSpec
 from jingu.runtime.device import device_module, retain_freed_memory
 from jingu.text.tokenizer import Tokenizer
+from jingu.training.initialize import keep_base
 from jingu.training.precision import choose_precision
 
 
@@ -55,7 +56,8 @@ class GenerationWorker:
         tools = environments.tools if environments is not None else ()
         prompts = load_prompts(settings, tokenizer, config.batch.sequence_length, config.initialize.from_, tools)
         precision = choose_precision(config.precision, self._device)
-        self._generator = Generator(prompts, settings, tokenizer, precision, config.seed, environments)
+        base = keep_base(config, self._spec, self._device)
+        self._generator = Generator(prompts, settings, tokenizer, precision, config.seed, environments, base)
         self._weights = ExitStack()
         self._model: InferenceModel | None = None
 

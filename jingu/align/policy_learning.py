@@ -68,6 +68,7 @@ from jingu.runtime.ranks import gather_from_all
 from jingu.tables import import_name
 from jingu.training.batch_transforms import model_inputs, to_device
 from jingu.training.evaluate import generate_samples
+from jingu.training.initialize import keep_base
 from jingu.training.precision import choose_precision
 from jingu.training.run import Run
 from jingu.training.task import Evaluation, TaskFactory
@@ -94,7 +95,8 @@ class PolicyLearning:
         precision = choose_precision(run.config.precision, torch.device(mesh.device_type))
         environments = Environments(settings.environment) if settings.environment is not None else None
         prompts = load_run_prompts(run, environments)
-        self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments)
+        base = keep_base(run.config, run.spec, torch.device(mesh.device_type))
+        self._generator = Generator(prompts, settings, run.tokenizer, precision, run.config.seed, environments, base)
         self._log_probs = TokenLogProbs(run.spec.vocab_size, mesh, compile=compile, softcap=run.spec.logit_softcap)
         # Only the first rank scores answers, and sends the rewards to the others.
         self._rewards = Rewards(settings.rewards, prompts.columns, run.tokenizer) if dist.get_rank() == 0 else None

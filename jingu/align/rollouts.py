@@ -8,7 +8,7 @@ rollout again after a restart, and nothing of it needs to be saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -32,6 +32,7 @@ from jingu.infer.inference_model import InferenceModel
 from jingu.infer.prepack import prepack_weights
 from jingu.infer.request import Request, Token
 from jingu.infer.sampling import SamplingParams
+from jingu.model.decoder import Decoder
 from jingu.model.layers import Embedding
 from jingu.model.quantized_weight import TensorReader
 from jingu.model.spec import ModelSpec
@@ -121,6 +122,7 @@ class Generator:
 
     Attributes:
         precision: dtypes of the model in training.
+        prepare: changes a copy of the model before it has weights.
     """
 
     prompts: PromptSet
@@ -129,6 +131,7 @@ class Generator:
     precision: Precision
     seed: int
     environments: Environments | None = None
+    prepare: Callable[[Decoder], object] = lambda model: None
 
     def select(self, step: int) -> list[Prompt]:
         """Return the prompts of a step."""
@@ -155,7 +158,7 @@ class Generator:
     @contextmanager
     def copy_of(self, spec: ModelSpec, read: TensorReader, device_type: str) -> Iterator[InferenceModel]:
         """Yield a whole model for generation with the parameters that `read` returns, and free it at the end."""
-        whole_model = _build_whole(spec, self.precision, read)
+        whole_model = _build_whole(spec, self.precision, read, self.prepare)
         for stage in whole_model.stages if self._prepacks(spec, device_type) else ():
             prepack_weights(stage, dtype=self.precision.compute, huge_pages=False)
         yield self._inference_model(whole_model, spec)
@@ -373,9 +376,11 @@ def whole_reader(model: ParallelModel, precision: Precision) -> TensorReader:
     return read
 
 
-def _build_whole(spec: ModelSpec, precision: Precision, read: TensorReader) -> ParallelModel:
+def _build_whole(
+    spec: ModelSpec, precision: Precision, read: TensorReader, prepare: Callable[[Decoder], object]
+) -> ParallelModel:
     """Return an unsharded model of this process, with the parameters that `read` returns."""
-    whole_model = materialize(spec, None, Layout(), precision, read)
+    whole_model = materialize(spec, None, Layout(), precision, read, prepare=prepare)
     for module in whole_model.modules():
         if isinstance(module, Embedding):
             module.compute = precision.compute

@@ -70,6 +70,13 @@ def map_tensor(path: Path, position: int, shape: torch.Size, dtype: torch.dtype)
     return tensor
 
 
+def map_file(path: Path) -> Tensor:
+    """Return the bytes of a file, memory-mapped for repeated reads."""
+    content = map_tensor(path, 0, torch.Size((path.stat().st_size,)), torch.uint8)
+    expect_repeated_reads(content)
+    return content
+
+
 def file_region(tensor: Tensor) -> FileRegion | None:
     """Return the place in a file of a tensor from `map_tensor`; None for other tensors, including views of it."""
     return getattr(tensor, "file_region", None)

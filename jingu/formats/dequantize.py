@@ -27,6 +27,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_NUMBERS = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
 FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _EXPONENT_BIAS = 127
+_CPU = torch.device("cpu")
 
 # A function that returns some rows of a matrix: their codes, or the bytes that hold these.
 ReadRows = Callable[[slice], Tensor]
@@ -60,49 +61,60 @@ class Codes:
     factor: float = 1.0
 
 
-def dequantize(codes: Codes, threads: int = 1) -> Tensor:
+def dequantize(codes: Codes, threads: int = 1, part: slice | None = None, device: torch.device = _CPU) -> Tensor:
     """Return the matrix (codes - zero points) * scales.
 
     Args:
+        part: the rows to return; None: all. Forms whose rows are not those of the matrix compute all.
+        device: of the codes.
         threads: number of threads, each of which computes a range of rows. With more than one, the caller limits
             PyTorch to one thread for each operation: small operations on several threads mostly wait for each other.
     """
     columns = codes.columns or codes.shape[-1]
     rows = -(-codes.shape.numel() // columns)
-    matrix_OI = _empty_matrix(rows, columns, codes.dtype)
+    first_row, last_row = 0, rows
+    if part is not None and not codes.columns:
+        # Forms that pack several rows into a word read whole words.
+        first_row, last_row = part.start // _ROWS * _ROWS, min(-(-part.stop // _ROWS) * _ROWS, rows)
     scale_OS, zero_OS = (None if each is None else each.float().expand(rows, -1) for each in (codes.scale, codes.zero))
     step = max(1, _CHUNK // columns // _ROWS) * _ROWS
+    begins = range(first_row, last_row, step)
+    matrix_OI = _empty_matrix(last_row - first_row, columns, codes.dtype, device)
 
-    def convert(begin: int, end: int) -> None:
-        for first in range(begin, end, step):
-            part = slice(first, min(first + step, end))
-            values = codes.read(part)
+    def convert(begins: range) -> None:
+        for begin in begins:
+            chunk = slice(begin, min(begin + step, last_row))
+            place_OI = matrix_OI[begin - first_row : chunk.stop - first_row]
+            values = codes.read(chunk)
             if zero_OS is not None:
-                _apply(torch.sub, values, zero_OS[part], codes.groups, values)
+                _apply(torch.sub, values, zero_OS[chunk], codes.groups, values)
             if scale_OS is not None:
                 # Write numbers in fp32 to their place.
-                target = matrix_OI[part] if codes.dtype == torch.float32 else values
-                _apply(torch.mul, values, scale_OS[part], codes.groups, target)
+                target = place_OI if codes.dtype == torch.float32 else values
+                _apply(torch.mul, values, scale_OS[chunk], codes.groups, target)
                 values = target
             if codes.factor != 1.0:
                 values.mul_(codes.factor)
             if scale_OS is None or codes.dtype != torch.float32:
-                matrix_OI[part] = values
+                place_OI.copy_(values)
 
-    share = -(-rows // step // threads) * step
-    if threads == 1 or share >= rows:
-        convert(0, rows)
+    count = -(-len(begins) // threads)
+    if threads == 1 or len(begins) <= count:
+        convert(begins)
     else:
-        ends = [min(begin + share, rows) for begin in range(0, rows, share)]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(convert, range(0, rows, share), ends))
-    return matrix_OI.flatten()[: codes.shape.numel()].view(codes.shape)
+            list(pool.map(convert, (begins[start : start + count] for start in range(0, len(begins), count))))
+    if part is not None and not codes.columns:
+        return matrix_OI[part.start - first_row : part.stop - first_row]
+    matrix = matrix_OI.flatten()[: codes.shape.numel()].view(codes.shape)
+    return matrix if part is None else matrix[part]
 
 
-def _empty_matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def _empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory for a matrix. In 2 MB pages, writing to it for the first time takes about a fifth of the time."""
-    matrix = torch.empty(rows, columns, dtype=dtype)
-    request_huge_pages(matrix.data_ptr(), matrix.nbytes)
+    matrix = torch.empty(rows, columns, dtype=dtype, device=device)
+    if device.type == "cpu":
+        request_huge_pages(matrix.data_ptr(), matrix.nbytes)
     return matrix
 
 
@@ -148,17 +160,19 @@ def integers(
     if isinstance(zero, Tensor) and bool((zero == zero[0, 0]).all()):
         zero = int(zero[0, 0])
     constant = zero if isinstance(zero, int) else 0
+    # PyTorch's kernel for 4 bits is one for CPUs.
+    has_kernel = num_bits == 4 and scale.device.type == "cpu"
 
     def read(part: slice) -> Tensor:
         code_bytes = read_bytes(part)
-        if num_bits == 4:
+        if has_kernel:
             pair = torch.tensor([1.0, -constant], dtype=torch.float16)
             return unpack_halves(code_bytes, pair[:1], pair[1:])[:, :columns]
         return spread_bits(code_bytes, num_bits)[:, :columns].float().sub_(constant)
 
     scale_OS = scale.half().expand(rows, -1)
     is_exact = torch.equal(scale_OS.float(), scale.float().expand(rows, -1))
-    if num_bits != 4 or isinstance(groups, Tensor) or columns % groups or groups % 2 or not is_exact:
+    if not has_kernel or isinstance(groups, Tensor) or columns % groups or groups % 2 or not is_exact:
         return Codes(shape, scale.dtype, read, scale, groups, zero if isinstance(zero, Tensor) else None)
     # PyTorch's kernel can multiply, too. All of these products have at most 15 bits, and so have their sums: where they
     # fit into fp16, the zero points are subtracted as well.
@@ -194,7 +208,7 @@ def words_of_outputs(words_IW: Tensor) -> ReadRows:
         # The bytes of a word are outputs 0 and 2, 4 and 6, 1 and 3, 5 and 7. An output is 4 a + 2 b + c: the bytes
         # follow each other by c and a, and b tells their halves apart.
         bytes_WACI = bytes_BI.view(-1, 2, 2, bytes_BI.shape[1]).transpose(1, 2)
-        codes_WABCI = torch.empty(len(bytes_WACI), 2, 2, 2, bytes_BI.shape[1])
+        codes_WABCI = torch.empty(len(bytes_WACI), 2, 2, 2, bytes_BI.shape[1], device=words_IW.device)
         codes_WABCI[:, :, 0] = bytes_WACI & 15
         codes_WABCI[:, :, 1] = bytes_WACI >> 4
         return codes_WABCI.flatten(0, 3)
@@ -219,7 +233,7 @@ def code_table(numbers: Tensor, *, low_first: bool = True) -> Tensor:
 def look_up(bytes_OB: Tensor, table: Tensor) -> ReadRows:
     """Return the function that reads the numbers of bytes from a table (`code_table`)."""
     # A pair of numbers is looked up as one of 64 bits.
-    items = table.view(torch.int64 if table.shape[1] == 2 else torch.int32).flatten()
+    items = table.view(torch.int64 if table.shape[1] == 2 else torch.int32).flatten().to(bytes_OB.device)
 
     def read(rows: slice) -> Tensor:
         part = bytes_OB[rows]
@@ -233,4 +247,4 @@ def exponents(scale: Tensor) -> Tensor:
     scale_bytes = scale.view(torch.uint8)
     if bool((scale_bytes == 255).any()):
         raise ValueError("a scale is no number (the code 255 of E8M0)")
-    return torch.ldexp(torch.ones(scale.shape), scale_bytes.int() - _EXPONENT_BIAS)
+    return torch.ldexp(torch.ones(scale.shape, device=scale.device), scale_bytes.int() - _EXPONENT_BIAS)

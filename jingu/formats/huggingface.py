@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jingu.checkpoint.mapped_files import map_tensor
+from jingu.checkpoint.mapped_files import map_file, map_tensor
 from jingu.errors import JinguError
 from jingu.formats.packed_forms import check_method, find_forms
 from jingu.formats.packed_matrices import PackedMatrix, Stored, join_packed
 from jingu.formats.safetensors import read_header
-from jingu.formats.stored_model import Shapes, StoredModel, compare_shapes
+from jingu.formats.stored_model import PackingReader, Shapes, StoredModel, compare_shapes
 from jingu.formats.stored_names import (
     decoder_config,
     decoder_tensors,
@@ -29,7 +29,8 @@ from jingu.formats.stored_names import (
 )
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
-from jingu.model.families.name_map import TRANSPOSE, TensorMapping, read_parameter
+from jingu.model.families.name_map import IDENTITY, TRANSPOSE, TensorMapping, read_parameter
+from jingu.model.quantized_weight import StoredWeight
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import read_json
 from jingu.runtime.log import log_info, log_warning
@@ -62,11 +63,13 @@ class StoredWeights:
         shapes: shape of each stored tensor by name.
         read: `read(name)` returns a tensor, and `read(name, expert)` that of an expert, of a tensor [E, ...].
         dtype: dtype of most weights, judged by the largest tensor; fp32 if that is quantized.
+        packed: the quantized matrices that can be computed with as they are stored, by name.
     """
 
     shapes: Shapes
     read: Callable[..., Tensor]
     dtype: torch.dtype
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
 
 
 def open_hf(folder: Path) -> StoredModel:
@@ -130,23 +133,64 @@ def open_from_config(
 
     def read(name: str, expert: int | None = None) -> Tensor:
         if expert is not None:
-            return read_expert(name, expert)
+            return _read_expert(name, sources[name], expert, weights.read)
         if name not in unread:
             unread.clear()
             unread.update(read_parameter(name, sources[name], weights.read))
         return unread.pop(name)
 
-    def read_expert(name: str, expert: int) -> Tensor:
-        # The matrices of experts are stored as a tensor per expert, or in one tensor.
-        separate = sources[name][0].expert is not None
-        mapping = sources[name][expert if separate else 0]
-        if separate:
-            return mapping.to_jingu(weights.read(mapping.hf_name))[name]
-        shapes = {each: torch.Size((1, *shape[1:])) for each, shape in mapping.jingu_shapes.items()}
-        tensor = weights.read(mapping.hf_name, expert).unsqueeze(0)
-        return replace(mapping, jingu_shapes=shapes).to_jingu(tensor)[name][0]
+    reader = PackingReader(read, partial(_keep_packed, sources, weights.packed)) if weights.packed else read
+    return StoredModel(spec, reader, None, where, weights.dtype, config)
 
-    return StoredModel(spec, read, None, where, weights.dtype, config)
+
+def _read_expert(name: str, mappings: Mappings, expert: int, read: Callable[..., Tensor]) -> Tensor:
+    """Return the matrix of an expert, of which there is a stored tensor, or one for all experts."""
+    separate = mappings[0].expert is not None
+    mapping = mappings[expert if separate else 0]
+    if separate:
+        return mapping.to_jingu(read(mapping.hf_name))[name]
+    shapes = {each: torch.Size((1, *shape[1:])) for each, shape in mapping.jingu_shapes.items()}
+    tensor = read(mapping.hf_name, expert).unsqueeze(0)
+    return replace(mapping, jingu_shapes=shapes).to_jingu(tensor)[name][0]
+
+
+def _keep_packed(
+    sources: Mapping[str, Mappings], packed: Mapping[str, PackedMatrix], device: torch.device
+) -> Callable[[str], StoredWeight | None]:
+    """Return a function that returns a matrix as it is stored, by its parameter's name; None if it is not quantized."""
+    files = lru_cache(maxsize=None)(map_file)
+    resident = lru_cache(maxsize=None)(lambda hf_name: packed[hf_name].to(device, files))
+
+    def keep(name: str) -> StoredWeight | None:
+        mappings = sources[name]
+        if any(mapping.hf_name not in packed for mapping in mappings):
+            return None
+        first, rows = mappings[0], None
+        names = list(first.jingu_shapes)
+        if first.transform is IDENTITY and len(names) > 1:
+            # Some rows of a fused matrix.
+            sizes = [shape[0] for shape in first.jingu_shapes.values()]
+            begin = sum(sizes[: names.index(name)])
+            rows = slice(begin, begin + first.jingu_shapes[name][0])
+            mappings = [replace(first, jingu_shapes={name: first.jingu_shapes[name]})]
+
+        def read_packed(hf_name: str, expert: int | None = None) -> Tensor:
+            matrix = resident(hf_name)
+            if expert is not None:
+                matrix = matrix.part(expert)
+            return (matrix if rows is None else matrix.narrow(rows)).read()
+
+        def dequantize(expert: int | None = None) -> Tensor:
+            if expert is None:
+                return read_parameter(name, mappings, read_packed)[name]
+            return _read_expert(name, mappings, expert, read_packed)
+
+        number = () if first.expert is None else (len(mappings),)
+        shape = torch.Size((*number, *first.jingu_shapes[name]))
+        hf_names = [each.hf_name for each in mappings]
+        return StoredWeight(shape, dequantize, lambda: [part for each in hf_names for part in resident(each).memory])
+
+    return keep
 
 
 def _resolve_tied_head(
@@ -295,7 +339,12 @@ def _open_weights(
     assert isinstance(dtype, torch.dtype)
     stored_shapes = {name: location.shape for name, (_, _, location) in by_name.items()}
     stored_shapes |= {name: torch.Size(reversed(stored_shapes[name])) for name in turned}
-    return StoredWeights(stored_shapes, read, dtype)
+    packed = {
+        name: location
+        for name, (_, _, location) in by_name.items()
+        if isinstance(location, PackedMatrix) and name not in turned
+    }
+    return StoredWeights(stored_shapes, read, dtype, packed)
 
 
 def _unused_names(family: Family, mappings: Mappings) -> set[str]:

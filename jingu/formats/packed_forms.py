@@ -105,7 +105,7 @@ def _codes_of_gptq(parts: Parts, config: Config) -> Codes:
 
 def _check_index(index: Tensor, num_groups: int, size: int) -> Groups:
     """Return the groups of the columns: a number, if they are in order. Raises ValueError for one that is not there."""
-    if torch.equal(index.long(), torch.arange(len(index)) // size):
+    if torch.equal(index.long(), torch.arange(len(index), device=index.device) // size):
         return size
     smallest, largest = (int(each) for each in index.aminmax())
     if smallest < 0 or largest >= num_groups:

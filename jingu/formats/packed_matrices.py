@@ -86,6 +86,7 @@ class PackedMatrix:
         config: the model's `quantization_config`.
         is_transposed: whether the parts have a row for each column.
         rows: the rows of the matrix that are meant; None: all.
+        tensors: the parts in memory, mapped from the files or copied to a device; None: they are mapped in each read.
     """
 
     form: PackedForm
@@ -95,34 +96,64 @@ class PackedMatrix:
     is_transposed: bool = False
     rows: slice | None = None
     dtype: str = "quantized"
+    tensors: Parts | None = None
 
     @property
     def bytes(self) -> int:
         return sum(location.bytes for _, _, location in self.parts.values())
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The parts in memory."""
+        return tuple((self.tensors or {}).values())
+
     def read(self) -> Tensor:
         """Return the dequantized matrix. Raises JinguError if a part holds what the form does not know."""
-        parts = {suffix: _read_place(place) for suffix, place in self.parts.items()}
-        threads = torch.get_num_threads()
+        parts = self.tensors or {suffix: _read_place(place) for suffix, place in self.parts.items()}
+        device = parts[self.form.first].device
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        rows = None if self.is_transposed else self.rows
         with single_thread() if threads > 1 else nullcontext():
             try:
-                matrix = dequantize(self.form.codes(parts, self.config), threads)
+                matrix = dequantize(self.form.codes(parts, self.config), threads, rows, device)
             except ValueError as error:
                 raise _wrong_part(self.form, self.parts[self.form.first], str(error)) from None
         if self.is_transposed:
             matrix = matrix.transpose(-2, -1)
-        return matrix if self.rows is None else matrix[self.rows]
+            return matrix if self.rows is None else matrix[self.rows]
+        return matrix
+
+    def to(self, device: torch.device, files: Callable[[Path], Tensor]) -> PackedMatrix:
+        """Return the matrix with its parts in memory. On CPU they stay mapped from the files.
+
+        Args:
+            files: returns the bytes of a file. One mapping for each file rather than for each tensor, since a process
+                can have only some ten thousands.
+        """
+        tensors = {}
+        for suffix, (path, _, location) in self.parts.items():
+            raw = files(path)[location.begin : location.begin + location.bytes]
+            assert isinstance(location.dtype, torch.dtype)
+            raw = raw.clone() if location.begin % location.dtype.itemsize else raw
+            tensors[suffix] = raw.view(location.dtype).view(location.shape).to(device)
+        return replace(self, tensors=tensors)
+
+    def narrow(self, rows: slice) -> PackedMatrix:
+        """Return some rows of a matrix [O, I]."""
+        return replace(self, rows=rows, shape=torch.Size((rows.stop - rows.start, *self.shape[1:])))
 
     def part(self, expert: int, number: int = 0, count: int = 1) -> PackedMatrix:
         """Return one of `count` equal ranges of rows of an expert's matrix, of a matrix [E, O, I]."""
-        parts = dict(self.parts)
+        parts, tensors = dict(self.parts), dict(self.tensors or {})
         for suffix, (path, key, location) in self.parts.items():
             # One scale for all experts has no dim for them.
             if location.shape and location.shape[0] == self.shape[0]:
                 parts[suffix] = (path, key, location.part(expert))
+                if tensors:
+                    tensors[suffix] = tensors[suffix][expert]
         size = self.shape[1] // count
         rows = None if count == 1 else slice(number * size, (number + 1) * size)
-        return replace(self, parts=parts, shape=torch.Size((size, *self.shape[2:])), rows=rows)
+        return replace(self, parts=parts, shape=torch.Size((size, *self.shape[2:])), rows=rows, tensors=tensors or None)
 
 
 # A tensor or a quantized matrix: the file, its name, and its location.

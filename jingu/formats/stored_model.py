@@ -16,7 +16,8 @@ from jingu.errors import JinguError
 from jingu.model.adapter_layers import RESIDUAL_INITS, initial_factors, merge_parameter
 from jingu.model.adapter_specs import Ia3, Lora
 from jingu.model.decoder import Decoder, build_model, parameter_shapes
-from jingu.model.quantized_weight import QuantizedWeight, dequantize, quantize
+from jingu.model.quantize import keep_stored
+from jingu.model.quantized_weight import QuantizedWeight, StoredWeight, dequantize, quantize
 from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.parallel.layout import Layout, Precision
@@ -111,6 +112,62 @@ class StoredModel:
             fix = "Put its tokenizer.json next to weights in safetensors."
             raise JinguError(self.tokenizer_problem, where=self.where, fix=fix)
         return self.tokenizer_folder
+
+
+@dataclass(frozen=True)
+class PackingReader:
+    """`StoredModel.read` of a model with quantized matrices, which also returns these as they are stored.
+
+    Where adapters or other changes apply to the parameters, another function takes its place.
+
+    Attributes:
+        read: reads a parameter.
+        keep: returns the function that returns a matrix as it is stored (`jingu.model.quantize.keep_stored`), given the
+            device.
+    """
+
+    read: Callable[..., Tensor]
+    keep: Callable[[torch.device], Callable[[str], StoredWeight | None]]
+
+    def __call__(self, name: str, expert: int | None = None) -> Tensor:
+        return self.read(name, expert)
+
+
+def stored_matrices(model: StoredModel, device: torch.device, where: str) -> Callable[[str], StoredWeight | None]:
+    """Return the function that returns a matrix of a model as it is stored, for `keep_stored`.
+
+    Raises:
+        JinguError: no matrix is quantized, or adapters change them; `where` is the setting that asks for them.
+    """
+    if not isinstance(model.read, PackingReader):
+        what = f"{model.where} has no quantized matrices to keep as they are stored"
+        raise JinguError(
+            f"{what}, or adapters are merged into them.",
+            where=where,
+            fix="Name a folder in one of the forms in docs/guides/hub.md (with its adapters apart), or another format.",
+        )
+    return model.read.keep(device)
+
+
+def stored_bytes(model: StoredModel, plain_bytes: float) -> float:
+    """Return the mean bytes of a number in the matrices of a model's blocks, as they are stored.
+
+    Args:
+        plain_bytes: bytes of a number in those that are not quantized.
+    """
+    spec = model.spec.model_copy(update={"mtp_layers": 0})
+    with torch.device("meta"):
+        decoder = build_model(spec)
+
+    def count_plain() -> int:
+        matrices = (part for name, part in decoder.named_parameters() if "blocks." in name and "router" not in name)
+        return sum(part.numel() for part in matrices if part.dim() > 1)
+
+    numbers = count_plain()
+    keep_stored(decoder, stored_matrices(model, torch.device("cpu"), "tune.quantization"))
+    weights = [module for module in decoder.modules() if isinstance(module, StoredWeight)]
+    parts = {part.data_ptr(): part.nbytes for module in weights for part in module.parts()}
+    return (sum(parts.values()) + count_plain() * plain_bytes) / numbers
 
 
 # Adapters and quantization, which are applied when a parameter is read
@@ -246,7 +303,7 @@ def fake_quantize(model: StoredModel, spec: ModelSpec) -> StoredModel:
     These matrices are read as fp32 (fp64 if stored so). Parameters that `spec` does not quantize are unchanged.
     """
     kind = spec.quantization
-    if kind is None:
+    if kind is None or kind == "stored":
         return model
     with torch.device("meta"):
         modules = build_model(spec).named_modules()

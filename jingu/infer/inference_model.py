@@ -16,7 +16,7 @@ from jingu.compat.torch import has_byte_kernels
 from jingu.config.sections.parallel import DeviceType, ParallelSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
-from jingu.formats.stored_model import StoredModel, load_model
+from jingu.formats.stored_model import StoredModel, load_model, stored_matrices
 from jingu.infer.expert_offload import ExpertOffloader
 from jingu.infer.multi_lora import LoraAdapters, LoraWeights, read_lora_adapter
 from jingu.infer.prepack import prepack_weights
@@ -25,7 +25,7 @@ from jingu.model.block import Block
 from jingu.model.decoder import Decoder
 from jingu.model.layers import widen_vectors
 from jingu.model.prediction import PredictionLayer
-from jingu.model.quantize import quantize_blocks, quantize_embedding_and_head
+from jingu.model.quantize import keep_stored, quantize_blocks, quantize_embedding_and_head
 from jingu.model.quantized_weight import PromptRows, has_int4_kernel
 from jingu.model.spec import ModelSpec, QuantizationFormat
 from jingu.parallel.layout import Layout
@@ -45,7 +45,7 @@ from jingu.runtime.log import log_warning
 from jingu.runtime.ranks import RankInfo
 from jingu.text.tokenizer import Tokenizer
 
-Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4", "fp8"]
+Precision = Literal["auto", "fp32", "bf16", "fp64", "int8", "int4", "fp8", "stored"]
 _KINDS: dict[str, QuantizationFormat] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 
 
@@ -110,9 +110,12 @@ class InferenceModel:
 
 
 def _check_processes(
-    ranks: RankInfo | None, resident_experts: str | None, pipeline: int, runtime_adapters: bool
+    ranks: RankInfo | None, resident_experts: str | None, pipeline: int, runtime_adapters: bool, precision: Precision
 ) -> None:
     """Raise a JinguError for options that do not fit the number of processes."""
+    if ranks is not None and precision == "stored":
+        what = "processes that share a model divide its matrices, and those that stay as they are stored are whole."
+        raise JinguError(what, where="--precision", fix="Leave out --processes, or choose another precision.")
     if ranks is not None and runtime_adapters:
         what = "only a model of a single process can load adapters later."
         raise JinguError(what, where="--runtime-adapters", fix="Name them at the start with --adapter.")
@@ -199,7 +202,8 @@ def load(
 
     Args:
         precision: auto computes in bf16 if the device has hardware for it, else in fp32. int8, int4 and fp8 quantize
-            the matrices; fp8 quantizes activations, too.
+            the matrices; fp8 quantizes activations, too. stored leaves matrices that other tools have quantized as they
+            are stored, and dequantizes them in each use.
         adapters: by name, a run that trained adapters, or a folder in the format of peft.
         resident_experts: how much of the experts is in memory (25%, 3GB). The others are read when they are needed,
             from the model's files, or from a temporary file if they are quantized. None keeps all of them in memory.
@@ -210,7 +214,7 @@ def load(
     Raises:
         JinguError: the model cannot be read, or does not support an option.
     """
-    _check_processes(ranks, resident_experts, pipeline, runtime_adapters)
+    _check_processes(ranks, resident_experts, pipeline, runtime_adapters, precision)
     stored_model, load_prediction_layer = _open_without_predictions(path, ranks)
     lora_weights = {key: read_lora_adapter(folder, stored_model) for key, folder in (adapters or {}).items()}
     tokenizer = Tokenizer.load(stored_model.tokenizer())
@@ -224,13 +228,12 @@ def load(
     if resident_experts is not None:
         offloader = ExpertOffloader(stored_model, resident_experts, dtype, place, kind)
 
+    change_matrices = _matrix_changes(stored_model, precision, dtype, place)
+
     def prepare(model: Decoder) -> None:
         if offloader is not None:
             offloader.replace_experts(model)
-        if kind is not None:
-            quantize_blocks(model, kind)
-        if kind not in (None, "fp8"):
-            quantize_embedding_and_head(model, dtype)
+        change_matrices(model)
 
     model = _load_module(stored_model, dtype, place, ranks, pipeline, prepare)
     prompt_rows = None if kind is None or use_bytes else _find_prompt_rows(stored_model.spec, kind, place)
@@ -260,6 +263,23 @@ def load(
         world_size=1 if ranks is None else ranks.world,
         load_prediction_layer=load_prediction_layer and partial(load_prediction_layer, dtype, place),
     )
+
+
+def _matrix_changes(
+    stored_model: StoredModel, precision: Precision, dtype: torch.dtype, place: torch.device
+) -> Callable[[Decoder], object]:
+    """Return a function that gives a model on the meta device the matrices of a precision."""
+    if precision == "stored":
+        return partial(keep_stored, keep=stored_matrices(stored_model, place, "--precision"))
+
+    def quantize(model: Decoder) -> None:
+        kind = _KINDS.get(precision)
+        if kind is not None:
+            quantize_blocks(model, kind)
+        if kind not in (None, "fp8"):
+            quantize_embedding_and_head(model, dtype)
+
+    return quantize
 
 
 def use_byte_kernels(spec: ModelSpec, device: torch.device) -> bool:

@@ -208,7 +208,8 @@ def _has_kernel(weight: Any) -> bool:
 
 def _num_rows(layer: Linear) -> int:
     weight: Any = layer.weight
-    return len(weight.values if isinstance(weight, QuantizedWeight) else weight)
+    rows: int = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[0]
+    return rows
 
 
 def _set_weight(module: Any, weight: AnyPrepacked | tuple[PrepackedQuantizedWeight, ...]) -> None:

@@ -25,7 +25,7 @@ from jingu.model.layers import Embedding, Linear
 from jingu.model.matmul_kernels import linear
 from jingu.model.part_spec import ModuleRow
 from jingu.model.quantize import quantize_blocks
-from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.quantized_weight import FrozenWeight
 from jingu.model.spec import ModelSpec
 from jingu.model.trainable import ADAPTER_PARAMETERS, is_adapter, is_trained, matches_any
 
@@ -84,8 +84,8 @@ class LoraLinear(Linear):
 
         If the inputs are divided over ranks, tensor parallelism replaces this method by one that sums over the ranks.
         """
-        weight: Tensor | QuantizedWeight = self.weight
-        whole = weight.whole() if isinstance(weight, QuantizedWeight) else weight
+        weight: Tensor | FrozenWeight = self.weight
+        whole = weight.whole() if isinstance(weight, FrozenWeight) else weight
         wide = torch.promote_types(torch.promote_types(whole.dtype, self.lora_b.dtype), torch.float32)
         return (whole.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))).square().sum(1)
 
@@ -183,7 +183,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
     if isinstance(adapter, Lora | Ia3):
         _add_beside(model, adapter)
         _add_outside(model, spec, adapter)
-    if spec.quantization is not None:
+    if spec.quantization is not None and spec.quantization != "stored":
         quantize_blocks(model, spec.quantization)
     for name, parameter in model.named_parameters():
         if not is_trained(name, spec):

@@ -16,11 +16,17 @@ from torch import Tensor, nn
 
 from jingu.model.assignment import balanced_assignment
 from jingu.model.feed_forward_specs import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
-from jingu.model.grouped_matmul import GatherRows, QuantizedGroupedMatmul, grouped_matmul, iterate_groups
+from jingu.model.grouped_matmul import (
+    GatherRows,
+    QuantizedGroupedMatmul,
+    StoredGroupedMatmul,
+    grouped_matmul,
+    iterate_groups,
+)
 from jingu.model.layers import FeedForwardLayer, Vector, activate, apply_batch_invariant, build_linear, build_norm
 from jingu.model.matmul_kernels import linear
 from jingu.model.part_spec import ModuleRow, Rows, child_rows, styles
-from jingu.model.quantized_weight import QuantizedWeight
+from jingu.model.quantized_weight import FrozenWeight, QuantizedWeight, StoredWeight
 from jingu.model.spec import ModelSpec
 
 ExpertProjection = Callable[[Tensor], Tensor]
@@ -80,9 +86,12 @@ class GroupedLinear(nn.Module):
 
     def all(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         """Compute `forward` as one differentiable operation for all experts."""
-        weight: Tensor | QuantizedWeight = self.weight
+        weight: Tensor | FrozenWeight = self.weight
+        y_MO: Tensor
         if isinstance(weight, QuantizedWeight):
-            y_MO: Tensor = QuantizedGroupedMatmul.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
+            y_MO = QuantizedGroupedMatmul.apply(x_MI, weight.values, weight.scales, weight.kind, ends_E)
+        elif isinstance(weight, StoredWeight):
+            y_MO = StoredGroupedMatmul.apply(x_MI, weight, weight.shape[1], ends_E)
         else:
             y_MO = grouped_matmul(x_MI, weight.to(x_MI.dtype), ends_E)
         if self.bias is None:
@@ -95,8 +104,8 @@ class GroupedLinear(nn.Module):
 
     def one(self, number: int, x_MI: Tensor) -> Tensor:
         """Multiply rows that all belong to the same expert by its matrix."""
-        weight: Tensor | QuantizedWeight = self.weight
-        whole = weight.whole(number) if isinstance(weight, QuantizedWeight) else weight[number]
+        weight: Tensor | FrozenWeight = self.weight
+        whole = weight.whole(number) if isinstance(weight, FrozenWeight) else weight[number]
         return linear(x_MI, whole, self.bias_of(number))
 
     def bias_of(self, number: int) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jingu.model.matmul_kernels import matmul_into
-from jingu.model.quantized_weight import dequantize
+from jingu.model.quantized_weight import FrozenWeight, dequantize
 from jingu.model.spec import QuantizationFormat
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,6 +115,28 @@ class QuantizedGroupedMatmul(torch.autograd.Function):
         values, scales, ends_G = ctx.saved_tensors
         whole_GOI = dequantize(values, scales, ctx.kind).to(upstream[0].dtype)
         return grouped_matmul(upstream[0].contiguous(), whole_GOI.transpose(1, 2), ends_G), None, None, None, None
+
+
+class StoredGroupedMatmul(torch.autograd.Function):
+    """`grouped_matmul` with matrices that are dequantized in each use, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: FrozenWeight, outputs: int, ends_G: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_G)
+        ctx.weight, ctx.inputs = weight, x_NI.shape[1]
+        y_NO = x_NI.new_empty(len(x_NI), outputs)
+        for group, rows in iterate_groups(ends_G):
+            matmul_into(y_NO[rows], x_NI[rows], weight.whole(group).to(x_NI.dtype).t())
+        return y_NO
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (ends_G,) = ctx.saved_tensors
+        upstream_NO = upstream[0].contiguous()
+        gradient_NI = upstream_NO.new_empty(len(upstream_NO), ctx.inputs)
+        for group, rows in iterate_groups(ends_G):
+            matmul_into(gradient_NI[rows], upstream_NO[rows], ctx.weight.whole(group).to(upstream_NO.dtype))
+        return gradient_NI, None, None, None
 
 
 class GatherRows(torch.autograd.Function):

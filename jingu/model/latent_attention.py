@@ -28,7 +28,7 @@ from jingu.model.layers import Linear, build_linear, build_norm
 from jingu.model.matmul_kernels import matmul
 from jingu.model.norm_specs import RmsNorm
 from jingu.model.part_spec import Rows
-from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, QuantizedWeight
+from jingu.model.quantized_weight import BATCH_INVARIANT_ROWS, FrozenWeight
 from jingu.model.rotary import RotaryTables, apply_rotary
 from jingu.model.spec import ModelSpec
 
@@ -121,7 +121,7 @@ class LatentSelfAttention(SelfAttention):
         """
         module: nn.Module = self.kv
         weight: Any = self.kv.weight
-        whole = weight.whole() if isinstance(weight, QuantizedWeight) else weight
+        whole = weight.whole().to(dtype) if isinstance(weight, FrozenWeight) else weight
         if isinstance(module, LoraLinear) and module.lora_m is None:
             whole = whole + module.scale * (module.lora_b @ module.lora_a).to(whole.dtype)
         elif type(module) is not Linear:

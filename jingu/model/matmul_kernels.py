@@ -18,6 +18,7 @@ from jingu.model.byte_weight import ByteWeight
 from jingu.model.quantized_weight import (
     BATCH_INVARIANT_OUTPUTS,
     BATCH_INVARIANT_ROWS,
+    FrozenWeight,
     PrepackedQuantizedWeight,
     PrepackedWeight,
     PromptRows,
@@ -71,7 +72,7 @@ def matmul_accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def linear(
     x: Tensor,
-    weight: Tensor | QuantizedWeight | PrepackedQuantizedWeight | PrepackedWeight | ByteWeight,
+    weight: Tensor | FrozenWeight | PrepackedQuantizedWeight | PrepackedWeight | ByteWeight,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, rounded once to the dtype of `x`. Wider weights and biases are first rounded to it.
@@ -88,6 +89,11 @@ def linear(
     if isinstance(weight, QuantizedWeight):
         y: Tensor = _PackedLinear.apply(x, weight.values, weight.scales, weight.kind)
         return y if bias is None else y + bias.to(x.dtype)
+    if isinstance(weight, FrozenWeight):
+        if torch.is_grad_enabled():
+            product: Tensor = _StoredLinear.apply(x, bias, weight)
+            return product
+        weight = weight.whole()
     # Plain weights. For batch invariance, pad the rows, then the outputs.
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -169,6 +175,28 @@ class _PackedLinear(torch.autograd.Function):
         return matmul(upstream[0], whole), None, None, None
 
 
+class _StoredLinear(torch.autograd.Function):
+    """`linear` by a matrix that is dequantized in each use, in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: FrozenWeight) -> Tensor:
+        ctx.weight = weight
+        return _multiply(x, weight.whole().to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        wants_x, wants_bias, _ = ctx.needs_input_grad
+        gradient_x = matmul(upstream[0], ctx.weight.whole().to(upstream[0].dtype)) if wants_x else None
+        return gradient_x, upstream[0].flatten(0, -2).sum(0) if wants_bias else None, None
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, rounded once to the dtype of `x`."""
+    if upcasts_matmul(x):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
 class _WideLinear(torch.autograd.Function):
     """`linear` of narrow tensors, computed in fp32. Only the narrow tensors are saved for the backward pass."""
 
@@ -176,7 +204,7 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ matrices whose shapes no kernel supports.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,19 +15,37 @@ from torch import nn
 
 from jingu.model.experts import GroupedLinear
 from jingu.model.layers import Linear
-from jingu.model.quantized_weight import QuantizedWeight, can_quantize
+from jingu.model.quantized_weight import QuantizedWeight, StoredWeight, can_quantize
 from jingu.model.spec import QuantizationFormat
 
 
 def quantize_blocks(model: nn.Module, kind: QuantizationFormat) -> None:
     """Replace the matrices of a model's blocks by quantized ones. Their values and scales are uninitialized."""
-    for name, module in model.named_modules():
+    for _, module in _block_matrices(model):
+        _quantize_weight(module, kind)
+
+
+def keep_stored(model: nn.Module, keep: Callable[[str], StoredWeight | None]) -> int:
+    """Replace the matrices of a model's blocks by those that `keep` returns for their names; return their number."""
+    number = 0
+    for name, module in _block_matrices(model):
+        weight = keep(f"{name}.weight")
+        if weight is not None:
+            del module.weight
+            module.weight = weight
+            number += 1
+    return number
+
+
+def _block_matrices(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the modules of the matrices that can be quantized."""
+    for name, module in list(model.named_modules()):
         in_block = "blocks." in name and ".prompt." not in name
         is_router = name.rpartition(".")[2] == "router"
         # Experts that are read when they are needed have no matrix here.
         has_matrix = isinstance(module, Linear | GroupedLinear) and hasattr(module, "weight")
         if in_block and has_matrix and not is_router:
-            _quantize_weight(module, kind)
+            yield name, module
 
 
 def quantize_embedding_and_head(model: Any, dtype: torch.dtype) -> None:

@@ -61,8 +61,40 @@ BATCH_INVARIANT_OUTPUTS = 16
 PREPACKED_ROWS = 2
 
 
-class QuantizedWeight(nn.Module):
-    """A quantized matrix [O, I], or one per expert [E, O, I], which replaces a module's `weight`. It is not trained.
+class FrozenWeight(nn.Module):
+    """A matrix [O, I], or one per expert [E, O, I], in a form of its own, which replaces a module's `weight`.
+
+    It is not trained.
+    """
+
+    def whole(self, number: int | None = None) -> Tensor:
+        """Return the dequantized matrix; with a `number`, the matrix of that expert only."""
+        raise NotImplementedError
+
+
+class StoredWeight(FrozenWeight):
+    """A quantized matrix that stays as another tool has stored it, and is dequantized in each use.
+
+    It has no parameters. Its bytes remain in the model's files, which are mapped into memory, or on a device.
+
+    Attributes:
+        shape: of the dequantized matrix.
+        parts: returns the tensors that hold it. Several matrices may share them.
+    """
+
+    def __init__(
+        self, shape: torch.Size, dequantize: Callable[[int | None], Tensor], parts: Callable[[], list[Tensor]]
+    ) -> None:
+        super().__init__()
+        self.shape, self.parts = shape, parts
+        self._dequantize = dequantize
+
+    def whole(self, number: int | None = None) -> Tensor:
+        return self._dequantize(number)
+
+
+class QuantizedWeight(FrozenWeight):
+    """A matrix, or one per expert, quantized to a format of jingu.
 
     Attributes:
         values: int8 and fp8: [O, I]. int4 and nf4: [O, I / 2] bytes with two elements each; int4 has the even elements
@@ -96,7 +128,6 @@ class QuantizedWeight(nn.Module):
         )
 
     def whole(self, number: int | None = None) -> Tensor:
-        """Return the dequantized matrix in fp32; with a `number`, the matrix of that expert only."""
         if number is None:
             return dequantize(self.values, self.scales, self.kind)
         return dequantize(self.values[number], self.scales[number], self.kind)

@@ -32,6 +32,8 @@ from jingu.tables import flatten
 
 # Formats of quantized matrices (`jingu.model.quantized_weight`).
 QuantizationFormat = Literal["int8", "int4", "nf4", "fp8"]
+# Also that of the initial model's files, which other tools have quantized.
+BaseFormat = QuantizationFormat | Literal["stored"]
 
 
 class ModelSpec(Component):
@@ -96,7 +98,7 @@ class ModelSpec(Component):
     value_head: bool = False
     initializer_range: PositiveFloat = 0.02
     adapter: Adapter | None = None
-    quantization: QuantizationFormat | None = None
+    quantization: BaseFormat | None = None
     frozen_parameters: tuple[str, ...] = ()
     norm_placement: NormPlacement = optional("before")
     block_order: BlockOrder = optional("sequential")

@@ -16,7 +16,7 @@ from jingu.errors import JinguError, pluralize
 from jingu.model.count import layer_costs
 from jingu.model.parameter_table import parameter_sizes
 from jingu.model.sharding_table import iterate_styles
-from jingu.model.spec import ModelSpec, QuantizationFormat
+from jingu.model.spec import BaseFormat, ModelSpec
 from jingu.parallel.mesh import AxisSizes, resolve_axis_sizes
 
 if TYPE_CHECKING:
@@ -195,8 +195,16 @@ def check_layout(
         _check_packed(spec, spec.quantization, sizes)
 
 
-def _check_packed(spec: ModelSpec, kind: QuantizationFormat, sizes: AxisSizes) -> None:
+def _check_packed(spec: ModelSpec, kind: BaseFormat, sizes: AxisSizes) -> None:
     """Raise JinguError if the layout or the model does not allow quantized matrices."""
+    if kind == "stored":
+        if max(sizes.tensor, sizes.expert) > 1:
+            raise JinguError(
+                "ranks of `tensor` and `expert` divide matrices, and those that stay as they are stored are whole.",
+                where="tune.quantization",
+                fix="Set parallel.tensor and parallel.expert to 1.",
+            )
+        return
     import torch
 
     from jingu.model.decoder import build_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jingu.config.batch_plan import BatchPlan
@@ -155,8 +156,14 @@ def forecast(
 
 def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:
     """Return the workload of a step of a run, in the layout of its settings."""
+    stored = 0.0
+    if spec.quantization == "stored" and config.initialize.from_ is not None:
+        from jingu.formats.models import open_model
+        from jingu.formats.stored_model import stored_bytes
+
+        stored = stored_bytes(open_model(Path(config.initialize.from_)), software.compute_bytes)
     return Workload(
-        model_sizes(spec, software.compute_bytes),
+        model_sizes(spec, software.compute_bytes, stored),
         sizes,
         config.parallel,
         config.batch.sequence_length,

@@ -81,6 +81,10 @@ def rank_share(
         itemsize = weight.itemsize(soft)
         narrow = min(itemsize, soft.compute_bytes)
         weights += local * itemsize
+        if weight.is_stored:
+            # One matrix at a time is dequantized.
+            copy_bytes = max(copy_bytes, unsharded * soft.compute_bytes)
+            continue
         gathered_bytes += unsharded * narrow
         copy_bytes += unsharded * narrow * (weight.is_matmul and narrow < itemsize)
         if weight.is_trained:

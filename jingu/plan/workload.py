@@ -37,6 +37,7 @@ class Weight:
         is_matmul: whether it is the matrix of a matmul with tokens.
         storage: how a rank stores it: in the dtype of master weights, in the compute dtype (frozen, with adapters), or
             in this number of bytes per element.
+        is_stored: whether it stays as the files of the initial model have it, whole on each rank.
         packing: values per stored element, for quantized matrices.
         is_copy: whether another stage updates it, as for the head that is tied to an embedding.
         kv_heads: key-value heads of its layer. If `tensor` has more ranks, several hold the same head.
@@ -46,14 +47,15 @@ class Weight:
     dims: tuple[ShardedDim, ...]
     is_trained: bool
     is_matmul: bool
-    storage: Literal["master", "compute"] | int = "master"
+    storage: Literal["master", "compute"] | float = "master"
     packing: int = 1
     is_copy: bool = False
     kv_heads: int = 1
+    is_stored: bool = False
 
     def itemsize(self, software: Software) -> float:
         """Return the bytes of an element on a rank."""
-        if isinstance(self.storage, int):
+        if isinstance(self.storage, int | float):
             return self.storage
         return software.weight_bytes if self.storage == "master" else software.compute_bytes
 
@@ -72,6 +74,8 @@ class Weight:
             sizes: number of ranks of `tensor`, of `expert`, and of ZeRO's sharding group.
         """
         tensor, expert, ranks = sizes
+        if self.is_stored:
+            return prod(self.shape), prod(self.shape)
         shape = self.cut(tensor, expert)
         dim = 0
         if self.dims and self.dims[0].kind == "experts":
@@ -249,8 +253,12 @@ class _Parameter(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
-    """Return the sizes of a model, derived from one block of each kind."""
+def model_sizes(spec: ModelSpec, compute_bytes: float, stored_bytes: float = 0.0) -> ModelSizes:
+    """Return the sizes of a model, derived from one block of each kind.
+
+    Args:
+        stored_bytes: mean bytes of a number in the blocks' matrices, if they stay as they are stored.
+    """
     # A model with the first block of each kind.
     layers = spec.layers
     first = {layer: layers.index(layer) for layer in dict.fromkeys(layers)}
@@ -266,7 +274,7 @@ def model_sizes(spec: ModelSpec, compute_bytes: float) -> ModelSizes:
     def block(layer: LayerSpec, source: str, prefix: str, num_attention: int, *, is_causal: bool) -> BlockSizes:
         # Blocks of a kind may differ in which parameters are trained, which depends on their names.
         weights = tuple(
-            _weight(parameters[name], name, spec, layer, prefix + name.removeprefix(source))
+            _weight(parameters[name], name, spec, layer, prefix + name.removeprefix(source), stored_bytes)
             for name in parameters
             if name.startswith(source)
         )
@@ -326,18 +334,22 @@ def _block(*sizes: Any) -> BlockSizes:
     return BlockSizes(*sizes)
 
 
-def _weight(parameter: _Parameter, name: str, spec: ModelSpec, layer: LayerSpec, full_name: str) -> Weight:
+def _weight(
+    parameter: _Parameter, name: str, spec: ModelSpec, layer: LayerSpec, full_name: str, stored_bytes: float = 0.0
+) -> Weight:
     learns = (parameter.is_trained and is_trained(full_name, spec)) or (name == "head.weight" and spec.adapter is None)
-    storage: Literal["master", "compute"] | int = "master"
+    storage: Literal["master", "compute"] | float = "master"
+    is_frozen_matrix = spec.adapter is not None and not learns and len(parameter.shape) >= 2 and "router" not in name
+    is_stored = spec.quantization == "stored" and is_frozen_matrix and stored_bytes > 0
     if parameter.itemsize is not None:
         storage = parameter.itemsize
-    elif spec.adapter is not None and not learns and len(parameter.shape) >= 2 and "router" not in name:
-        storage = "compute"
+    elif is_frozen_matrix:
+        storage = stored_bytes if is_stored else "compute"
     is_matmul = len(parameter.shape) >= 2 and not name.endswith((*_TABLES, ".scales"))
     packing = 2 if name.endswith(".values") and spec.quantization in ("int4", "nf4") else 1
     is_copy = name == "head.weight" and spec.tie_word_embeddings
     heads = kv_heads(layer, f".{name}")
-    return Weight(parameter.shape, parameter.dims, learns, is_matmul, storage, packing, is_copy, heads)
+    return Weight(parameter.shape, parameter.dims, learns, is_matmul, storage, packing, is_copy, heads, is_stored)
 
 
 def _outputs(weight: Weight, layer: LayerSpec) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from jingu.config.schema import RunConfig
 from jingu.config.sections.tune import FullSettings, SoftPromptBase
 from jingu.data.objective import batch_function
 from jingu.errors import JinguError
 from jingu.formats.models import load_matching_adapters, open_model
-from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base
+from jingu.formats.stored_model import StoredModel, fake_quantize, load_model, residual_base, stored_matrices
 from jingu.model.adapter_layers import initial_factors
 from jingu.model.adapter_specs import Lora
-from jingu.model.decoder import parameter_shapes
+from jingu.model.decoder import Decoder, parameter_shapes
 from jingu.model.layers import Linear
+from jingu.model.quantize import keep_stored
 from jingu.model.quantized_weight import quantizing_reader
+from jingu.model.spec import ModelSpec
 from jingu.model.trainable import is_adapter, is_trained
 from jingu.model.weight_init import generator_for_name
 from jingu.parallel.pipeline import ParallelModel
@@ -64,6 +68,20 @@ def load_initial_weights(model: ParallelModel, run: Run, *, adapters: bool) -> N
         ids = _initial_prompt_ids(config.tune, run.tokenizer, config.seed)
         names = ("prompt.embedding.weight", "encoder.prompt.embedding.weight")
         plan.fill(model, lambda _: initial.read("embedding.weight")[ids], names.__contains__)
+
+
+def keep_base(config: RunConfig, spec: ModelSpec, device: torch.device) -> Callable[[Decoder], object]:
+    """Return a function that gives a model the frozen matrices as the initial model stores them, for `materialize`.
+
+    It does nothing for other values of `tune.quantization`.
+
+    Raises:
+        JinguError: the initial model has no quantized matrices.
+    """
+    if spec.quantization != "stored" or config.initialize.from_ is None:
+        return lambda model: None
+    initial = open_model(Path(config.initialize.from_))
+    return partial(keep_stored, keep=stored_matrices(initial, device, "tune.quantization"))
 
 
 def _fill_lora(model: ParallelModel, adapter: Lora, initial: StoredModel, run: Run) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from jingu.checkpoint.resume import checkpoints_path, complete_steps
 from jingu.config.schema import RunConfig
 from jingu.config.sections import tune
@@ -12,7 +14,8 @@ from jingu.config.sections.policies import PpoSettings, RolloutSettings, SharedC
 from jingu.config.sections.tasks import RewardSettings
 from jingu.errors import JinguError
 from jingu.formats.models import open_model
-from jingu.model.adapter_layers import check_saved_modules, check_targets
+from jingu.formats.stored_model import stored_matrices
+from jingu.model.adapter_layers import RESIDUAL_INITS, check_saved_modules, check_targets
 from jingu.model.adapter_specs import Adapter, DeepPrompt, Ia3, Lora, SoftPrompt
 from jingu.model.decoder import parameter_shapes
 from jingu.model.resolve import expand_targets, spec_from_settings
@@ -156,6 +159,8 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
                 where="tune.init_lora_weights",
                 fix="Set tune.quantization, or choose another initialization.",
             )
+    if settings.quantization == "stored":
+        _check_stored(config, adapter)
     # 4. Virtual tokens occupy positions of the model's context.
     length = config.batch.sequence_length
     virtual_tokens = max(tuned_spec.prompts)
@@ -168,6 +173,19 @@ def apply_tuning(spec: ModelSpec, config: RunConfig) -> ModelSpec:
             fix=f"Set batch.sequence_length to {room} or less, or train fewer virtual tokens.",
         )
     return tuned_spec
+
+
+def _check_stored(config: RunConfig, adapter: Adapter) -> None:
+    """Raise JinguError if the initial model's matrices cannot stay as they are stored."""
+    assert config.initialize.from_ is not None
+    stored_matrices(open_model(Path(config.initialize.from_)), torch.device("cpu"), "tune.quantization")
+    if isinstance(adapter, Lora) and adapter.init_lora_weights in (*RESIDUAL_INITS, "loftq"):
+        raise JinguError(
+            f"{adapter.init_lora_weights} changes the frozen matrices, or starts from their error, and these stay as "
+            "they are stored.",
+            where="tune.init_lora_weights",
+            fix="Choose another initialization, or another value of tune.quantization.",
+        )
 
 
 def _build_adapter(settings: tune.Tune, spec: ModelSpec) -> Adapter:

@@ -50,6 +50,7 @@ from jingu.training.checkpointing import (
     open_memory_copies,
     resume,
 )
+from jingu.training.initialize import keep_base
 from jingu.training.loop import DivergenceError, Trainer, WriteMetrics, train_loop
 from jingu.training.metrics import MetricsFile
 from jingu.training.optimizer import ShardedOptimizer, build_optimizer, optimizer_settings
@@ -296,7 +297,8 @@ def build_model_and_optimizer(
         disk = DiskStorage(Path(offload.path or run.folder / "offload"))
 
     layout = training_layout(config, compile=compile)
-    model = materialize(run.spec, mesh, layout, precision, config.seed, disk=disk)
+    base = keep_base(config, run.spec, torch.device(mesh.device_type))
+    model = materialize(run.spec, mesh, layout, precision, config.seed, prepare=base, disk=disk)
     return model, build_optimizer(optimizer_settings(config), model, disk)
 
 

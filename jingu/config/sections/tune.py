@@ -37,12 +37,12 @@ class AdapterBase(Settings):
     Attributes:
         initial_adapter: A run or a peft folder whose adapter the new adapter starts from.
         quantization: Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes
-            package); null: none.
+            package). `stored`: those that other tools have quantized stay as they are stored. null: none.
     """
 
     type: str
     initial_adapter: PathText | None = None
-    quantization: Literal["int8", "int4", "nf4"] | None = None
+    quantization: Literal["int8", "int4", "nf4", "stored"] | None = None
 
 
 class LoraSettings(AdapterBase):
