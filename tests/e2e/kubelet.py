@@ -3,7 +3,7 @@
     unshare --net --mount --pid --mount-proc --fork --kill-child python kubelet.py MANIFEST
 
 A pod runs the command of the manifest with its variables, those that the cluster adds, and no other ones. Prints the
-exit codes of the pods.
+exit codes of the pods, in the order in which they end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,7 +154,17 @@ def main(path: Path) -> None:
             "-",
         ]
         processes.append(subprocess.Popen([*words, *pod.command], env=image | pod.variables, stdout=sys.stderr))
-    print(json.dumps([process.wait() for process in processes]))
+    print(json.dumps({"ends": wait_for_pods(processes)}))
+
+
+def wait_for_pods(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the exit codes in the order in which the pods end."""
+    codes: list[int] = []
+    while processes:
+        codes += [code for process in processes if (code := process.poll()) is not None]
+        processes = [process for process in processes if process.returncode is None]
+        time.sleep(0.05)
+    return codes
 
 
 if __name__ == "__main__":

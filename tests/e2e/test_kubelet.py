@@ -41,6 +41,6 @@ def test_pods_train_to_the_same_bits(kind, run_file, tiny_run, done, train_on, t
         timeout=PATIENCE,
         check=False,
     )
-    assert result.stdout == "[0, 0]\n", result.stderr
+    assert result.stdout == '{"ends": [0, 0]}\n', result.stderr
     assert result.stderr.count(" over eth0.") == 2
     assert done(tiny_run(name="pods")).column("loss") == done(tiny_run(name="local")).column("loss")
