@@ -21,33 +21,39 @@ from torch import Tensor, nn
 
 from jingu.errors import JinguError
 from jingu.model.gated_delta import GatedDeltaMixer
-from jingu.model.mixer_specs import MixerKernels
+from jingu.model.mixer_specs import GatedDelta, MixerKernels, StateSpace
+from jingu.model.spec import ModelSpec
 from jingu.model.state_space import StateSpaceInputs, StateSpaceMixer, add_skip
 
 
-def set_mixer_kernels(model: nn.Module, kernels: MixerKernels, device_type: str, compute: torch.dtype) -> None:
-    """Let the mixers of a model compute with the kernels that the setting names.
+def set_mixer_kernels(
+    model: nn.Module, spec: ModelSpec, kernels: MixerKernels, device_type: str, compute: torch.dtype
+) -> None:
+    """Let the mixers of a model, or of a stage of it, compute with the kernels that the setting names.
 
     Raises:
         JinguError: the kernels of flash-linear-attention were requested, and cannot be used.
     """
-    mixers = [module for module in model.modules() if isinstance(module, GatedDeltaMixer | StateSpaceMixer)]
-    if kernels == "torch" or not mixers:
+    if kernels == "torch":
         return
-    obstacle = _find_obstacle(device_type, compute)
-    if obstacle is None:
-        for mixer in mixers:
-            mixer.kernel = delta_rule if isinstance(mixer, GatedDeltaMixer) else state_space
-    elif kernels == "fla":
+    obstacle = _find_obstacle(spec, device_type, compute)
+    if obstacle is not None and kernels == "fla":
         raise JinguError(
             f"fla cannot be used, because {obstacle}.",
             where="train.mixer_kernels",
             fix="Set it to auto, which computes with PyTorch where the kernels cannot be used.",
         )
+    for module in model.modules() if obstacle is None else ():
+        if isinstance(module, GatedDeltaMixer):
+            module.kernel = delta_rule
+        elif isinstance(module, StateSpaceMixer):
+            module.kernel = state_space
 
 
-def _find_obstacle(device_type: str, compute: torch.dtype) -> str | None:
+def _find_obstacle(spec: ModelSpec, device_type: str, compute: torch.dtype) -> str | None:
     """Return why the kernels cannot be used; None if they can."""
+    if not any(isinstance(layer.state_mixer, GatedDelta | StateSpace) for layer in spec.kinds):
+        return "no layer of the model has the delta rule or the state space of Mamba-2"
     if device_type != "cuda":
         return f"its kernels run on CUDA only, and the device is {device_type}"
     if compute not in (torch.bfloat16, torch.float16):

@@ -125,7 +125,7 @@ def parallelize(
         set_recompile_limit(32)
     model = ParallelModel(spec, mesh, layout, precision, prepare)
     if mesh is not None:
-        set_mixer_kernels(model, layout.mixer_kernels, mesh.device_type, precision.compute)
+        set_mixer_kernels(model, spec, layout.mixer_kernels, mesh.device_type, precision.compute)
         for stage in model.stages:
             _parallelize_stage(stage, model.sharding, layout, precision)
     if precision.scaling is not None:

@@ -19,8 +19,9 @@ from jingu.errors import JinguError
 from jingu.model import mixer_kernels
 from jingu.model.decoder import build_model
 from jingu.model.gated_delta import GatedDeltaMixer, recurrent_delta_rule
+from jingu.model.mixer_specs import MixerKernels
 from jingu.model.resolve import find_family
-from jingu.model.spec import replace_fields
+from jingu.model.spec import ModelSpec, replace_fields
 from jingu.model.state_space import StateSpaceInputs, recurrent_state_space
 
 ROWS, TOKENS, KEY_HEADS, HEADS, SIZE = 3, 19, 2, 4, 8
@@ -125,41 +126,47 @@ def test_the_state_space_gets_documents_and_states(make_starts: Any, make_state:
     agree(mixer_kernels.state_space(inputs, *before), recurrent_state_space(inputs, *before))
 
 
-def hybrid() -> Any:
-    mixer = {"type": "gated_delta", "num_heads": 4, "num_key_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
-    spec = replace_fields(find_family("llama").template, num_layers=2, hidden_size=32, vocab_size=16, mixer=mixer)
-    return build_model(spec)
+def stack(mixer: dict[str, Any] | None) -> ModelSpec:
+    fields = {} if mixer is None else {"mixer": mixer}
+    return replace_fields(find_family("llama").template, num_layers=2, hidden_size=32, vocab_size=16, **fields)
 
 
-def kernels_of(model: Any) -> list[Any]:
-    return [module.kernel for module in model.modules() if isinstance(module, GatedDeltaMixer)]
+SIZES = {"num_heads": 4, "num_key_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
+HYBRID = stack({"type": "gated_delta", **SIZES})
 
 
-def test_kernels_are_used_on_cuda_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: object() if name == "fla" else None)
-    for device, dtype, kernels, used in [
+@pytest.mark.parametrize(
+    "device, dtype, kernels, is_used",
+    [
         ("cuda", torch.bfloat16, "auto", True),
         ("cuda", torch.float16, "fla", True),
         ("cuda", torch.bfloat16, "torch", False),
         ("cuda", torch.float32, "auto", False),
         ("cpu", torch.bfloat16, "auto", False),
-    ]:
-        model = hybrid()
-        mixer_kernels.set_mixer_kernels(model, kernels, device, dtype)  # type: ignore[arg-type]
-        assert kernels_of(model) == [mixer_kernels.delta_rule if used else None] * 2
+    ],
+)
+def test_kernels_are_used_on_cuda_in_16_bits(
+    device: str, dtype: torch.dtype, kernels: MixerKernels, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: object() if name == "fla" else None)
+    model = build_model(HYBRID)
+    mixer_kernels.set_mixer_kernels(model, HYBRID, kernels, device, dtype)
+    used = [module.kernel for module in model.modules() if isinstance(module, GatedDeltaMixer)]
+    assert used == [mixer_kernels.delta_rule if is_used else None] * 2
 
 
 @pytest.mark.parametrize(
-    "device, dtype, cause",
+    "spec, device, dtype, cause",
     [
-        ("cpu", torch.bfloat16, "the device is cpu"),
-        ("cuda", torch.float32, "computes in float32"),
-        ("cuda", torch.bfloat16, "flash-linear-attention is not installed"),
+        (HYBRID, "cpu", torch.bfloat16, "the device is cpu"),
+        (HYBRID, "cuda", torch.float32, "computes in float32"),
+        (HYBRID, "cuda", torch.bfloat16, "flash-linear-attention is not installed"),
+        (stack(None), "cuda", torch.bfloat16, "no layer of the model has the delta rule"),
     ],
 )
 def test_a_request_that_cannot_be_met_says_why(
-    device: str, dtype: torch.dtype, cause: str, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, device: str, dtype: torch.dtype, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixer_kernels, "find_spec", lambda name: None)
     with pytest.raises(JinguError, match=cause):
-        mixer_kernels.set_mixer_kernels(hybrid(), "fla", device, dtype)
+        mixer_kernels.set_mixer_kernels(build_model(spec), spec, "fla", device, dtype)
