@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import mmap
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,31 +24,31 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.huggingface import Mappings, StoredWeights, open_from_config
+from jingu.formats.gguf_names import ARCHITECTURES, METADATA, gguf_mappings
+from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES
 from jingu.runtime.files import temporary_folder
 from jingu.runtime.log import log_warning
-from jingu.tables import read_table
 from jingu.text.corpus_file import import_optional
 from jingu.text.gguf_tokenizer import write_gguf_tokenizer
 
 # Value types of the metadata: scalars with their `struct` codes, strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 # Tensor types that need no dequantization.
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 # Tensor types with 16 equidistant levels per block of 32 elements of a row, as in `--precision int4`.
 _INT4_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
+# Tensors that say what the config has read.
+_COMPUTED_TENSORS = ("rope_freqs.weight",)
+
 Metadata = Mapping[str, Any]
 
 
-ARCHITECTURES = read_table(__file__, "gguf.toml")
-_METADATA = ARCHITECTURES.pop("metadata")
 # Where no architecture says otherwise, keys of config.json that say whether there are biases.
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 
@@ -79,7 +78,7 @@ def open_gguf(path: Path) -> StoredModel:
         ) from error
     name = metadata["general.architecture"]
     model = open_from_config(
-        path, path, config, lambda _, mappings: _open_weights(path, library, infos, name, config, mappings)
+        path, path, config, lambda *_: _open_weights(path, library, infos), lambda spec: gguf_mappings(spec, name)
     )
     matrices = [info for key, info in infos.items() if key.startswith("blk.")]
     num_4bit = sum(info.shape.numel() for info in matrices if info.dtype in _INT4_TYPES)
@@ -97,58 +96,19 @@ def open_gguf(path: Path) -> StoredModel:
     return replace(model, tokenizer_folder=folder)
 
 
-def _open_weights(
-    path: Path,
-    library: ModuleType,
-    infos: Mapping[str, TensorLocation],
-    name: str,
-    config: Metadata,
-    mappings: Mappings,
-) -> StoredWeights:
-    """Open the file's tensors under Hugging Face's names. Unexpected tensors keep their GGUF names.
+def _open_weights(path: Path, library: ModuleType, infos: Mapping[str, TensorLocation]) -> StoredWeights:
+    """Open the file's tensors.
 
     Args:
-        infos: location of each tensor in the file, by its GGUF name.
-        name: GGUF's name of the architecture.
-        config: the model's config in Hugging Face's form, from `hf_config`.
-        mappings: the expected tensors, by Hugging Face's names.
+        infos: location of each tensor in the file, by its name.
     """
-    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
-    has_offset = ARCHITECTURES[name].get("norm_offset", False)
-    number = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}[name]
-    table = library.get_tensor_name_map(number, _layers(config))
-    tensors = {}
-    used_names = {"rope_freqs.weight"}
-    for hf_name in (mapping.hf_name for mapping in mappings):
-        # GGUF stores the matrices of all experts in one tensor.
-        expert = EXPERT_NUMBER.search(hf_name)
-        gguf_name = table.get_name(EXPERT_NUMBER.sub(".experts.", hf_name), try_suffixes=(".weight", ".bias"))
-        if gguf_name in infos:
-            used_names.add(gguf_name)
-            info = infos[gguf_name]
-            tensors[hf_name] = info if expert is None else info.part(int(expert[1]))
-    tensors |= {gguf_name: info for gguf_name, info in infos.items() if gguf_name not in used_names}
-    shapes = {
-        name: torch.Size(reversed(info.shape)) if name.endswith(transposed_names) else info.shape
-        for name, info in tensors.items()
-    }
+    tensors = {name: info for name, info in infos.items() if name not in _COMPUTED_TENSORS}
 
-    # Undo the transpositions and permutations of llama.cpp's converter, tensor by tensor.
     def read(name: str, expert: int | None = None) -> Tensor:
-        if expert is not None:
-            return read(name)[expert]
-        tensor = _read_tensor(path, library, tensors[name])
-        if has_offset and name.endswith("norm.weight"):
-            return tensor.float() - 1
-        if name.endswith(transposed_names):
-            return tensor.t()
-        if name.endswith(permuted_names):
-            heads = config["num_attention_heads"]
-            if "q_proj" not in name:
-                heads = config.get("num_key_value_heads") or heads
-            return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        return tensor
+        info = tensors[name]
+        return _read_tensor(path, library, info if expert is None else info.part(expert))
 
+    shapes = {name: info.shape for name, info in tensors.items()}
     largest = max(infos.values(), key=lambda info: info.bytes)
     return StoredWeights(shapes, read, largest.dtype if isinstance(largest.dtype, torch.dtype) else torch.float32)
 
@@ -363,11 +323,11 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
         config: the model's config in Hugging Face's form, from `hf_config`.
     """
     name = metadata["general.architecture"]
-    known_keys = {*metadata_keys(name).values(), *_METADATA["harmless"]}
+    known_keys = {*metadata_keys(name).values(), *METADATA["harmless"]}
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
     for key in sorted(values.keys() - known_keys):
-        neutral = _METADATA["neutral"].get(key)
+        neutral = METADATA["neutral"].get(key)
         value = values[key]
         if value == neutral or (neutral is None and not value):
             continue

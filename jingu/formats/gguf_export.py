@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +25,15 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.description import build_config
-from jingu.formats.gguf import ARCHITECTURES, EXPERT_NUMBER, hf_config, metadata_keys
+from jingu.formats.gguf import hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
+from jingu.formats.gguf_names import ARCHITECTURES, gguf_mappings
 from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
 from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
-from jingu.model.families import FAMILIES, equivalent_spec, map_tensors
+from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TensorMapping
 from jingu.model.feed_forward_specs import Experts, TopKRouter
 from jingu.model.rotary import rotary_frequencies
@@ -329,25 +332,26 @@ def _add_value(writer: Any, key: str, value: Any, library: ModuleType) -> None:
         writer.add_key_value(key, str(value), types.STRING)
 
 
-def _mappings_by_gguf_name(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> dict[str, list[TensorMapping]]:
-    """Return the mappings of each tensor of the file: several for the matrices of all experts."""
+def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
+    """Return the mappings of the tensors of the file. Raises JinguError if llama.cpp lacks one."""
+    try:
+        mappings = gguf_mappings(spec, name)
+    except LookupError as error:
+        raise _refuse_model(f"models of this architecture with all of these parts ({error})", to) from error
     number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
-    names = library.get_tensor_name_map(number, spec.num_layers)
-    groups: dict[str, list[TensorMapping]] = {}
-    for mapping in map_tensors(spec):
-        gguf_name = names.get_name(EXPERT_NUMBER.sub(".experts.", mapping.hf_name), try_suffixes=(".weight", ".bias"))
-        if gguf_name is None:
+    known = {library.TENSOR_NAMES[tensor] for tensor in library.MODEL_TENSORS[number]}
+    for mapping in mappings:
+        stem = re.sub(r"\.\d+\.", ".{bid}.", mapping.hf_name)
+        if stem not in known and stem.rpartition(".")[0] not in known:
             raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
-        groups.setdefault(gguf_name, []).append(mapping)
-    return groups
+    return mappings
 
 
 def _importance_by_gguf_name(
     spec: ModelSpec, name: str, importance: Importance, library: ModuleType, to: Path
 ) -> dict[str, Tensor]:
     """Return the importance of the columns of each matrix, those of all experts one after the other."""
-    groups = _mappings_by_gguf_name(spec, name, library, to)
-    first_names = {gguf_name: next(iter(group[0].jingu_shapes)) for gguf_name, group in groups.items()}
+    first_names = {mapping.hf_name: next(iter(mapping.jingu_shapes)) for mapping in _mappings(spec, name, library, to)}
     return {
         gguf_name: importance[first].flatten().contiguous()
         for gguf_name, first in first_names.items()
@@ -359,25 +363,11 @@ def _output_tensors(
     spec: ModelSpec, name: str, model: StoredModel, kind: Any, library: ModuleType, to: Path
 ) -> list[_OutputTensor]:
     """Return the tensors of the file in the order of the model's. Raises JinguError if llama.cpp lacks one."""
-    permuted_names, transposed_names = (tuple(ARCHITECTURES[name].get(key, ())) for key in ("permuted", "transposed"))
-    groups = _mappings_by_gguf_name(spec, name, library, to)
     tensors = []
-    for gguf_name, group in groups.items():
-        hf_name = group[0].hf_name
-        shape = tuple(group[0].shape)
-        if hf_name.endswith(transposed_names):
-            shape = shape[::-1]
-        if group[0].expert is not None:
-            shape = (len(group), *shape)
-        heads = spec.attention.num_heads if "q_proj" in hf_name else spec.attention.num_kv_heads
-        read = _PartReader(
-            group,
-            model,
-            hf_name.endswith(transposed_names),
-            heads if hf_name.endswith(permuted_names) else None,
-            1.0 if ARCHITECTURES[name].get("norm_offset") and hf_name.endswith("norm.weight") else 0.0,
-        )
-        tensors.append(_OutputTensor(gguf_name, shape, _kind_of(gguf_name, shape, kind, library), read))
+    for mapping in _mappings(spec, name, library, to):
+        shape = tuple(mapping.shape)
+        kind_of_tensor = _kind_of(mapping.hf_name, shape, kind, library)
+        tensors.append(_OutputTensor(mapping.hf_name, shape, kind_of_tensor, partial(_read_parts, mapping, model)))
     if isinstance(spec.position, RotaryPositions) and isinstance(spec.position.scaling, Llama3Scaling):
         divisors = _frequency_divisors(spec.position, spec.attention.head_dim)
         fp32 = library.GGMLQuantizationType.F32
@@ -393,32 +383,14 @@ def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:
     return frequencies[0] / frequencies[1]
 
 
-@dataclass(frozen=True)
-class _PartReader:
-    """Yields the parts of a tensor of the file: the matrix of each expert, or the only one."""
-
-    group: list[TensorMapping]
-    model: StoredModel
-    is_transposed: bool
-    heads: int | None
-    offset: float
-
-    def __call__(self) -> Iterator[Tensor]:
-        for mapping in self.group:
-            names = mapping.jingu_shapes
-            if mapping.expert is None:
-                tensor = mapping.to_hf([self.model.read(name).detach() for name in names])
-            else:
-                [name] = names
-                tensor = mapping.transform.to_hf(self.model.read(name, mapping.expert), mapping.spec)
-            if self.offset:
-                tensor = tensor.float() + self.offset
-            if self.is_transposed:
-                tensor = tensor.t()
-            if self.heads is not None:
-                # llama.cpp rotates neighboring dims, and Hugging Face dims that are half a head apart.
-                tensor = tensor.unflatten(0, (self.heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-            yield tensor if mapping.expert is None else tensor[None]
+def _read_parts(mapping: TensorMapping, model: StoredModel) -> Iterator[Tensor]:
+    """Yield the parts of a tensor of the file: the matrix of each expert, or the only one."""
+    [first, *others] = mapping.jingu_shapes
+    if mapping.transform.of_experts and not others and len(mapping.jingu_shapes[first]) == 3:
+        for expert in range(mapping.jingu_shapes[first][0]):
+            yield model.read(first, expert)[None]
+    else:
+        yield mapping.to_hf([model.read(name).detach() for name in mapping.jingu_shapes])
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: Any, library: ModuleType) -> Any:

@@ -94,7 +94,11 @@ def open_hf(folder: Path) -> StoredModel:
 
 
 def open_from_config(
-    where: Path, config_file: Path, config: Mapping[str, Any], open_weights: Callable[[Family, Mappings], StoredWeights]
+    where: Path,
+    config_file: Path,
+    config: Mapping[str, Any],
+    open_weights: Callable[[Family, Mappings], StoredWeights],
+    map_names: Callable[[ModelSpec], list[TensorMapping]] = map_tensors,
 ) -> StoredModel:
     """Open a model that a Hugging Face config describes, without its tokenizer.
 
@@ -102,22 +106,23 @@ def open_from_config(
         where: the model's folder or file.
         config_file: the file that contains the config, for messages.
         open_weights: opens the weights, given the family and the expected tensors, with an untied head.
+        map_names: returns the tensors of a model in this format.
 
     Raises:
         JinguError: the config is not supported, or the weights are not those that it describes.
     """
     family, spec = _read_spec(config, config_file)
     # A tied head may be stored too.
-    untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
+    untied_map = map_names(spec.model_copy(update={"tie_word_embeddings": False}))
     weights = open_weights(family, untied_map)
     further = [entry.hf_name for entry in untied_map if next(iter(entry.jingu_shapes)).startswith("mtp.")]
     if further and not any(name in weights.shapes for name in further):
         # transformers leaves these layers out, whatever the config says.
         spec = spec.model_copy(update={"mtp_layers": 0})
-        untied_map = map_tensors(spec.model_copy(update={"tie_word_embeddings": False}))
+        untied_map = map_names(spec.model_copy(update={"tie_word_embeddings": False}))
     if spec.tie_word_embeddings and not spec.score_head:
         spec, weights = _resolve_tied_head(spec, weights, untied_map, where)
-    mappings = [each for mapping in map_tensors(spec) for each in separate_experts(mapping, weights.shapes)]
+    mappings = [each for mapping in map_names(spec) for each in separate_experts(mapping, weights.shapes)]
     # Compare all shapes before any weight is read.
     model_shapes = {mapping.hf_name: mapping.shape for mapping in mappings}
     shapes, read_tensor = divide_convolutions(model_shapes, weights.shapes, weights.read)

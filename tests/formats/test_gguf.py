@@ -424,7 +424,7 @@ def test_an_unsupported_tokenizer_is_reported_when_it_is_used(
     ("changes", "words"),
     [
         ({"general.architecture": "lama"}, "does not support the architecture lama in GGUF. `jingu model list`"),
-        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"missing: model\.layers\.0\.block_sparse_moe\.gate"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"missing: blk\.0\.ffn_gate_inp\.weight"),
         ({"llama.rope.scaling.type": "odd"}, "rope_scaling to 'odd', which is not supported"),
         ({"llama.embedding_length": None}, "lacks 'hidden_size'"),
         ({"llama.embedding_length": "wide"}, "this does not describe a model"),
@@ -432,7 +432,7 @@ def test_an_unsupported_tokenizer_is_reported_when_it_is_used(
         ({"llama.block_count": 1 << 31}, "2147483648 layers in 21 tensors"),
         (
             {"llama.block_count": 3, "llama.embedding_length": 64},
-            r"missing: model\.layers\.2\..*of the wrong shape: model\.embed_tokens\.weight \(has \[317, 48\]",
+            r"missing: blk\.2\..*of the wrong shape: token_embd\.weight \(has \[317, 48\]",
         ),
         ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "only 4 of a head's 8 dims are rotated"),
         ({"llama.attention.sliding_window": 16}, "metadata llama.attention.sliding_window = 16 changes the model's"),
