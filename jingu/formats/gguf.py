@@ -24,7 +24,7 @@ from torch import Tensor
 
 from jingu.checkpoint.mapped_files import map_tensor
 from jingu.errors import JinguError
-from jingu.formats.gguf_names import ARCHITECTURES, METADATA, gguf_mappings
+from jingu.formats.gguf_names import ARCHITECTURES, METADATA, architecture_entries, gguf_mappings
 from jingu.formats.huggingface import StoredWeights, open_from_config
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
 from jingu.formats.stored_model import StoredModel
@@ -56,7 +56,8 @@ _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 def metadata_keys(name: str) -> dict[str, str]:
     """Return the keys of config.json whose values an architecture of GGUF has, with its keys."""
     table = ARCHITECTURES[name]
-    keys = {**table.get("keys", ARCHITECTURES["llama"]["keys"]), **table.get("changes", {})}
+    changes = architecture_entries(name, "changes")
+    keys = {**table.get("keys", ARCHITECTURES["llama"]["keys"]), **changes}
     return {key: gguf_key for key, gguf_key in keys.items() if gguf_key}
 
 
@@ -256,7 +257,7 @@ def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pat
     """Return the contents of the config.json that a Hugging Face folder of this model would have."""
     name = str(metadata.get("general.architecture"))
     experts = metadata.get(f"{name}.expert_count") or 0
-    if name not in ARCHITECTURES or (experts and name not in ("llama", "qwen3moe")):
+    if name not in ARCHITECTURES or (experts and "expert_count" not in metadata_keys(name).values()):
         with_experts = " with experts" if name in ARCHITECTURES else ""
         what = f"jingu does not support the architecture {name}{with_experts} in GGUF"
         raise unread_architecture(what, [name], path, FAMILIES)
@@ -274,8 +275,10 @@ def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pat
         "architectures": [class_name],
         "vocab_size": infos["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in infos,
-        **{key: get(gguf_key) for key, gguf_key in metadata_keys(name).items()},
+        "norm_topk_prob": True,
+        **architecture_entries(name, "constants"),
     }
+    config |= {key: get(gguf_key) for key, gguf_key in metadata_keys(name).items() if get(gguf_key) is not None}
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
     if name != "gpt2":
@@ -283,8 +286,6 @@ def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pat
             **_head_config(table, get),
             "rope_scaling": _rope_scaling(metadata, name, infos, path),
             **{key: f"blk.0.{tensor}" in infos for key, tensor in table.get("biases", _BIASES).items()},
-            "num_local_experts": experts or None,
-            "norm_topk_prob": True,
         }
     config = {key: value for key, value in config.items() if value is not None}
     if not isinstance(_layers(config), int) or _layers(config) > len(infos):
@@ -327,7 +328,7 @@ def _check_metadata(metadata: Metadata, config: Metadata, library: ModuleType, p
     values = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     in_library = {key.removeprefix("{arch}.") for key in _library_keys(library.Keys)}
     for key in sorted(values.keys() - known_keys):
-        neutral = METADATA["neutral"].get(key)
+        neutral = {**METADATA["neutral"], **architecture_entries(name, "fixed")}.get(key)
         value = values[key]
         if value == neutral or (neutral is None and not value):
             continue

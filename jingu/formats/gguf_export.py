@@ -27,7 +27,7 @@ from jingu.errors import JinguError
 from jingu.formats.description import build_config
 from jingu.formats.gguf import hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
-from jingu.formats.gguf_names import ARCHITECTURES, gguf_mappings
+from jingu.formats.gguf_names import ARCHITECTURES, architecture_entries, gguf_mappings
 from jingu.formats.huggingface import find_family
 from jingu.formats.importance import Importance, measure_importance
 from jingu.formats.safetensors import CHUNK_ELEMENTS, TensorLocation
@@ -35,7 +35,6 @@ from jingu.formats.stored_model import StoredModel
 from jingu.model.components import LinearScaling, Llama3Scaling, RotaryPositions, YarnScaling
 from jingu.model.families import FAMILIES, equivalent_spec
 from jingu.model.families.name_map import TensorMapping
-from jingu.model.feed_forward_specs import Experts, TopKRouter
 from jingu.model.rotary import rotary_frequencies
 from jingu.model.spec import ModelSpec, rotary_dim
 from jingu.runtime.files import fsync_path, write_error, write_text_atomically
@@ -107,6 +106,9 @@ def export_gguf(
     if dtype == "auto":
         dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(model.dtype, "fp32")
     spec = equivalent_spec(model.spec)
+    if spec.mtp_layers:
+        log_info(f"{to}: the layers of multi-token prediction are left out, which llama.cpp does not use.")
+        spec = spec.model_copy(update={"mtp_layers": 0})
     name = _architecture(spec, to)
     tokenizer = Tokenizer.load(model.tokenizer())
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
@@ -157,27 +159,19 @@ def _architecture(spec: ModelSpec, to: Path) -> str:
     names = {table["hugging_face"]: name for name, table in ARCHITECTURES.items()}
     names |= {alias: name for name, table in ARCHITECTURES.items() for alias in table.get("aliases", ())}
     names |= {table["windowed"]: name for name, table in ARCHITECTURES.items() if "windowed" in table}
-    problem = ""
+    problem, attention = "", spec.attention
     if spec.adapter is not None or spec.score_head:
         problem = "llama.cpp has no such model: it has adapters that cannot be merged, or a score head"
     elif architecture not in names:
         problem = f"jingu does not write {architecture} as GGUF"
-    elif spec.attention.sliding_window is not None and spec.attention.sliding_window < spec.max_position_embeddings:
-        problem = f"llama.cpp ignores the window of {spec.attention.sliding_window:,} tokens of this architecture"
-    elif _keeps_router_weights(spec):
-        problem = "llama.cpp always divides the weights of a token's experts by their sum (norm_topk_prob)"
+    elif ARCHITECTURES[names[architecture]].get("equal_heads") and attention.num_kv_heads != attention.num_heads:
+        problem = "llama.cpp computes this architecture only with as many key-value heads as heads"
+    elif attention.sliding_window is not None and attention.sliding_window < spec.max_position_embeddings:
+        problem = f"llama.cpp ignores the window of {attention.sliding_window:,} tokens of this architecture"
     if problem:
         fix = "Export it as a Hugging Face folder (--to FOLDER)."
         raise JinguError(f"{problem}.", where=to, fix=fix)
     return names[architecture]
-
-
-def _keeps_router_weights(spec: ModelSpec) -> bool:
-    """Return whether the weights of a token's experts do not add up to 1."""
-    part = spec.feed_forward
-    if not isinstance(part, Experts) or not isinstance(part.router, TopKRouter):
-        return isinstance(part, Experts)
-    return part.router.softmax == "before" and not part.router.norm_topk_prob
 
 
 def _check_round_trip(spec: ModelSpec, name: str, metadata: dict[str, Any], names: list[str], to: Path) -> None:
@@ -236,8 +230,14 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values["vocab_size"] = spec.vocab_size
     # GPT-2's config leaves it out where it is four times the hidden size.
     values.setdefault("feed_forward_length", spec.default_layer.intermediate_size)
-    if isinstance(spec.feed_forward, Experts):
-        values["expert_count"] = spec.feed_forward.num_experts
+    if "attention.head_count_kv" in keys.values():
+        values["attention.head_count_kv"] = spec.attention.num_kv_heads
+    if spec.experts is not None:
+        values["expert_count"] = spec.experts.num_experts
+        values["expert_feed_forward_length"] = spec.experts.intermediate_size
+        if spec.experts.shared_intermediate_size:
+            values["expert_shared_feed_forward_length"] = spec.experts.shared_intermediate_size
+    values |= architecture_entries(name, "fixed")
     values |= _scaling_metadata(spec, to)
     return metadata | {f"{name}.{key}": value for key, value in values.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -56,6 +56,13 @@ _TRANSFORMS = {
 }
 
 
+def architecture_entries(architecture: str, table: str) -> dict[str, Any]:
+    """Return the entries of an architecture in a table: those of the groups that it is like, and its own."""
+    entry = ARCHITECTURES[architecture]
+    groups = [*(_SHARED[group] for group in entry.get("like", ())), entry]
+    return {name: value for group in groups for name, value in group.get(table, {}).items()}
+
+
 def gguf_mappings(spec: ModelSpec, architecture: str) -> list[TensorMapping]:
     """Return the tensors of a model in a file of an architecture of GGUF, with the parameters that each holds.
 
@@ -67,15 +74,13 @@ def gguf_mappings(spec: ModelSpec, architecture: str) -> list[TensorMapping]:
 
 @lru_cache(maxsize=64)
 def _rules(architecture: str) -> tuple[NameRule, ...]:
-    table: Mapping[str, Any] = ARCHITECTURES[architecture]
-    bases = [_SHARED, *(_SHARED[base] for base in table.get("like", ())), table]
-    transforms = {name: value for each in bases for name, value in each.get("transforms", {}).items()}
-    names = {name: value for each in bases for name, value in each.get("names", {}).items()}
+    transforms = {**_SHARED["transforms"], **architecture_entries(architecture, "transforms")}
+    names = {**_SHARED["names"], **architecture_entries(architecture, "names")}
     rules: list[NameRule] = []
     for name, jingu_name in names.items():
         if jingu_name is not False:
             rules += rules_of_names({name: jingu_name}, _TRANSFORMS[transforms.get(name, "same")])
-    if table.get("norm_offset"):
+    if ARCHITECTURES[architecture].get("norm_offset"):
         rules = [replace(rule, transform=_OFFSET) if _has_offset(rule.hf_name) else rule for rule in rules]
     return tuple(rules)
 

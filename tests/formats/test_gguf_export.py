@@ -99,6 +99,38 @@ CONFIGS |= {
     "arcee": transformers.ArceeConfig(**SIZES, pad_token_id=0),
     "hunyuan": transformers.HunYuanDenseV1Config(**SIZES, head_dim=24, pad_token_id=0),
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EQUAL = {**SIZES, "num_key_value_heads": 4}
+DEEPSEEK = {
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+}
+# Further families.
+CONFIGS |= {
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **SIZES, **EXPERTS, num_experts=4, shared_expert_intermediate_size=48, decoder_sparse_step=1, mlp_only_layers=[]
+    ),
+    "olmoe": transformers.OlmoeConfig(**EQUAL, **MOE, num_experts=4, pad_token_id=0),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **SIZES, **DEEPSEEK, head_dim=24, use_qk_norm=True, num_nextn_predict_layers=0, pad_token_id=0
+    ),
+    "dots1": transformers.Dots1Config(**EQUAL, **DEEPSEEK, head_dim=24, sliding_window=None, layer_types=None),
+    "minimax_m2": transformers.MiniMaxM2Config(**SIZES, **MOE, num_local_experts=4, head_dim=24, rotary_dim=12),
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig(
+        **SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2, pad_token_id=0,
+        moe_layer_start_index=1, moe_layer_interval=1,
+    ),
+    "granitemoe": transformers.GraniteMoeConfig(**SIZES, **MOE, **GRANITE, num_local_experts=4, pad_token_id=0),
+    "gpt_neox": transformers.GPTNeoXConfig(**EQUAL, rotary_pct=0.25),
+    "gpt_neox-sequential": transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=False),
+    "phi": transformers.PhiConfig(**EQUAL, hidden_act="gelu_new"),
+}  # fmt: skip
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
 
 
@@ -204,7 +236,7 @@ def test_rows_that_are_no_whole_blocks_stay_fp16(tmp_path: Path) -> None:
         (
             transformers.Qwen3MoeConfig(**SIZES, **QWEN_MOE, norm_topk_prob=False),
             [],
-            "always divides the weights of a token's experts by their sum",
+            "router.norm_topk_prob = True instead of False",
         ),
     ],
 )
