@@ -61,6 +61,11 @@ def metadata_keys(name: str) -> dict[str, str]:
     return {key: gguf_key for key, gguf_key in keys.items() if gguf_key}
 
 
+def has_head_size(name: str) -> bool:
+    """Return whether files of an architecture have the size of attention heads."""
+    return "num_attention_heads" in metadata_keys(name)
+
+
 def open_gguf(path: Path) -> StoredModel:
     """Open a GGUF file. Weights are read lazily; quantized weights are dequantized to fp32.
 
@@ -281,12 +286,11 @@ def hf_config(metadata: Metadata, infos: Mapping[str, TensorLocation], path: Pat
     config |= {key: get(gguf_key) for key, gguf_key in metadata_keys(name).items() if get(gguf_key) is not None}
     for key, gguf_key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")
-    if name != "gpt2":
-        config |= {
-            **_head_config(table, get),
-            "rope_scaling": _rope_scaling(metadata, name, infos, path),
-            **{key: f"blk.0.{tensor}" in infos for key, tensor in table.get("biases", _BIASES).items()},
-        }
+    if has_head_size(name):
+        config |= {**_head_config(table, get), "rope_scaling": _rope_scaling(metadata, name, infos, path)}
+    config |= {key: f"blk.0.{tensor}" in infos for key, tensor in table.get("biases", _BIASES).items()}
+    if "mixer_head_size" in table:
+        config[table["mixer_head_size"]] = (get("ssm.inner_size") or 0) // (get("ssm.time_step_rank") or 1)
     config = {key: value for key, value in config.items() if value is not None}
     if not isinstance(_layers(config), int) or _layers(config) > len(infos):
         raise ValueError(f"{_layers(config)} layers in {len(infos)} tensors")
@@ -308,6 +312,11 @@ def _head_config(table: Mapping[str, Any], get: Callable[[str], Any]) -> dict[st
         keys["partial_rotary_factor"] = (get("rope.dimension_count") or size) / size
     if "query_scale_layers" in table:
         keys["query_pre_attn_scalar"] = width // heads if get("block_count") == table["query_scale_layers"] else size
+    kv_heads = get("attention.head_count_kv")
+    if isinstance(kv_heads, list) and "without_attention" in table:
+        keys["num_key_value_heads"] = max(kv_heads)
+        keys["layer_types"] = ["full_attention" if number else table["without_attention"] for number in kv_heads]
+        return keys
     # Which layers have windows: one of so many has none, or a flag for each.
     pattern = get("attention.sliding_window_pattern")
     if isinstance(pattern, list):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.description import build_config
-from jingu.formats.gguf import hf_config, metadata_keys
+from jingu.formats.gguf import has_head_size, hf_config, metadata_keys
 from jingu.formats.gguf_check import check_gguf
 from jingu.formats.gguf_names import ARCHITECTURES, architecture_entries, gguf_mappings
 from jingu.formats.huggingface import find_family
@@ -63,8 +63,9 @@ _FP32_NAMES = ("ffn_gate_inp.weight",)
 
 # Fields of a spec that change what it computes, beside those of its layers and norms.
 _COMPUTED = (
-    "vocab_size", "hidden_size", "num_layers", "norm_placement", "block_order", "residual_scale", "embedding_scale",
-    "logit_scale", "logit_softcap", "embedding_norm", "normalize_lm_head", "scale_lm_head",
+    "vocab_size", "hidden_size", "num_layers", "embedding_scale",
+    "logit_scale", "logit_softcap", "embedding_norm", "normalize_lm_head", "scale_lm_head", "per_layer_inputs",
+    "head_bias",
 )  # fmt: skip
 
 
@@ -197,14 +198,15 @@ def _numbers(spec: ModelSpec) -> dict[str, Any]:
     fields = {key: getattr(spec, key) for key in _COMPUTED}
     for number, layer in enumerate(spec.layers):
         window = layer.attention.sliding_window
-        parts = {**layer.attention.model_dump(), "sliding_window": window}
+        parts = layer.model_dump()
         if window is not None and window >= spec.max_position_embeddings:
-            parts["sliding_window"] = None
-        fields |= flatten({"attention": parts}, f"layers.{number}.")
-        position = layer.position.model_dump()
+            parts["attention"]["sliding_window"] = None
         if isinstance(layer.position, RotaryPositions) and isinstance(layer.position.scaling, Llama3Scaling):
-            position["scaling"] = None
-        fields |= flatten({"position": position, "feed_forward": layer.feed_forward.model_dump()}, f"layers.{number}.")
+            parts["position"]["scaling"] = None
+        if not layer.has_attention:
+            # What attention and its positions would be.
+            del parts["attention"], parts["position"]
+        fields |= flatten(parts, f"layers.{number}.")
     fields |= flatten({"norm": spec.norm.model_dump()})
     return {key: round(value, 6) if isinstance(value, float) else value for key, value in fields.items()}
 
@@ -218,7 +220,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     config = build_config(spec, model.config, torch.float32)
     metadata: dict[str, Any] = {"general.name": to.stem, "general.type": "model"}
     values: dict[str, Any] = {gguf_key: config[key] for key, gguf_key in keys.items() if config.get(key) is not None}
-    if name != "gpt2":
+    if has_head_size(name):
         size = spec.attention.head_dim
         rope_dims = rotary_dim(spec.position, size) if isinstance(spec.position, RotaryPositions) else size
         values |= {"rope.dimension_count": rope_dims, "attention.key_length": size, "attention.value_length": size}
@@ -232,6 +234,13 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
     values.setdefault("feed_forward_length", spec.default_layer.intermediate_size)
     if "attention.head_count_kv" in keys.values():
         values["attention.head_count_kv"] = spec.attention.num_kv_heads
+        if "without_attention" in ARCHITECTURES[name]:
+            counts = [layer.attention.num_kv_heads if layer.has_attention else 0 for layer in spec.layers]
+            values["attention.head_count_kv"] = counts
+    if "full_attention_interval" in keys.values():
+        values["full_attention_interval"] = 1 + [layer.has_attention for layer in spec.layers].index(True)
+    if "mixer_head_size" in ARCHITECTURES[name]:
+        values["ssm.inner_size"] = config[ARCHITECTURES[name]["mixer_head_size"]] * values["ssm.time_step_rank"]
     if spec.experts is not None:
         values["expert_count"] = spec.experts.num_experts
         values["expert_feed_forward_length"] = spec.experts.intermediate_size

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from jingu.model.decoder import parameter_shapes
@@ -19,6 +20,7 @@ from jingu.model.families.name_map import (
     expand_rules,
     rules_of_names,
 )
+from jingu.model.mixer_specs import GatedDelta, StateSpace
 from jingu.model.spec import ModelSpec
 from jingu.tables import read_table
 
@@ -26,6 +28,7 @@ ARCHITECTURES = read_table(__file__, "gguf.toml")
 METADATA = ARCHITECTURES.pop("metadata")
 _SHARED = ARCHITECTURES.pop("shared")
 # Norms that are stored as they are, where the others are stored as w and jingu has w - 1.
+_MixerSpec = TypeVar("_MixerSpec", GatedDelta, StateSpace)
 _PLAIN_NORMS = "ssm_norm.weight"
 
 
@@ -34,6 +37,49 @@ def _permuted(heads: Callable[[ModelSpec], int]) -> Transform:
     return Transform(
         lambda tensor, spec: tensor.unflatten(0, (heads(spec), -1, 2)).transpose(1, 2).flatten(0, 2),
         lambda tensor, spec: tensor.unflatten(0, (heads(spec), 2, -1)).transpose(1, 2).flatten(0, 2),
+    )
+
+
+def _mixer(spec: ModelSpec, kind: type[_MixerSpec]) -> _MixerSpec:
+    """Return the mixer of a kind that some layers of a model have."""
+    return next(layer.mixer for layer in spec.kinds if isinstance(layer.mixer, kind))
+
+
+def _log_rates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """Return the logarithms of rates of decay, which are stored as negative rates."""
+    return (-tensor.double()).log().float().flatten()
+
+
+def _rates(tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """The inverse of `_log_rates`."""
+    return -tensor.float().exp()
+
+
+def _tiled(size: Callable[[GatedDelta], int], dim: int = 0, *, is_behind_keys: bool = False) -> Transform:
+    """Return the transform of value heads: their order is by key head, and in files by their number within a key head.
+
+    Args:
+        size: elements of a head along `dim`.
+        is_behind_keys: whether the rows of queries and keys come first.
+    """
+
+    def arrange(tensor: Tensor, spec: ModelSpec, *, is_back: bool) -> Tensor:
+        mixer = _mixer(spec, GatedDelta)
+        shape = (mixer.num_key_heads, mixer.num_heads // mixer.num_key_heads)
+        skipped = 2 * mixer.num_key_heads * mixer.key_head_dim if is_behind_keys else 0
+        keys, values = tensor.split([skipped, tensor.shape[dim] - skipped], dim)
+        values = values.unflatten(dim, (*(shape[::-1] if is_back else shape), size(mixer)))
+        values = values.transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return torch.cat([keys, values], dim) if is_behind_keys else values
+
+    return Transform(partial(arrange, is_back=True), partial(arrange, is_back=False))
+
+
+def _both(inner: Transform, outer: Transform) -> Transform:
+    """Return the transform of files that applies `inner` to jingu's parameter, and then `outer`."""
+    return Transform(
+        lambda tensor, spec: inner.to_jingu(outer.to_jingu(tensor, spec), spec),
+        lambda tensor, spec: outer.to_hf(inner.to_hf(tensor, spec), spec),
     )
 
 
@@ -47,12 +93,18 @@ _TRANSFORMS = {
     "same": IDENTITY,
     "permuted_queries": _permuted(lambda spec: spec.attention.num_heads),
     "permuted_keys": _permuted(lambda spec: spec.attention.num_kv_heads),
-    # Decay rates are stored as -exp(log rate).
-    "rates": Transform(
-        lambda tensor, spec: (-tensor.double()).log().float().flatten(),
-        lambda tensor, spec: -tensor.float().exp(),
+    "rates": Transform(_log_rates, _rates),
+    "rate_column": Transform(_log_rates, lambda tensor, spec: _rates(tensor, spec).unsqueeze(1)),
+    "column": Transform(lambda tensor, spec: tensor.flatten(), lambda tensor, spec: tensor.unsqueeze(1)),
+    "groups": Transform(
+        lambda tensor, spec: tensor.flatten(),
+        lambda tensor, spec: tensor.unflatten(0, (_mixer(spec, StateSpace).num_groups, -1)),
     ),
-    "columns": Transform(lambda tensor, spec: tensor.flatten(), lambda tensor, spec: tensor.unsqueeze(1)),
+    "tiled_rows": _tiled(lambda mixer: mixer.value_head_dim),
+    "tiled_numbers": _tiled(lambda mixer: 1),
+    "tiled_columns": _tiled(lambda mixer: mixer.value_head_dim, dim=1),
+    "tiled_values": _tiled(lambda mixer: mixer.value_head_dim, is_behind_keys=True),
+    "tiled_rates": _both(Transform(_log_rates, _rates), _tiled(lambda mixer: 1)),
 }
 
 

@@ -131,6 +131,33 @@ CONFIGS |= {
     "gpt_neox-sequential": transformers.GPTNeoXConfig(**SIZES, use_parallel_residual=False),
     "phi": transformers.PhiConfig(**EQUAL, hidden_act="gelu_new"),
 }  # fmt: skip
+DELTA = {
+    "head_dim": 32, "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+SHARED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48}
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": False, "pad_token_id": 0}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2}
+HYBRID = {**GRANITE, **MAMBA, "layer_types": ["mamba", "attention", "mamba"], "pad_token_id": 0}
+# Layers with a state.
+CONFIGS |= {
+    "lfm2": transformers.Lfm2Config(**SIZES, **CONV, block_auto_adjust_ff_dim=False),
+    "lfm2_moe": transformers.Lfm2MoeConfig(**SIZES, **CONV, **EXPERTS, num_experts=4, num_dense_layers=1),
+    "granite_hybrid": transformers.GraniteMoeHybridConfig(
+        **SIZES, **HYBRID, **MOE, num_local_experts=4, shared_intermediate_size=48
+    ),
+    "granite_hybrid-dense": transformers.GraniteMoeHybridConfig(
+        **SIZES, **HYBRID, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=96
+    ),
+    "mamba2": transformers.Mamba2Config(
+        vocab_size=317, hidden_size=64, num_hidden_layers=3, num_heads=8, head_dim=16, state_size=16, n_groups=2,
+        eos_token_id=0, bos_token_id=0, pad_token_id=0,
+    ),
+    "qwen3_next": transformers.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, mlp_only_layers=[]),
+    "qwen3_5": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(**SIZES, **DELTA, **SHARED),
+}  # fmt: skip
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
 
 
