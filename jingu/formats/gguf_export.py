@@ -348,10 +348,10 @@ def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list
     except LookupError as error:
         raise _refuse_model(f"models of this architecture with all of these parts ({error})", to) from error
     number = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[name]
-    known = {library.TENSOR_NAMES[tensor] for tensor in library.MODEL_TENSORS[number]}
+    stems = {library.TENSOR_NAMES[tensor] for tensor in library.MODEL_TENSORS[number]}
     for mapping in mappings:
         stem = re.sub(r"\.\d+\.", ".{bid}.", mapping.hf_name)
-        if stem not in known and stem.rpartition(".")[0] not in known:
+        if stem not in stems and stem.rpartition(".")[0] not in stems:
             raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
     return mappings
 
@@ -394,8 +394,8 @@ def _frequency_divisors(position: RotaryPositions, size: int) -> Tensor:
 
 def _read_parts(mapping: TensorMapping, model: StoredModel) -> Iterator[Tensor]:
     """Yield the parts of a tensor of the file: the matrix of each expert, or the only one."""
-    [first, *others] = mapping.jingu_shapes
-    if mapping.transform.of_experts and not others and len(mapping.jingu_shapes[first]) == 3:
+    first = next(iter(mapping.jingu_shapes))
+    if mapping.transform.of_experts and len(mapping.jingu_shapes) == 1 and len(mapping.jingu_shapes[first]) == 3:
         for expert in range(mapping.jingu_shapes[first][0]):
             yield model.read(first, expert)[None]
     else:

@@ -32,7 +32,7 @@ _MixerSpec = TypeVar("_MixerSpec", GatedDelta, StateSpace)
 _PLAIN_NORMS = "ssm_norm.weight"
 
 
-def _permuted(heads: Callable[[ModelSpec], int]) -> Transform:
+def _pair_order(heads: Callable[[ModelSpec], int]) -> Transform:
     """Return the transform of rows of queries or keys: llama.cpp rotates neighboring dims instead of halves."""
     return Transform(
         lambda tensor, spec: tensor.unflatten(0, (heads(spec), -1, 2)).transpose(1, 2).flatten(0, 2),
@@ -55,7 +55,7 @@ def _rates(tensor: Tensor, spec: ModelSpec) -> Tensor:
     return -tensor.float().exp()
 
 
-def _tiled(size: Callable[[GatedDelta], int], dim: int = 0, *, is_behind_keys: bool = False) -> Transform:
+def _head_order(size: Callable[[GatedDelta], int], dim: int = 0, *, is_behind_keys: bool = False) -> Transform:
     """Return the transform of value heads: their order is by key head, and in files by their number within a key head.
 
     Args:
@@ -91,8 +91,8 @@ _OFFSET = Transform(lambda tensor, spec: tensor.float() - 1, _add_one)
 _TRANSFORMS = {
     **TRANSFORMS,
     "same": IDENTITY,
-    "permuted_queries": _permuted(lambda spec: spec.attention.num_heads),
-    "permuted_keys": _permuted(lambda spec: spec.attention.num_kv_heads),
+    "permuted_queries": _pair_order(lambda spec: spec.attention.num_heads),
+    "permuted_keys": _pair_order(lambda spec: spec.attention.num_kv_heads),
     "rates": Transform(_log_rates, _rates),
     "rate_column": Transform(_log_rates, lambda tensor, spec: _rates(tensor, spec).unsqueeze(1)),
     "column": Transform(lambda tensor, spec: tensor.flatten(), lambda tensor, spec: tensor.unsqueeze(1)),
@@ -100,11 +100,11 @@ _TRANSFORMS = {
         lambda tensor, spec: tensor.flatten(),
         lambda tensor, spec: tensor.unflatten(0, (_mixer(spec, StateSpace).num_groups, -1)),
     ),
-    "tiled_rows": _tiled(lambda mixer: mixer.value_head_dim),
-    "tiled_numbers": _tiled(lambda mixer: 1),
-    "tiled_columns": _tiled(lambda mixer: mixer.value_head_dim, dim=1),
-    "tiled_values": _tiled(lambda mixer: mixer.value_head_dim, is_behind_keys=True),
-    "tiled_rates": _both(Transform(_log_rates, _rates), _tiled(lambda mixer: 1)),
+    "tiled_rows": _head_order(lambda mixer: mixer.value_head_dim),
+    "tiled_numbers": _head_order(lambda mixer: 1),
+    "tiled_columns": _head_order(lambda mixer: mixer.value_head_dim, dim=1),
+    "tiled_values": _head_order(lambda mixer: mixer.value_head_dim, is_behind_keys=True),
+    "tiled_rates": _both(Transform(_log_rates, _rates), _head_order(lambda mixer: 1)),
 }
 
 

@@ -153,7 +153,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
                     for key, values in table.get("options", {}).items()
                 }
             ),
-            *(_equal_keys(key, other) for key, other in table.get("equal_keys", {}).items()),
+            *(_equal_keys(key, same) for key, same in table.get("equal_keys", {}).items()),
             # The default id of padding in transformers may be beyond a small vocabulary.
             ConfigKeys(write=lambda spec: {**TABLES["llama"]["constants"], "pad_token_id": None}),
         ),
@@ -271,15 +271,15 @@ def _group_keys(table: dict[str, Any]) -> list[ConfigKeys]:
     return [ConfigKeys(read, write)]
 
 
-def _equal_keys(key: str, other: str) -> ConfigKeys:
+def _equal_keys(key: str, same: str) -> ConfigKeys:
     """Return the conversion of an entry of `equal_keys`."""
 
     def read(config: Any) -> dict[str, Any]:
-        if config.get(key, config[other]) not in (None, config[other]):
-            raise unsupported_option(key, config[key], f"expected {config[other]}, as {other}")
+        if config.get(key, config[same]) not in (None, config[same]):
+            raise unsupported_option(key, config[key], f"expected {config[same]}, as {same}")
         return {}
 
-    return ConfigKeys(read, lambda spec: {key: field_value(spec, other)})
+    return ConfigKeys(read, lambda spec: {key: field_value(spec, same)})
 
 
 def _list_keys(key: str, places: list[str]) -> ConfigKeys:
