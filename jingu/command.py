@@ -19,7 +19,7 @@ T = TypeVar("T")
 # Largest integer argument: larger seeds and sizes make no sense.
 _MAX_INTEGER = 10**18
 # Keys of an entry in the table of commands that are not keywords of argparse.
-_OWN_KEYS = frozenset({"name", "type", "min", "above", "max", "choices", "repeat", "mode"})
+_OWN_KEYS = frozenset({"name", "type", "min", "above", "max", "repeat", "mode"})
 
 # The name of an argument and its keywords for argparse. The command's function has a parameter of the same name.
 Argument = tuple[str, dict[str, Any]]

@@ -27,6 +27,7 @@ HEAVY = ("numpy", "pydantic", "safetensors", "tokenizers", "torch", "tqdm", "yam
 # The least that each command can be called with.
 LEAST = {
     "quickstart": [],
+    "completion": ["bash"],
     "example": [],
     "plugins": [],
     "tokenizer inspect": ["folder"],

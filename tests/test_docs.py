@@ -76,6 +76,7 @@ def test_map_has_every_room_in_the_order_that_is_enforced() -> None:
     assert set(rooms) == packages | {
         "api",
         "cli",
+        "completion",
         "errors",
         "example_files",
         "formatting",
