@@ -79,6 +79,14 @@ _NUMBER = re.compile(
     r")(?P<percent>[ \t]*(?:%|‰|per[ ]?cent\b|percent\b))?"
     rf"(?:[ \t]*(?P<scale>{'|'.join(_SCALES)})s?(?![a-z]))?"
 )
+# Units of quantities that are written with several numbers, such as 3 hours 20 minutes.
+_UNIT = (
+    r"(?:feet|foot|ft|inch(?:es)?|yards?|miles?|hours?|hrs?|h|minutes?|mins?|min|seconds?|secs?|s|days?|weeks?|months?"
+    r"|years?|pounds?|lbs?|ounces?|oz|stone|dollars?|cents?|euros?|kg|grams?|g|meters?|metres?|m|cm|mm|km|degrees?)\b\.?"
+)
+_UNIT_GAP = rf"[ \t]*{_UNIT},?[ \t]+(?:and[ \t]+)?"
+_LATER_PART = re.compile(rf"\d{_UNIT_GAP}$")
+_LATER_UNIT = re.compile(rf"[ \t]*{_UNIT}")
 # What must not stand directly before or after a number: then it is part of something else.
 _OPERAND = r"(?:[\d.(\\√π]|[A-Za-zα-ω]\b)"
 _LIST = r"(?:,|;|/|&|\bor\b|\band\b|\bto\b|—|\.\.+|或|和|至|~)"
@@ -129,6 +137,7 @@ _AFTER_PATTERNS = [
     r"\s+(?:times|plus|minus|divided|hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b",
     r"\s+(?:factorial|or more|or less|or fewer)\b",
     r"\s*(?:dozen|千|百)",
+    rf"{_UNIT_GAP}\d+(?:\.\d+)?[ \t]*{_UNIT}",
 ]
 _BEFORE = re.compile(f"(?:{'|'.join(_BEFORE_PATTERNS)})$")
 _AFTER = re.compile("|".join(_AFTER_PATTERNS))
@@ -143,6 +152,8 @@ _PHRASE = re.compile(
 _ANOTHER = re.compile(
     r"\s*(?:[^\W\d]+\s+){0,2}?[^\W\d]*\s*(?:,|;|&|\band\b|\bor\b|\bplus\b)(?:\s*(?:and|or|then|also))*\s*"
 )
+# The same, with a name for the second: Anna: 3, Ben: 5.
+_ANOTHER_NAMED = re.compile(r"\s*[^\W\d]*\s*[,;]\s*[^\W\d]+\s*(?::|=|\bhas\b|\bgets\b)\s*")
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(.*)$", re.MULTILINE)
 # What a text says about its answer rather than as its answer.
 _REMARK = re.compile(
@@ -183,6 +194,9 @@ def final_number(text: str) -> Fraction | None:
     plain = _plain(answer[:_MAX_TEXT])
     candidates = [*_candidates(plain)]
     if not is_phrase:
+        gap = plain[candidates[-2].end : candidates[-1].start] if len(candidates) > 1 else ""
+        if gap and (_ANOTHER.fullmatch(gap) or _ANOTHER_NAMED.fullmatch(gap)):
+            return None
         return candidates[-1].value if candidates else None
     # A phrase may go on after its number; before it, there may be the left side of an equation.
     for index, candidate in enumerate(candidates):
@@ -265,7 +279,8 @@ def _candidates(plain: str) -> Iterator[_Candidate]:
         sign = match["sign"]
         # A sign after an operand is an operator.
         is_term = sign is not None and re.search(r"\|$|[\d)\]}%!]\s*$|(?:^|[^\w'])[A-Za-z]\s*$|[A-Za-z]$", before)
-        is_part = is_term or _BEFORE.search(before) or _AFTER.match(after)
+        is_later = _LATER_PART.search(before) and _LATER_UNIT.match(after)
+        is_part = is_term or is_later or _BEFORE.search(before) or _AFTER.match(after)
         yield _Candidate(start, match.end(), None if is_part else _value(match))
 
 

@@ -47,6 +47,9 @@ _EXAMPLES = [
     (r"5\%", "0.05"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
 ]
+_MATRIX = re.compile(r"(\\begin|\\end)\s*\{(?:b|small)?matrix\}")
+# Two values in one: ±, of one formula without other values beside it.
+_BOTH_SIGNS = re.compile(r"(?:([A-Za-z])\s*=)?([^,;=<>\\±]*(?:\\(?!pm)[^,;=<>\\±]*)*)(?:\\pm|±)([^,;=<>±]*)")
 # The sine of an angle in degrees, which math-verify reads as radians.
 _ARGUMENT_IN_DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc))\s*(?:\\left)?[({]?\s*(\d{1,4})\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|°|\\degree)"
@@ -83,6 +86,9 @@ def is_equivalent(solution: str, completion: str) -> bool:
         return False
     if _has_same_text(answer, bare):
         return True
+    if (r"\pm" in answer or "±" in answer) != (r"\pm" in bare or "±" in bare):
+        answer, bare = _write_signs(answer), _write_signs(bare)
+        value, unit = _split_unit(bare)
     if _OTHER_VALUE.findall(answer) != _OTHER_VALUE.findall(bare):
         return False
     if _BASE.findall(answer) != _BASE.findall(bare):
@@ -161,8 +167,8 @@ def _parse(formula: str) -> list[Any]:
 
 
 def _bare(text: str) -> str:
-    """Return a formula without the marks around it."""
-    text = text.strip().removesuffix(".").strip()
+    """Return a formula without the marks around it, its matrices in round brackets."""
+    text = _MATRIX.sub(r"\1{pmatrix}", text).strip().removesuffix(".").strip()
     boxed_answer = marked_answer(text)
     if boxed_answer is not None and not boxed_answer[1]:
         text = boxed_answer[0].strip()
@@ -186,7 +192,7 @@ def _answer(completion: str) -> str | None:
         match = formulas[0 if boxed_answer is not None else -1]
         if denies(text[: match.start()]):
             return None
-        return next(filter(None, match.groups())).strip()
+        return _bare(match[0])
     return _bare(text)
 
 
@@ -207,6 +213,16 @@ def _words(text: str, *, is_answer: bool = False) -> str | None:
     content = _WRAPPED_TEXT.sub(r"\1", plain).strip().removesuffix(".")
     is_text = _TEXT.fullmatch(content) or (content != plain and re.fullmatch(r"[^\W\d_][^\\$^_{}\d]*", content))
     return " ".join(content.casefold().split()) if is_text or is_answer else None
+
+
+def _write_signs(formula: str) -> str:
+    """Return the two values of a formula with ± as a list of both."""
+    match = _BOTH_SIGNS.fullmatch(formula)
+    if match is None or r"\pm" in match[3]:
+        return formula
+    name = f"{match[1]}=" if match[1] else ""
+    plus = "+" if match[2].strip() else ""
+    return f"{name}{match[2]}{plus}{match[3]}, {name}{match[2]}-{match[3]}"
 
 
 def _split_unit(formula: str) -> tuple[str, str]:

@@ -241,6 +241,17 @@ NUMBERS = [
     ("The answer is 3, since 1+2=3", "3", True),
     ("The answer is 3 of the 4 boxes", "3", True),
     ("The answer is 42, not 43.", "42", True),
+    # Quantities of several numbers, and several answers in one mark.
+    (r"\boxed{12 feet 5 inches}", "5", False),
+    (r"\boxed{12 feet 5 inches}", "12", False),
+    ("It takes 3 hours and 20 minutes", "20", False),
+    ("#### 2 lbs 3 oz", "3", False),
+    ("<answer>Anna has 3, Ben has 5</answer>", "5", False),
+    (r"\boxed{3 \text{ apples}, 5 \text{ pears}}", "5", False),
+    ("#### Anna: 3; Ben: 5", "5", False),
+    ("It takes 20 minutes", "20", True),
+    ("In 3 hours, 20 people came", "20", True),
+    ("The answer is 42 apples, which is 6 more than 36.", "42", True),
 ]
 
 
@@ -357,6 +368,16 @@ FORMULAS = [
     (r"\boxed{x_1+x_2}", "x_2+x_1", True),
     (r"\boxed{x_1-x_2}", "x_2-x_1", False),
     (r"\boxed{\sqrt{16}=4}", "4", True),
+    # Both values of ±, and matrices in other brackets.
+    (r"\boxed{2, -2}", r"\pm 2", True),
+    (r"\boxed{\pm 2}", "2,-2", True),
+    (r"\boxed{x = 3 \text{ or } x = -3}", r"x=\pm 3", True),
+    (r"\boxed{1+\sqrt{2}, 1-\sqrt{2}}", r"1 \pm \sqrt{2}", True),
+    (r"\boxed{2}", r"\pm 2", False),
+    (r"\boxed{1+\sqrt{2}, 1-\sqrt{3}}", r"1 \pm \sqrt{2}", False),
+    (r"$\begin{bmatrix} 1 \\ 2 \end{bmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
+    (r"\boxed{\begin{bmatrix} 1 \\ 3 \end{bmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", False),
+    (r"\boxed{\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False),
 ]
 
 
