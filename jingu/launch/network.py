@@ -75,9 +75,13 @@ def check_network(
         results[name].append(own_names[leader])
     # 3. A file that the first rank renames must be visible on every node.
     is_visible = find_ranks_that_share(folder)
-    for name, leader in zip(names, leaders, strict=True):
-        text = f"{folder} is shared" if is_visible[leader] else f"{folder} is not the folder of {names[0]}; share it"
-        add(name, "shared folder", is_visible[leader], text)
+    if is_visible is None:
+        add(names[0], "shared folder", False, f"{folder} cannot be written here, so that nothing shows who shares it")
+    else:
+        for name, leader in zip(names, leaders, strict=True):
+            is_shared = is_visible[leader]
+            text = f"{folder} is shared" if is_shared else f"{folder} is not the folder of {names[0]}; share it"
+            add(name, "shared folder", is_shared, text)
     # 4. Measure all-reduces over all ranks and along each axis, as in training.
     bus_rates = {axis: _measure_groups(ranks, group) for axis, group in groups.items()}
     # 5. Measure pairs of nodes; in each round all pairs run at once, each node in one of them.

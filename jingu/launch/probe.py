@@ -1,7 +1,7 @@
 """Test whether the nodes of a run can connect to each other, before anything starts. Does not import torch.
 
-Each node listens on a port, connects to others, and sends more data than fits into one packet of any size: some faults,
-such as different MTUs, let connections pass but no large packets.
+Each node listens on a port, connects to others, and sends them one packet of the largest size and then much data: some
+faults, such as different MTUs, let connections pass but no large packets.
 """
 
 from __future__ import annotations
@@ -71,13 +71,11 @@ class ProbeListener:
     def _read(connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.settimeout(2 * PROBE_SECONDS)
-            remaining = _BYTES
-            while remaining:
-                data = connection.recv(remaining)
-                if not data:
-                    return
-                remaining -= len(data)
-            connection.sendall(_DONE)
+            for _ in range(2):
+                while not (data := connection.recv(_BYTES)).endswith(_DONE):
+                    if not data:
+                        return
+                connection.sendall(_DONE)
 
     def close(self) -> None:
         self._server.close()
@@ -105,8 +103,14 @@ def _probe_one(target: Target) -> Failure | None:
         return Failure(f"cannot be reached ({reason})", "source" if error.errno in _OWN_ERRORS else "both")
     with connection:
         try:
-            connection.sendall(bytes(_BYTES))
-            if connection.recv(1) == _DONE:
+            # The largest payload of a packet. Much data at once would not do: network cards (and virtual networks)
+            # divide it into packets of another size.
+            packet = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            for size in (packet, _BYTES):
+                connection.sendall(bytes(size - 1) + _DONE)
+                if connection.recv(1) != _DONE:
+                    break
+            else:
                 return None
         except OSError:
             pass

@@ -423,19 +423,22 @@ def gather_from_all(value: Any) -> list[Any]:
     return [json.loads(bytes(buffer[: int(size)].tolist())) for buffer, size in zip(buffers, sizes, strict=True)]
 
 
-def find_ranks_that_share(folder: Path) -> list[bool]:
+def find_ranks_that_share(folder: Path) -> list[bool] | None:
     """Return for each rank whether it shares a folder with the first rank. Every rank must call this.
 
     The first rank creates and renames a file in the folder; the others check whether they see it.
+
+    Returns:
+        None if the first rank cannot write there; other checks report that with more detail.
     """
     path = folder / f".shared-{broadcast_from_first(time.time_ns())}"
     if dist.get_rank() == 0:
-        # Ignore a folder that cannot be written: later checks report it with more detail.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".partial").write_bytes(b"")
             path.with_suffix(".partial").rename(path)
-    all_ranks_agree(True)
+    if not broadcast_from_first(path.exists()):
+        return None
     visible_to = gather_from_all(path.exists())
     with suppress(OSError):
         path.unlink(missing_ok=True)

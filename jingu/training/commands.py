@@ -207,6 +207,8 @@ def _check_folder_is_shared(folder: Path, ranks: RankInfo) -> None:
     if ranks.world == 1:
         return
     is_shared = find_ranks_that_share(folder)
+    if is_shared is None:
+        return
     hosts = gather_from_all(ranks.host)
     apart = list(dict.fromkeys(host for host, sees in zip(hosts, is_shared, strict=True) if not sees))
     if apart:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 import jingu
+from tests.launch.nodes import network_of
 from tests.limits import PATIENCE
 
 PATH = f"{os.environ['PATH']}:/usr/sbin"
@@ -71,7 +72,13 @@ class SlurmCluster:
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes on the nodes."""
-        return self._first_process.children(recursive=True)
+        network = network_of(self._first_process.pid)
+        processes = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if network_of(process.pid) == network:
+                    processes.append(process)
+        return processes
 
     def job(self, number: str) -> dict[str, str]:
         """Return what Slurm knows about a job."""

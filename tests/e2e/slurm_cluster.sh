@@ -35,6 +35,7 @@ SlurmdParameters=config_overrides
 ReturnToService=0
 MpiDefault=none
 MinJobAge=300
+SlurmdTimeout=60
 JobRequeue=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -124,20 +125,27 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on(cluster, run_file, tmp_pa
     cluster.wait_for(job, "CANCELLED")
 
 
-def test_a_job_goes_on_although_srun_saw_the_end_of_a_node_first(cluster, run_file, tmp_path):
-    """All that runs on a node is killed, slurmd too, as when it reboots."""
+@pytest.mark.parametrize("first", ["node", "ranks"])
+def test_a_job_goes_on_although_srun_saw_the_end_of_a_node_first(cluster, run_file, tmp_path, first):
+    """All that runs on a node is killed, slurmd too, as when it reboots; or its ranks end some time before."""
     settings = ENDLESS | {"checkpoint.every": 5, "train.hang_timeout": 20}
     job = cluster.submit("--nodes", "2", run_file(settings, name="job"), folder=tmp_path)
     wait_for_log(tmp_path, "step 8 of")
     (daemon,) = [process for process in cluster.processes() if process.cmdline()[-2:] == ["-N", "n1"]]
     words = daemon.cmdline()
     victims = [process for process in cluster.processes() if process.environ().get("SLURMD_NODENAME") == "n1"]
+    if first == "ranks":
+        for process in victims:
+            if "train" in process.cmdline():
+                process.kill()
+        wait_for_log(tmp_path, "srun: error: n1: task 1: Exited with exit code 137")
     for process in [daemon, *victims]:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     try:
         assert cluster.wait_for(job, "PENDING", "FAILED")["JobState"] == "PENDING", read_log(tmp_path)
     finally:
-        cluster.start(*words, folder=tmp_path)
+        cluster.start("bash", "-c", 'exec "$@" > slurmd.out 2>&1', "-", *words, folder=tmp_path)
         cluster.run("scancel", job)
         cluster.run("scontrol", "update", "nodename=n1", "state=resume")
 

@@ -76,11 +76,11 @@ class Nodes:
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
         """Return the processes on a node, or on all of them, without the sshd that was there from the begin."""
-        networks = {_network(pid) for pid in (self._pids if node is None else [self._pids[node - 1]])}
+        networks = {network_of(pid) for pid in (self._pids if node is None else [self._pids[node - 1]])}
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid not in self._pids and _network(process.pid) in networks:
+                if process.pid not in self._pids and network_of(process.pid) in networks:
                     processes.append(process)
         return processes
 
@@ -114,18 +114,23 @@ def read_stream_until(stream: IO[str], words: str) -> str:
     return text
 
 
-def _network(pid: int) -> str:
+def network_of(pid: int) -> str:
+    """Return what identifies the network namespace of a process."""
     return str(Path(f"/proc/{pid}/ns/net").readlink())
 
 
 @contextmanager
-def start_nodes(folder: Path, count: int) -> Iterator[Nodes]:
-    """Have nodes within the block. Nothing of them remains, whatever happens there, or to this process."""
+def start_nodes(folder: Path, count: int, password: str = "") -> Iterator[Nodes]:
+    """Have nodes within the block. Nothing of them remains, whatever happens there, or to this process.
+
+    Args:
+        password: with a password of root, the nodes are new: there is no key, and `/mnt` is an empty shared folder.
+    """
     folder.mkdir()
     script = Path(__file__).with_name("ssh_nodes.sh")
     namespaces = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     process = subprocess.Popen(
-        ["unshare", *namespaces, "bash", str(script), str(folder), str(count)],
+        ["unshare", *namespaces, "bash", str(script), str(folder), str(count), password],
         env={**os.environ, "PATH": PATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,9 +1,11 @@
 # Machines with sshd, in network namespaces of this one: `unshare --net --mount --pid --fork --mount-proc bash THIS FOLDER N`.
 # node1 to nodeN (10.77.0.1 to .N) exist until the input ends. Each has its own network, name and mounts; `ssh node1`
-# works within the namespaces.
+# works within the namespaces. With a third argument, this is root's password: there is no key, root's home is a new
+# folder, `home`, and the nodes share `/mnt`.
 set -eu
 FOLDER=$1
 COUNT=$2
+PASSWORD=${3:-}
 mount -t tmpfs none /run
 mkdir -p /run/netns /run/sshd
 ip link set lo up
@@ -14,20 +16,31 @@ cp /etc/hosts "$FOLDER/hosts"
 for i in $(seq "$COUNT"); do echo "10.77.0.$i node$i" >> "$FOLDER/hosts"; done
 mount --bind "$FOLDER/hosts" /etc/hosts
 for key in host user; do ssh-keygen -q -t ed25519 -N "" -f "$FOLDER/$key"; done
-cat > "$FOLDER/ssh_config" <<C
+KEYS=$FOLDER/user.pub
+if [ -n "$PASSWORD" ]; then
+  KEYS=.ssh/authorized_keys
+  mkdir -m 700 "$FOLDER/home" "$FOLDER/mnt"
+  mount --bind "$FOLDER/mnt" /mnt
+  sed "s|^root:.*|root:x:0:0:root:$FOLDER/home:/bin/bash|" /etc/passwd > "$FOLDER/passwd"
+  sed "s|^root:[^:]*|root:$(openssl passwd -6 "$PASSWORD")|" /etc/shadow > "$FOLDER/shadow"
+  for file in passwd shadow; do mount --bind "$FOLDER/$file" /etc/$file; done
+  : > "$FOLDER/ssh_config"
+else
+  cat > "$FOLDER/ssh_config" <<C
 IdentityFile $FOLDER/user
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 C
+fi
 mount --bind "$FOLDER/ssh_config" /etc/ssh/ssh_config
 cat > "$FOLDER/sshd.conf" <<C
 HostKey $FOLDER/host
-AuthorizedKeysFile $FOLDER/user.pub
+AuthorizedKeysFile $KEYS
 StrictModes no
 UsePAM no
 PermitRootLogin yes
-PasswordAuthentication no
+PasswordAuthentication $([ -n "$PASSWORD" ] && echo yes || echo no)
 PidFile none
 C
 for i in $(seq "$COUNT"); do
