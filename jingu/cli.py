@@ -14,6 +14,7 @@ from jingu.command import parse
 from jingu.command_table import COMMANDS
 from jingu.errors import JinguError, join_words
 from jingu.runtime.spinning import sleep_on_busy_machine
+from jingu.runtime.stderr import ignore_failing_stderr
 from jingu.version import __version__
 
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: the command's (0 for success); 2 for an error that the user can fix; 130 after Ctrl-C; 141 if
         the reader of stdout has gone.
     """
+    ignore_failing_stderr()
     if os.getpid() == 1:
         # As the first process of a container, jingu must handle SIGTERM itself: the system has no default action.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

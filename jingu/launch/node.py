@@ -29,6 +29,7 @@ from jingu.launch.probe import ProbeListener, Target, find_interface, format_end
 from jingu.launch.start import START_VARIABLE, Start, check_versions, installed_versions
 from jingu.runtime.exit_codes import EXIT_LOST, EXIT_MISTAKE, EXIT_PREEMPTED, EXIT_STALLED
 from jingu.runtime.gpus import visible_devices
+from jingu.runtime.stderr import ignore_failing_stderr
 
 # Environment variable with a number that is added to exit codes after which the node starts again, for cluster managers
 # that take only large codes for temporary failures.
@@ -233,6 +234,7 @@ def _obey_launcher(first_listens: threading.Event) -> None:
 
 def main() -> int:
     """Run this node. Its `Start` comes from a variable (Slurm, a container) or from standard input (ssh)."""
+    ignore_failing_stderr()
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     # An exception in the main thread, which kills the ranks.

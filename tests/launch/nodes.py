@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,10 +94,10 @@ def launch_words(where: str, *words: str) -> list[str]:
     return [sys.executable, "-m", "jingu", "launch", where, "--hostfile", "hosts", *words]
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
-    """Press Ctrl-C in a program on the nodes."""
+def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> None:
+    """Press Ctrl-C in a program on the nodes, or send it another signal."""
     (program,) = psutil.Process(process.pid).children()
-    program.send_signal(2)
+    program.send_signal(number)
 
 
 def read_output_until(process: subprocess.Popen[str], words: str) -> str:
