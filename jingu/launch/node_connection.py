@@ -62,13 +62,15 @@ class NodeConnection:
         """Print the node's output with its name. Output before its description is kept for an error message."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if not line.startswith(HANDSHAKE):
+            before, mark, text = line.partition(HANDSHAKE)
+            # What a login shell prints first may lack the end of its line.
+            if not mark or (before and self.description):
                 if self.description:
                     print(f"{self.node.host}: {line}", end="", file=sys.stderr, flush=True)
                 else:
                     self._lines.append(line.strip())
                 continue
-            message = json.loads(line.removeprefix(HANDSHAKE))
+            message = json.loads(text)
             if not self.description:
                 self.description = message
                 self.answer_event.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import ipaddress
 import socket
 import struct
 import threading
@@ -166,13 +167,23 @@ def local_address(address: str) -> str:
     return ""
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether an address reaches this machine only. On many machines, that is so of the address of its name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def find_interface(address: str) -> str:
-    """Return the network interface that leads to an address; empty if it is unknown.
+    """Return the network interface that leads to an address, or else to the network; empty if it is unknown.
 
     Without it, gloo takes the interface of the host name's address, which is the loopback interface on many machines.
     """
-    name = _interfaces().get(local_address(address), "")
-    return "" if name == "lo" else name
+    interfaces = _interfaces()
+    # These addresses are reserved for documentation: the route to them is the default route.
+    local_addresses = [local_address(each) for each in (address, "192.0.2.1", "2001:db8::1")]
+    return next((interfaces[each] for each in local_addresses if each in interfaces and not is_loopback(each)), "")
 
 
 def _interfaces() -> dict[str, str]:

@@ -22,7 +22,7 @@ from jingu.launch.hosts import FAILING_NODES, Node, NodeSelection, write_failing
 from jingu.launch.node import END, LISTENING
 from jingu.launch.node_connection import CONNECT_SECONDS, NodeConnection
 from jingu.launch.node_counts import NodeCounts, explain_ranks
-from jingu.launch.probe import PROBE_SECONDS, Failure, Target, choose_targets, find_culprits
+from jingu.launch.probe import PROBE_SECONDS, Failure, Target, choose_targets, find_culprits, is_loopback
 from jingu.launch.start import Start, compare_versions, prepare_start
 from jingu.runtime.exit_codes import (
     EXIT_INTERRUPTED,
@@ -246,6 +246,12 @@ def _find_network_errors(connections: Sequence[NodeConnection]) -> dict[str, Jin
     if len(connections) == 1:
         return {}
     first = connections[0].description
+    # If this is the first node, its name may be a loopback address here, from which others cannot reach it.
+    peers = (connection.description["address"] for connection in connections[1:])
+    peer = next((address for address in peers if not is_loopback(address)), None)
+    if is_loopback(first["address"]) and peer is not None:
+        connections[0].send(json.dumps({"route": peer}))
+        first["address"] = connections[0].receive(_ANSWER_SECONDS).get("address") or first["address"]
     # Ranks connect to the address from which a node reaches the first one.
     for connection in connections[1:]:
         connection.send(json.dumps({"route": first["address"]}))

@@ -187,6 +187,8 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     elif device.type != "mps":  # MPS has one device and no collectives
         device_module(device).set_device(device)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if world > 1:
+        _check_interface(has_other_nodes=_variable("LOCAL_WORLD_SIZE", world) < world)
     notes = _prepare_nccl() if device.type == "cuda" else ()
     # Rendezvous with the other ranks.
     if is_launched():
@@ -213,6 +215,16 @@ def join_process_group(device_type: DeviceType, threads: int | None) -> Iterator
     finally:
         dist.destroy_process_group()
         clear_mesh_caches()
+
+
+def _check_interface(has_other_nodes: bool) -> None:
+    """Raise JinguError if gloo is told to use a network interface that this machine lacks, or that leads nowhere."""
+    value = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    usable = [name for _, name in socket.if_nameindex() if not (has_other_nodes and name == "lo")]
+    if any(name not in usable for name in value.split(",") if name):
+        what = f"GLOO_SOCKET_IFNAME is {value}, which does not lead to the other nodes from here."
+        fix = f"Name one of {join_words(usable)}, or remove the variable: jingu launch finds the interface."
+        raise JinguError(what, where=socket.gethostname(), fix=fix)
 
 
 def _explain_connection(error: RuntimeError) -> None:

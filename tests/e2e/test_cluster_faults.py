@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch.nodes import Nodes, launch_words, read_output_until
+from tests.launch.nodes import Nodes, kill_all, launch_words, read_output_until
 from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -27,8 +27,7 @@ def ranks_on(nodes: Nodes, number: int) -> list[psutil.Process]:
 
 
 def kill_node(nodes: Nodes, number: int) -> None:
-    for process in nodes.processes(number):
-        process.kill()
+    kill_all(nodes.processes(number))
 
 
 @pytest.mark.parametrize("lost", [1, 3])
@@ -165,6 +164,25 @@ def test_the_doctor_lists_the_nodes_at_fault_and_no_healthy_ones(nodes, fault):
 def test_a_healthy_cluster_passes_the_doctor(nodes):
     code, output = nodes.launch("ssh", "doctor")
     assert code == 0 and " FAILS " not in output and not (nodes.folder / "failing_nodes.txt").exists(), output
+
+
+@pytest.mark.parametrize("first", ["node1", "localhost"])
+def test_the_first_node_can_launch_although_its_name_is_a_loopback_address(nodes, run_file, tiny_run, done, first):
+    """As Debian's installer writes /etc/hosts."""
+    nodes.change(1, "sed 's/^10.77.0.1 .*/127.0.1.1 node1/' /etc/hosts > own && mount --bind own /etc/hosts")
+    (nodes.folder / "hosts").write_text(f"{first} slots=1\nnode2 slots=1\n")
+    code, output = nodes.run(*launch_words("ssh", run_file({"train.steps": 4}, name="loopback")), node=1)
+    assert code == 0 and f"{first}: 1 rank, rendezvous at 10.77.0.1:" in output, output
+    assert len(done(tiny_run(name="loopback")).column("loss")) == 4
+
+
+@pytest.mark.parametrize("name", ["eth7", "lo"])
+def test_a_wrong_interface_is_one_sentence(nodes, run_file, name):
+    (nodes.folder / "variables").write_text(f"GLOO_SOCKET_IFNAME={name}\n")
+    words = ["--include", "node1@node2", "--environment", "variables", run_file(name="interface")]
+    code, output = nodes.launch("ssh", *words)
+    assert code == 2 and "Traceback" not in output, output
+    assert f"GLOO_SOCKET_IFNAME is {name}, which does not lead to the other nodes from here. Name one of e0" in output
 
 
 def test_nodes_with_ipv6_only_train(nodes, run_file, tiny_run, done):

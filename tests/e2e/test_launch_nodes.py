@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jingu.checkpoint.save_folder import read_state
-from tests.launch.nodes import ROOT, interrupt, launch_words, read_output_until
+from tests.launch.nodes import ROOT, interrupt, kill_all, launch_words, read_output_until
 from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -80,8 +80,7 @@ def test_a_run_goes_on_without_a_lost_node(nodes, run_file, tiny_run, done, trai
     words = ["--exclude", "node4", "--min-nodes", "2", "--max-restarts", "2", run_file(settings, name="fewer")]
     process = nodes.start(*launch_words("ssh", *words))
     read_output_until(process, "step 10 of")
-    for own in nodes.processes(3):
-        own.kill()
+    kill_all(nodes.processes(3))
     nodes.change(3, "ip link set e0 down")
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "jingu: node3: the connection has ended" in output, output

@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 
 from jingu.data.build import build
 from tests.e2e.slurm_cluster import SlurmCluster, run_cluster, wait_until, why_not
+from tests.launch.nodes import kill_all
 
 REASON = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -131,17 +131,13 @@ def test_a_job_goes_on_although_srun_saw_the_end_of_a_node_first(cluster, run_fi
     settings = ENDLESS | {"checkpoint.every": 5, "train.hang_timeout": 20}
     job = cluster.submit("--nodes", "2", run_file(settings, name="job"), folder=tmp_path)
     wait_for_log(tmp_path, "step 8 of")
-    (daemon,) = [process for process in cluster.processes() if process.cmdline()[-2:] == ["-N", "n1"]]
+    (daemon,) = [process for process in cluster.processes() if process.cmdline() == ["slurmd", "-D", "-N", "n1"]]
     words = daemon.cmdline()
     victims = [process for process in cluster.processes() if process.environ().get("SLURMD_NODENAME") == "n1"]
     if first == "ranks":
-        for process in victims:
-            if "train" in process.cmdline():
-                process.kill()
+        kill_all([process for process in victims if "train" in process.cmdline()])
         wait_for_log(tmp_path, "srun: error: n1: task 1: Exited with exit code 137")
-    for process in [daemon, *victims]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_all([daemon, *victims])
     try:
         assert cluster.wait_for(job, "PENDING", "FAILED")["JobState"] == "PENDING", read_log(tmp_path)
     finally:

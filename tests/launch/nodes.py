@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -113,6 +113,13 @@ def read_stream_until(stream: IO[str], words: str) -> str:
         text += (letter := stream.read(1))
         assert letter, text
     return text
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes, some of which may end with others."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def network_of(pid: int) -> str:

@@ -15,6 +15,7 @@ from jingu.launch.probe import (
     choose_targets,
     find_culprits,
     format_endpoint,
+    is_loopback,
     local_address,
     probe,
 )
@@ -71,6 +72,11 @@ def test_data_arrives_or_the_reason_is_known(monkeypatch):
     assert sorted(failures) == ["closed", "deaf", "none"]
     assert "large packets do not arrive" in failures["deaf"].text and "firewall" in failures["closed"].text
     assert probe([]) == {}
+
+
+def test_addresses_that_only_this_machine_reaches():
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "::1")))
+    assert not any(map(is_loopback, ("10.77.0.1", "fd00::1", "node1", "")))
 
 
 def test_addresses_of_both_families(tmp_path):

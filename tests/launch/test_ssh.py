@@ -26,6 +26,7 @@ if host == "node2" and os.environ["NODE2"] == "silent":
 if host == "node2" and os.environ["NODE2"] == "locked":
     print("Permission denied (publickey).")
     sys.exit(255)
+print("a line without an end", end=" ", flush=True)  # as `.bashrc` may print
 versions = json.loads(os.environ["VERSIONS"]) | ({"torch": "1.2.3"} if host == "node2" else {})
 print("HANDSHAKE" + json.dumps({"host": host, "address": host, "port": 1, "versions": versions}), flush=True)
 sys.stdin.read()

@@ -24,6 +24,7 @@ from jingu.runtime.log import LOGGER, log_info, log_to_folder, report_first_fail
 from jingu.runtime.ranks import (
     COLLECTIVE_TIMEOUT,
     RankInfo,
+    _check_interface,
     _prepare_nccl,
     agree_on_attempt,
     all_ranks_agree,
@@ -314,3 +315,15 @@ def test_what_known_cards_need_is_set_and_told(monkeypatch):
     assert len(_prepare_nccl()) == 1 and os.environ["NCCL_P2P_DISABLE"] == "1"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     assert _prepare_nccl() == () and os.environ["NCCL_P2P_DISABLE"] == "0"
+
+
+def test_a_wrong_network_interface_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    _check_interface(has_other_nodes=False)
+    with pytest.raises(JinguError, match="GLOO_SOCKET_IFNAME is lo, which does not lead to the other nodes"):
+        _check_interface(has_other_nodes=True)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such0")
+    with pytest.raises(JinguError, match="GLOO_SOCKET_IFNAME is no-such0, which"):
+        _check_interface(has_other_nodes=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    _check_interface(has_other_nodes=True)
