@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-<<<<<<< HEAD
-=======
 import re
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 import signal
 import subprocess
 import sys
@@ -28,11 +25,7 @@ from jingu.config.schema import RunConfig
 from jingu.runtime.exit_codes import Restart, find_restart
 from tests.conftest import Library, tiny
 from tests.e2e.slurm_cluster import SlurmCluster, run_cluster, wait_until, why_not
-<<<<<<< HEAD
-from tests.launch.nodes import PATH, ROOT, Nodes, interrupt, launch_words, start_nodes, why_no_nodes
-=======
 from tests.launch.nodes import PATH, ROOT, Nodes, interrupt, kill_all, launch_words, start_nodes, why_no_nodes
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 from tests.limits import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -74,9 +67,6 @@ class Launched:
         return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
 
     def wait_for(self, words: str) -> None:
-<<<<<<< HEAD
-        wait_until(lambda: words in self.read(), self.read)
-=======
         """Wait until the run has printed these words; fail if it ends before."""
 
         def is_printed() -> bool:
@@ -84,7 +74,6 @@ class Launched:
             return words in self.read()
 
         wait_until(is_printed, self.read)
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 
     def preempt(self) -> None:
         """Ask for the machine back."""
@@ -94,13 +83,7 @@ class Launched:
     def lose_node(self) -> None:
         """Kill all that runs on the last node."""
         assert self.process is not None
-<<<<<<< HEAD
-        processes = [psutil.Process(self.process.pid), *self.processes()]
-        for process in processes:
-            process.kill()
-=======
         kill_all([psutil.Process(self.process.pid), *self.processes()])
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 
     def wait(self) -> int:
         """Return the exit code of the run, once the launcher has ended it."""
@@ -147,12 +130,7 @@ class Ssh(Launched):
         interrupt(self.process, signal.SIGTERM)
 
     def lose_node(self) -> None:
-<<<<<<< HEAD
-        for process in self.nodes.processes(2):
-            process.kill()
-=======
         kill_all(self.nodes.processes(2))
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 
 
 class Elastic(Ssh):
@@ -196,12 +174,7 @@ class Slurm(Launched):
         victims = [one for one in self.cluster.processes() if one.environ().get("SLURMD_NODENAME") == name]
         (daemon,) = [one for one in self.cluster.processes() if one.cmdline() == ["slurmd", "-D", "-N", name]]
         words = daemon.cmdline()
-<<<<<<< HEAD
-        for process in [daemon, *victims]:
-            process.kill()
-=======
         kill_all([daemon, *victims])
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
         wait_until(lambda: self.cluster.job(self.job)["JobState"] != "RUNNING", self.read)
         # It has rebooted.
         self.cluster.start("bash", "-c", 'exec "$@" > slurmd.out 2>&1', "-", *words, folder=self.file.parent)
@@ -243,12 +216,7 @@ class Pods(Launched):
 
     def lose_node(self) -> None:
         pod = self.pods()[-1]
-<<<<<<< HEAD
-        for process in [pod, *pod.children(recursive=True)]:
-            process.kill()
-=======
         kill_all([pod, *pod.children(recursive=True)])
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
 
     def wait(self) -> int:
         assert self.process is not None
@@ -285,11 +253,7 @@ def cluster(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 def launched(request: pytest.FixtureRequest, disk: Path, library: Library, tmp_path: Path) -> Iterator[Launched]:
     """A run of the launcher that the test names, in a folder of its own on the disk."""
     launcher = request.param
-<<<<<<< HEAD
-    folder = disk / request.node.name.replace("/", "-")
-=======
     folder = disk / re.sub(r"\W+", "-", request.node.name).strip("-")
->>>>>>> 858f6506 (Plant single faults under each launcher, and compare the end with an undisturbed run)
     folder.mkdir()
     config = tiny(library, folder / "runs", {**SETTINGS, "name": "run"})
     file = folder / "run.yaml"
