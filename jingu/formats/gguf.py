@@ -389,6 +389,7 @@ def _rope_scaling(
         "rope_type": kind,
         "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{name}.rope.scaling.original_context_length"),
+        "truncate": ARCHITECTURES[name].get("yarn_truncate") if kind == "yarn" else None,
     }
     return {key: value for key, value in scaling.items() if value is not None}
 

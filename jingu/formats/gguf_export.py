@@ -230,6 +230,7 @@ def _model_metadata(spec: ModelSpec, name: str, model: StoredModel, to: Path) ->
         if bases:
             values["rope.freq_base_swa"] = bases[0]
     values["vocab_size"] = spec.vocab_size
+    values.setdefault("context_length", spec.max_position_embeddings)
     # GPT-2's config leaves it out where it is four times the hidden size.
     values.setdefault("feed_forward_length", spec.default_layer.intermediate_size)
     if "attention.head_count_kv" in keys.values():

@@ -29,7 +29,7 @@ from jingu.formats.stored_names import (
 )
 from jingu.formats.unread import unread_architecture
 from jingu.model.families import FAMILIES, Family, map_tensors
-from jingu.model.families.name_map import IDENTITY, TRANSPOSE, TensorMapping, read_parameter
+from jingu.model.families.name_map import IDENTITY, TABLES, TRANSPOSE, TensorMapping, read_parameter
 from jingu.model.quantized_weight import StoredWeight
 from jingu.model.spec import ModelSpec
 from jingu.runtime.files import read_json
@@ -265,6 +265,13 @@ def _read_spec(config: Mapping[str, Any], config_file: Path) -> tuple[Family, Mo
         raise JinguError(error.what, where=f"{config_file}", fix=error.fix) from error
 
 
+def has_class(family: Family, config: Mapping[str, Any]) -> bool:
+    """Return whether a config with an `auto_map` is read without that code, as transformers reads it."""
+    table = TABLES.get(family.name, {})
+    names = (family.name, family.model_type, *table.get("further_model_types", ()))
+    return family.equivalent is not None or config.get("model_type") in names
+
+
 def find_family(config: Mapping[str, Any], where: Path) -> Family:
     """Return the family of the architecture that a config names.
 
@@ -277,7 +284,7 @@ def find_family(config: Mapping[str, Any], where: Path) -> Family:
     for family in FAMILIES.values():
         readable |= {family.classifier: family, family.body: family}
     match = next((readable[name] for name in names if name in readable), None)
-    if config.get("auto_map") and not (match and match.equivalent):
+    if config.get("auto_map") and not (match and has_class(match, config)):
         raise JinguError(
             "the model asks to run Python code that came with it (auto_map). jingu never runs such code.",
             where=where,

@@ -158,6 +158,47 @@ CONFIGS |= {
     "qwen3_5": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
     "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(**SIZES, **DELTA, **SHARED),
 }  # fmt: skip
+CONFIGS |= {
+    "falcon": transformers.FalconConfig(
+        vocab_size=317, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, eos_token_id=0, bos_token_id=0
+    ),
+    "falcon-groups": transformers.FalconConfig(
+        vocab_size=317,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+        eos_token_id=0,
+        bos_token_id=0,
+    ),
+    "bloom": transformers.BloomConfig(
+        vocab_size=317, hidden_size=64, n_layer=3, n_head=4, eos_token_id=0, bos_token_id=0
+    ),
+    "hunyuan_moe": transformers.HunYuanMoEV1Config(**SIZES, num_experts=4, moe_topk=2, head_dim=16, pad_token_id=0),
+    "gpt_oss": transformers.GptOssConfig(
+        **SIZES,
+        **MOE,
+        num_local_experts=4,
+        head_dim=16,
+        sliding_window=7,
+        rope_parameters=ROPE,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "afmoe": transformers.AfmoeConfig(
+        **SIX,
+        **EXPERTS,
+        num_experts=4,
+        num_shared_experts=1,
+        num_dense_layers=1,
+        head_dim=16,
+        sliding_window=7,
+        mup_enabled=True,
+        route_scale=1.7,
+        layer_types=PATTERN[4],
+    ),
+}
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama_cpp is not installed")
 
 

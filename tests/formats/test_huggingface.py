@@ -83,7 +83,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "DIR/config.json: jingu does not support the architecture Xyz. `jingu model list` shows the families",
     ),
     (
-        {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "own"},
         "DIR/config.json: the model asks to run Python code that came with it (auto_map). jingu never runs such "
         "code. Use a release of the model for an architecture built into transformers.",
     ),

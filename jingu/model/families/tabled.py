@@ -27,6 +27,7 @@ An entry has
 - `base`: prefix of the body's tensors, if it is not `model.`, which then stands for it in the names of other tables.
 - `names_of_llama`: whether the names of Llama apply; false if there is a `base`.
 - `separate_predictions`: whether layers of multi-token prediction have the prefix `mtp.` instead of further numbers.
+- `further_model_types`: names of published models with the same classes.
 - `constant_tensors`, `renamed`, `renamed_keys`, `equivalent`, `swaps_expert_adapters`: as in `Family`.
 - `equal_keys`: keys that must have the value of another key, or none.
 - `sizes` and `defaults`: the values of transformers' class for keys that a config lacks.
