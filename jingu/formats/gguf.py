@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -76,12 +77,13 @@ def open_gguf(path: Path) -> StoredModel:
     library = import_optional("gguf", "reading GGUF files", str(path))
     try:
         metadata, infos = _read_header(path, library)
+        if metadata.get("general.type") == "adapter":
+            fix = "Name the base model, and this file with `--adapter NAME=FILE`."
+            raise JinguError("the file has adapters, and no model.", where=path, fix=fix)
         config = hf_config(metadata, infos, path)
         _check_metadata(metadata, config, library, path)
     except (ValueError, struct.error, OSError) as error:
-        raise JinguError(
-            f"the GGUF file is damaged or cut short ({error}).", where=path, fix="Fetch the file again."
-        ) from error
+        raise _damaged(path, error) from error
     name = metadata["general.architecture"]
     model = open_from_config(
         path, path, config, lambda *_: _open_weights(path, library, infos), lambda spec: gguf_mappings(spec, name)
@@ -133,6 +135,24 @@ def _read_tensor(path: Path, library: ModuleType, info: TensorLocation) -> Tenso
         raw = map_tensor(path, info.begin + first * width, torch.Size((len(part), width)), torch.uint8)
         part.copy_(torch.from_numpy(library.quants.dequantize(raw.numpy(), kind)))
     return value
+
+
+def open_tensors(path: Path, library: ModuleType) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
+    """Return the metadata of a GGUF file, and for each of its tensors a function that reads it.
+
+    Raises:
+        JinguError: the file is damaged, or has a quantization that is not supported.
+    """
+    try:
+        metadata, infos = _read_header(path, library)
+    except (ValueError, struct.error, OSError) as error:
+        raise _damaged(path, error) from error
+    return metadata, {name: partial(_read_tensor, path, library, info) for name, info in infos.items()}
+
+
+def _damaged(path: Path, error: Exception) -> JinguError:
+    what = f"the GGUF file is damaged or cut short ({error})."
+    return JinguError(what, where=path, fix="Fetch the file again.")
 
 
 # The header

@@ -110,7 +110,7 @@ def export_gguf(
     if spec.mtp_layers:
         log_info(f"{to}: the layers of multi-token prediction are left out, which llama.cpp does not use.")
         spec = spec.model_copy(update={"mtp_layers": 0})
-    name = _architecture(spec, to)
+    name = find_architecture(spec, to)
     tokenizer = Tokenizer.load(model.tokenizer())
     metadata = _model_metadata(spec, name, model, to) | tokenizer_metadata(tokenizer, spec.vocab_size)
     metadata |= _end_tokens(model, tokenizer)
@@ -124,7 +124,7 @@ def export_gguf(
             f"rows have no multiple of {_SUPERBLOCK} elements (such as {odd_matrices[0].name})."
         )
     try:
-        with _partial_file(to) as partial:
+        with partial_file(to) as partial:
             if dtype in PACKAGE_TYPES:
                 _write_file(partial, spec, name, model, metadata, PACKAGE_TYPES[dtype], library)
             else:
@@ -141,7 +141,7 @@ def export_gguf(
 
 
 @contextmanager
-def _partial_file(to: Path) -> Iterator[Path]:
+def partial_file(to: Path) -> Iterator[Path]:
     """Yield the path of a file that becomes `to` if the context ends without an error."""
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f".{to.name}.{uuid4().hex}")
@@ -153,7 +153,7 @@ def _partial_file(to: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _architecture(spec: ModelSpec, to: Path) -> str:
+def find_architecture(spec: ModelSpec, to: Path) -> str:
     """Return GGUF's name of the architecture of a model. Raises JinguError if llama.cpp would compute another model."""
     family = FAMILIES[spec.family]
     architecture = family.architectures[0]
@@ -355,6 +355,20 @@ def _mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list
         if stem not in stems and stem.rpartition(".")[0] not in stems:
             raise _refuse_model(f"models of this architecture with {mapping.hf_name}", to)
     return mappings
+
+
+def matrix_mappings(spec: ModelSpec, name: str, library: ModuleType, to: Path) -> list[TensorMapping]:
+    """Return the mappings of the matrices of the file, or of all experts, which adapters can stand beside.
+
+    Embeddings, and experts of which one tensor holds several matrices, are left out.
+    """
+    return [
+        mapping
+        for mapping in _mappings(equivalent_spec(spec), name, library, to)
+        if len(mapping.shape) == 2 + mapping.transform.of_experts
+        and "embedding.weight" not in mapping.jingu_shapes
+        and not (mapping.transform.of_experts and len(mapping.jingu_shapes) > 1)
+    ]
 
 
 def _importance_by_gguf_name(

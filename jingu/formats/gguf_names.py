@@ -108,6 +108,11 @@ _TRANSFORMS = {
 }
 
 
+def moves_columns(transform: Transform) -> bool:
+    """Return whether a transform of matrices moves their columns; otherwise it moves rows, or nothing."""
+    return transform is _TRANSFORMS["tiled_columns"]
+
+
 def architecture_entries(architecture: str, table: str) -> dict[str, Any]:
     """Return the entries of an architecture in a table: those of the groups that it is like, and its own."""
     entry = ARCHITECTURES[architecture]

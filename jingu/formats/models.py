@@ -20,6 +20,7 @@ from jingu.config.sections.data import PrefixLmSettings
 from jingu.errors import JinguError, join_words, pluralize
 from jingu.formats.description import FOLDER, ModelDescription, describe_run, read_description, special_token_ids
 from jingu.formats.gguf import open_gguf
+from jingu.formats.gguf_adapter import read_gguf_adapters
 from jingu.formats.huggingface import open_hf, spec_from_config
 from jingu.formats.peft import ADAPTER_CONFIG, base_model_path, read_adapters
 from jingu.formats.run_inputs import BASE, RunInputs, find_other_base, open_base, record_model
@@ -238,7 +239,7 @@ def _warn_of_other_base(run: Path, base: StoredModel) -> None:
 
 
 def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> StoredModel:
-    """Open adapters, from a run or a peft folder, for a model.
+    """Open adapters, from a run, a peft folder or a GGUF file, for a model.
 
     Args:
         base: the model that the adapters will be applied to. If it is not the one that they were trained for, a warning
@@ -249,6 +250,8 @@ def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> 
         JinguError: there are no adapters; those of a run are for a model of another depth; or those in a peft folder do
             not fit the model, or also change parameters that only a merged model can change.
     """
+    if path.suffix == ".gguf" and path.is_file():
+        return read_gguf_adapters(path, base)
     if (path / ADAPTER_CONFIG).is_file():
         adapters = read_adapters(path, base) if is_merged else read_peft_adapters(path, base)
         if adapters.updates:
@@ -259,7 +262,7 @@ def load_adapters(path: Path, base: StoredModel, *, is_merged: bool = False) -> 
             )
         return adapters
     if not path.is_dir():
-        fix = "Give a run that trained adapters, or a folder of peft."
+        fix = "Give a run that trained adapters, a folder of peft, or a GGUF file."
         raise JinguError("there is no such folder of adapters.", where=path, fix=fix)
     adapters, run = _open_run(path)
     _check_has_adapters(adapters, path)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from jingu.errors import JinguError
 from jingu.formats.export import write_model
+from jingu.formats.gguf_adapter import write_gguf_adapters
 from jingu.formats.models import load_adapters, open_adapter_run, open_model, read_peft_adapters
-from jingu.formats.peft import ADAPTER_CONFIG
+from jingu.formats.peft import ADAPTER_CONFIG, base_model_path
 from jingu.formats.peft_export import write_adapters
 from jingu.formats.provenance import copy_provenance
 from jingu.formats.run_inputs import write_base_record
@@ -28,16 +29,25 @@ _REPLACED_VALUES = {"lora_m": "the norms of its rows (use_dora)", "token_rows": 
 
 
 def export(run: Path, to: Path) -> None:
-    """Write the adapters of a run as a folder that peft loads.
+    """Write the adapters of a run as a folder that peft loads, or as a GGUF file for llama.cpp.
 
     Args:
-        run: the run that trained the adapters, or a checkpoint of it.
-        to: the new folder.
+        run: the run that trained the adapters, or a checkpoint of it; for a GGUF file also a peft folder.
+        to: the new folder, or a .gguf file.
 
     Raises:
-        JinguError: the run trains no adapters, or peft has no such adapters.
+        JinguError: the run trains no adapters, or peft or llama.cpp has no such adapters.
     """
-    adapters, base, base_path = open_adapter_run(run)
+    if (run / ADAPTER_CONFIG).is_file() and to.suffix == ".gguf":
+        base_path = base_model_path(run)
+        base = open_model(base_path)
+        adapters = load_adapters(run, base)
+    else:
+        adapters, base, base_path = open_adapter_run(run)
+    if to.suffix == ".gguf":
+        write_gguf_adapters(adapters, base, base_path, to)
+        print(f"Wrote {to}: adapters, which llama.cpp puts beside the GGUF file of {base_path}.")
+        return
     write_adapters(adapters, base, base_path, to)
     write_base_record(to, base, base_path)
     copy_provenance(run, to)

@@ -78,8 +78,14 @@ def export(
 def export_adapters(
     run: Path, to: Path | None = None, push: str | None = None, public: bool = False, yes: bool = False
 ) -> None:
-    """Write the adapters of a run as a folder that peft loads, and upload it. Arguments and errors: as for `export`."""
-    _write_and_push(run, to, push, lambda folder: adapter_commands.export(run, folder), public, yes)
+    """Write the adapters of a run as a folder that peft loads, or a GGUF file, and upload it.
+
+    Arguments and errors: as for `export`.
+    """
+    file = to if to is not None and to.suffix == ".gguf" else None
+    place = to if file is None else file.parent
+    name = "" if file is None else file.name
+    _write_and_push(run, place, push, lambda folder: adapter_commands.export(run, file or folder), public, yes, name)
 
 
 def _write_and_push(

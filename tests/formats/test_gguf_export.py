@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 
 from jingu.cli import main
-from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES
+from jingu.errors import JinguError
+from jingu.formats.gguf_adapter import write_gguf_adapters
+from jingu.formats.gguf_export import LLAMA_CPP_TYPES, PACKAGE_TYPES, export_gguf
 from jingu.formats.importance import measure_importance
-from jingu.formats.models import open_model
-from jingu.formats.stored_model import load_model
+from jingu.formats.models import load_adapters, open_model
+from jingu.formats.stored_model import StoredModel, apply_adapters, load_model
+from jingu.model.adapter_specs import Lora
+from jingu.model.decoder import parameter_shapes
 from jingu.model.inputs import Inputs
 from jingu.text.tokenizer import Tokenizer
 from jingu.text.tokenizer_training import train_tokenizer
@@ -381,3 +387,124 @@ def test_an_importance_matrix_reduces_the_error_of_important_columns(
         ]
         errors.append(float(sum(differences)))
     assert errors[1] < 0.95 * errors[0]
+
+
+# Adapters
+
+
+ADAPTED = ["llama3", "mixtral", "qwen2", "qwen3_moe", "gpt2", "phi3", "gemma3", "qwen3_5"]
+
+
+def random_adapters(source: Path, **changes: Any) -> tuple[StoredModel, StoredModel]:
+    """Random LoRA adapters of all matrices of the blocks, with ranks and alphas that differ, and their base."""
+    base = open_model(source)
+    options = {"rank_pattern": (("*.attention.*", 5),), "alpha_pattern": (("*.up", 3.0),), **changes}
+    adapter = Lora(rank=4, alpha=6.0, target_modules=("blocks.*",), **options)
+    spec = base.spec.model_copy(update={"adapter": adapter})
+    shapes = parameter_shapes(spec)
+
+    def read(name: str, expert: int | None = None) -> torch.Tensor:
+        value = torch.randn(shapes[name], generator=torch.Generator().manual_seed(len(name) + sum(shapes[name]))) / 10
+        return value if expert is None else value[expert]
+
+    return StoredModel(spec, read, None, source), base
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_come_back(name: str, rslora: bool, make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    source, file = make_model(name), tmp_path / "adapter.gguf"
+    experts = {"rank_pattern": (), "alpha_pattern": ()} if "mo" in name or "mix" in name else {}
+    adapters, base = random_adapters(source, use_rslora=rslora, **experts)
+    write_gguf_adapters(adapters, base, source, file)
+    merged, read = (apply_adapters(each, base) for each in (adapters, load_adapters(file, base)))
+    ids = torch.arange(40)[None] * 7 % 317
+    with torch.no_grad():
+        expected, ours, plain = (
+            decoder.logits(decoder(Inputs(ids)))
+            for decoder in (load_model(each, torch.float64) for each in (merged, read, base))
+        )
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - plain).abs().max() > 0.1
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+    assert (fields["general.type"], fields["adapter.type"], fields["adapter.lora.alpha"]) == ("adapter", "lora", 6.0)
+    assert (tmp_path / "Modelfile").read_text() == f"FROM {source}\nADAPTER ./adapter.gguf\n"
+
+
+def test_an_adapter_of_peft_as_gguf(make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    source, file = make_model("llama"), tmp_path / "adapter.gguf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    tuned.save_pretrained(tmp_path / "peft")
+    assert main(["tune", "export", str(tmp_path / "peft"), "--to", str(file)]) == 0
+    assert main(["tune", "merge", str(file), "--base", str(source), "--to", str(tmp_path / "merged")]) == 0
+    ids = torch.arange(40)[None] * 7 % 317
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(tmp_path / "merged", ids), tuned(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "llama.cpp has no adapters with use_dora"),
+        ({"target_modules": ("embedding", "blocks.*")}, "no adapters such as embedding.lora_a"),
+        ({"modules_to_save": ("norm",)}, "no adapters such as norm.weight"),
+    ],
+)
+def test_adapters_that_llama_cpp_lacks_are_refused(
+    changes: dict[str, Any], words: str, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = make_model("llama")
+    adapters, base = random_adapters(source, rank_pattern=(), alpha_pattern=())
+    adapter = adapters.spec.adapter
+    assert adapter is not None
+    spec = base.spec.model_copy(update={"adapter": adapter.model_copy(update=changes)})
+    shapes = parameter_shapes(spec)
+    adapters = replace(adapters, spec=spec, read=lambda name, expert=None: torch.ones(shapes[name]))
+    with pytest.raises(JinguError, match=words):
+        write_gguf_adapters(adapters, base, source, tmp_path / "adapter.gguf")
+    assert not (tmp_path / "adapter.gguf").exists()
+
+
+def test_files_that_are_no_adapters_of_the_model_are_refused(make_model: Callable[[str], Path], tmp_path: Path) -> None:
+    source, file = make_model("llama"), tmp_path / "adapter.gguf"
+    adapters, base = random_adapters(source)
+    write_gguf_adapters(adapters, base, source, file)
+    with pytest.raises(JinguError, match="the file has adapters, and no model"):
+        open_model(file)
+    with pytest.raises(JinguError, match="the adapters are for llama, and the model is qwen2"):
+        load_adapters(file, open_model(make_model("qwen2")))
+    export_gguf(base, tmp_path / "model.gguf")
+    with pytest.raises(JinguError, match="the file has no LoRA adapters"):
+        load_adapters(tmp_path / "model.gguf", base)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
+def test_llama_cpp_computes_the_same_with_an_adapter(
+    name: str, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    import llama_cpp
+
+    source, file = make_model(name), tmp_path / "adapter.gguf"
+    experts = {"rank_pattern": (), "alpha_pattern": ()} if "mo" in name or "mix" in name else {}
+    adapters, base = random_adapters(source, **experts)
+    write_gguf_adapters(adapters, base, source, file)
+    export_gguf(base, tmp_path / "model.gguf", "fp32")
+    opened = llama_cpp.Llama(
+        str(tmp_path / "model.gguf"), lora_path=str(file), n_ctx=128, n_threads=1, logits_all=True, verbose=False,
+        type_k=0, type_v=0, flash_attn=False,
+    )  # fmt: skip
+    ids = [number * 7 % 317 for number in range(60)]
+    opened.eval(ids)
+    theirs = torch.from_numpy(np.array(opened.scores[: len(ids)]))
+    with torch.no_grad():
+        decoders = [load_model(each, torch.float32) for each in (apply_adapters(adapters, base), base)]
+        ours, plain = (decoder.logits(decoder(Inputs(torch.tensor([ids]))))[0] for decoder in decoders)
+    torch.testing.assert_close(theirs, ours, rtol=2e-3, atol=2e-3)
+    assert (ours - plain).abs().max() > 0.1
