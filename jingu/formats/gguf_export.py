@@ -57,6 +57,9 @@ LLAMA_CPP_TYPES = {
 }  # fmt: skip
 # Elements of a row that share scales in llama.cpp's types, apart from iq4_nl.
 _SUPERBLOCK = 256
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Elements that are converted at a time, chosen to fit into a CPU's cache.
+_CHUNK = CHUNK_ELEMENTS // 4
 # The types that llama.cpp keeps in fp32 in every file: vectors, and routers.
 _FP32_NAMES = ("ffn_gate_inp.weight",)
 
@@ -433,12 +436,30 @@ def _quantize(tensor: _OutputTensor, library: ModuleType) -> Any:
     first = 0
     for part in tensor.read():
         rows = part.reshape(-1, width)
-        for chunk in rows.split(max(1, CHUNK_ELEMENTS // width)):
-            values = chunk.float().contiguous().numpy()
-            quantized_values = library.quants.quantize(values, tensor.kind)
-            result[first : first + len(chunk)] = quantized_values.view(np.uint8).reshape(len(chunk), -1)
+        for chunk in rows.split(max(1, _CHUNK // width)):
+            result[first : first + len(chunk)] = _row_bytes(chunk, tensor.kind, library)
             first += len(chunk)
     return result
+
+
+def _row_bytes(rows: Tensor, kind: Any, library: ModuleType) -> Any:
+    """Return the bytes of rows in a tensor type. Those that PyTorch computes are equal to those of the package."""
+    if kind.name in _FLOATS:
+        return rows.to(_FLOATS[kind.name]).contiguous().view(torch.uint8).numpy()
+    if kind.name == "Q8_0":
+        return _round_to_q8_0(rows).numpy()
+    return library.quants.quantize(rows.float().contiguous().numpy(), kind).view(np.uint8).reshape(len(rows), -1)
+
+
+def _round_to_q8_0(rows: Tensor) -> Tensor:
+    """Return the bytes of rows in Q8_0: for 32 elements a scale in fp16, and their codes, rounded away from zero."""
+    groups = rows.float().unflatten(1, (-1, 32))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale = torch.maximum(-low, high) / 127
+    codes = groups * torch.where(scale == 0, 0.0, 1 / scale)
+    # Truncating the sum with a half of the same sign; both are exact for numbers up to 127.
+    codes = codes.add_(torch.full_like(codes, 0.5).copysign_(codes)).to(torch.int8)
+    return torch.cat([scale.half().view(torch.uint8), codes.view(torch.uint8)], -1).flatten(1)
 
 
 # k-quants

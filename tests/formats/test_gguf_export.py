@@ -506,5 +506,6 @@ def test_llama_cpp_computes_the_same_with_an_adapter(
     with torch.no_grad():
         decoders = [load_model(each, torch.float32) for each in (apply_adapters(adapters, base), base)]
         ours, plain = (decoder.logits(decoder(Inputs(torch.tensor([ids]))))[0] for decoder in decoders)
-    torch.testing.assert_close(theirs, ours, rtol=2e-3, atol=2e-3)
+    # llama.cpp looks GELU up in fp16.
+    torch.testing.assert_close(theirs, ours, rtol=5e-3, atol=5e-3)
     assert (ours - plain).abs().max() > 0.1
