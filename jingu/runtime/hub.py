@@ -8,6 +8,7 @@ their variables (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -315,6 +316,12 @@ def explain_hub_errors(name: HubName) -> Iterator[None]:
 
 def _explain(error: Exception, name: HubName) -> JinguError:
     """Return the error that a person sees for an error of a hub's library."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        folder = "MODELSCOPE_CACHE" if name.service == "modelscope" else "HF_HOME"
+        fix = f"Free space where {folder} is, or set it to a folder with more space. What has arrived is kept."
+        return JinguError("the disk is full.", where=str(name), fix=fix)
+    if name.service == "modelscope":
+        return _explain_modelscope(error, name)
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name.repository}"
@@ -353,8 +360,26 @@ def _explain(error: Exception, name: HubName) -> JinguError:
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         fix = "Log in again: `hf auth login`, or set HF_TOKEN to a token that may read it."
         return JinguError("the hub refused the token.", where=str(name), fix=fix)
-    if isinstance(error, OSError) and error.errno == 28:
-        fix = "Free space where HF_HOME is, or set it to a folder with more space. What has arrived is kept."
-        return JinguError("the disk is full.", where=str(name), fix=fix)
     what = f"the download failed ({type(error).__name__}: {error})."
     return JinguError(what, where=str(name), fix=f"{_CONNECTION_HINT} What has arrived is kept.")
+
+
+def _explain_modelscope(error: Exception, name: HubName) -> JinguError:
+    """Return the error that a person sees for an error of `modelscope`.
+
+    Its classes have changed places between releases, so they are told apart by their names.
+    """
+    kinds = {kind.__name__ for kind in type(error).mro()}
+    if "NoValidRevisionError" in kinds:
+        what = f"the repository has no revision {name.revision}."
+        fix = "Check the branch, tag or commit."
+    elif "NotExistError" in kinds:
+        what = "there is no such repository, or no such revision of it, on ModelScope."
+        fix = "Check the spelling. For a private repository, log in: `modelscope login`."
+    elif kinds & {"AuthenticationError", "PermissionDeniedError", "NotLoginException"}:
+        what = "ModelScope refused the access."
+        fix = "Log in: `modelscope login`, with a token that may read the repository."
+    else:
+        what = f"the download failed ({type(error).__name__}: {error})."
+        fix = "Check the connection. What has arrived is kept."
+    return JinguError(what, where=str(name), fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jingu.runtime.hub import HubName, hub_name_of, parse_name
+from jingu.errors import JinguError
+from jingu.runtime.hub import HubName, explain_hub_errors, hub_name_of, parse_name
 from tests.hub_server import Hub, serve_hub
 
 # Prints where each name leads, or the error.
@@ -176,3 +178,34 @@ def test_names_of_folders_in_the_cache(tmp_path: Path) -> None:
     folder = tmp_path / "models--a--b" / "snapshots" / ("a" * 40)
     for path in (folder, folder / "model.gguf"):
         assert hub_name_of(path) == HubName("hf", "a/b", revision="a" * 40)
+
+
+class NotExistError(Exception):
+    """An error of `modelscope` with the name of its own."""
+
+
+class NoValidRevisionError(NotExistError):
+    """Another one."""
+
+
+class AuthenticationError(Exception):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NotExistError("x"), "no such repository"),
+        (NoValidRevisionError("x"), "has no revision v9"),
+        (AuthenticationError("x"), "modelscope login"),
+        (OSError(errno.ENOSPC, "No space left"), "MODELSCOPE_CACHE"),
+        (TimeoutError("slow"), "TimeoutError: slow"),
+    ],
+)
+def test_errors_of_modelscope_say_what_to_do(error: Exception, words: str) -> None:
+    with (
+        pytest.raises(JinguError, match=words) as caught,
+        explain_hub_errors(HubName("modelscope", "a/b", revision="v9")),
+    ):
+        raise error
+    assert "HF_" not in str(caught.value)
