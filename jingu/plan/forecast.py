@@ -177,6 +177,10 @@ def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: Bat
 
 def run_software(precision: Precision, *, on_gpu: bool = False) -> Software:
     """Return jingu's parameters of execution in a precision, on a CPU or a GPU."""
+    library = Software()
+    size, wide = precision.compute.itemsize, max(precision.compute.itemsize, 4)
+    # The logits of a chunk, in at least fp32 as well, their softmax, and its gradient in the compute dtype.
+    logits = size + wide + (wide + size) * (size < wide)
     return Software(
         weight_bytes=precision.masters.itemsize,
         gradient_bytes=precision.masters.itemsize,
@@ -184,7 +188,10 @@ def run_software(precision: Precision, *, on_gpu: bool = False) -> Software:
         compute_bytes=precision.compute.itemsize,
         state_share=precision.masters.itemsize / 4,
         offload_copies_weights=on_gpu,
-        flash_attention=on_gpu,
+        stores_biased_scores=not on_gpu,
+        allocator_reuse=library.allocator_reuse if on_gpu else 1.0,
+        chunk_logits=library.chunk_logits if on_gpu else 2.0**22,
+        logit_bytes=library.logit_bytes if on_gpu else logits,
     )
 
 

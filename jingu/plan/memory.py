@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from jingu.config.sections.optimizers import Slots
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
+from jingu.model.components import RelativeBias
+from jingu.model.feed_forward_specs import GatedFeedForward
 from jingu.model.parts import score_bytes
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
 from jingu.plan.software import Software
 from jingu.plan.workload import BlockSizes, ModelSizes, Stage, Workload
 
-# Elements of one chunk of logits (jingu/training/loss.py), on a GPU.
-LOGITS_CHUNK = 2**27
 # The parts that offload moves to main memory or to disk.
 STATE = ("weights", "gradients", "optimizer state")
 
@@ -54,6 +55,7 @@ class RankShare:
         gathered_bytes: bytes of the parameters that ZeRO gathers, in the compute dtype.
         num_reduced: elements of the gradients before ZeRO shards them.
         copy_bytes: bytes of compute-dtype copies of weights that are stored in a wider dtype.
+        num_largest: elements of the gradient of the largest parameter, before ZeRO shards it.
     """
 
     weights: float
@@ -62,6 +64,7 @@ class RankShare:
     gathered_bytes: float
     num_reduced: int
     copy_bytes: float
+    num_largest: int
 
 
 @lru_cache(maxsize=16384)
@@ -75,7 +78,7 @@ def rank_share(
         slots_of: the method `slots` of the settings of the optimizer.
     """
     weights = state = gathered_bytes = copy_bytes = 0.0
-    num_trained = num_reduced = 0
+    num_trained = num_reduced = num_largest = 0
     for weight in part.weights:
         local, unsharded = weight.numbers(sizes)
         itemsize = weight.itemsize(soft)
@@ -90,10 +93,11 @@ def rank_share(
         if weight.is_trained:
             num_trained += local
             num_reduced += unsharded
+            num_largest = max(num_largest, unsharded)
             if not weight.is_copy:
                 slots = slots_of(weight.shape, is_in_block=part.num_attention > 0)
                 state += sum(slot.num_bytes(local, 4.0 * soft.state_share) for slot in slots.values())
-    return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes)
+    return RankShare(weights, state, num_trained, gathered_bytes, num_reduced, copy_bytes, num_largest)
 
 
 def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
@@ -117,6 +121,21 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     return min(batches, warm_up / chunks)
 
 
+def passes_waiting(work: Workload, stage: Stage) -> float:
+    """Return how many micro-batches in flight still need the gradients of weights, in units of all blocks of the rank.
+
+    Only schedules that split backward passes have such micro-batches. The numbers are those of the orders of
+    `jingu/plan/timeline.py:rank_orders`.
+    """
+    chunks = stages_per_rank(work.parallel)
+    match work.parallel.pipeline_schedule:
+        case "zero_bubble" if work.sizes.pipeline > 1:
+            return min(work.accumulation, stage.rank + 1) / chunks
+        case "zbv" if work.sizes.pipeline > 1:
+            return 1 / chunks
+    return 0.0
+
+
 def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, float]:
     """Return the bytes that a block stores per micro-batch: all activations, those of selective checkpointing, and its
     input."""
@@ -134,10 +153,9 @@ def block_activations(block: BlockSizes, work: Workload) -> tuple[float, float, 
     total += inputs
     heads = layer.attention.num_heads
     of_score = score_bytes(layer, soft.compute_bytes) if soft.fused_attention else soft.saved_scores
+    if soft.stores_biased_scores and isinstance(layer.position, RelativeBias):
+        of_score = soft.compute_bytes
     scores = of_score * heads / sizes.tensor * work.tokens * work.sequence
-    if block.experts is not None and sizes.expert > 1:
-        # The all-to-all stores the rows of tokens in two more orders.
-        total += 2 * tokens * block.experts.num_experts_per_token * hidden * soft.compute_bytes
     if not soft.fused_attention:
         # Selective checkpointing recomputes the scores alone.
         return total + scores, total, input_bytes
@@ -164,39 +182,108 @@ def saved_bytes(block: BlockSizes, work: Workload) -> float:
 
 
 def stage_memory(work: Workload, stage: Stage) -> RankMemory:
-    """Return the peak memory of a rank of a stage."""
+    """Return the peak memory of a rank of a stage: that of the fullest moment of a step.
+
+    With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory: the parts of
+    the moment, except the state, are then smaller by a common share.
+    """
     soft, parts = work.software, rank_shares(work, stage)
-    device = {
+    state = {
         "weights": sum(count * part.weights for part, count in parts),
         "gradients": soft.gradient_bytes * sum(count * part.num_trained for part, count in parts),
         "optimizer state": sum(count * part.state for part, count in parts),
-        **_gathered_memory(work, stage, parts),
-        **_step_activations(_without_data_ranks(work), stage),
     }
-    if work.accumulation == 1 and work.parallel.offload.type == "none":
-        # With a single micro-batch, gradients are allocated while activations are freed, and reuse their memory.
-        freed = [part for part in ("activations", "recomputation", "loss") if part in device]
-        share = max(0.0, 1 - device["gradients"] / sum(device[part] for part in freed))
-        device |= {part: device[part] * share for part in freed}
-    full_gradients = device.pop("whole gradients", 0.0)
-    host = {}
-    if work.parallel.offload.type != "none":
-        host = {part: device.pop(part) for part in STATE}
-        device["gradients"] = full_gradients
-    device["gradients"] = max(device["gradients"], full_gradients)
+    is_offloaded = work.parallel.offload.type != "none"
+    moments = step_moments(work, stage, parts, state["gradients"])
+    if is_offloaded:
+        moments = [moment | {"gradients": max(0.0, moment["gradients"] - state["gradients"])} for moment in moments]
+    least = 0.0 if is_offloaded else state["gradients"]
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    peak = max(least, sum(fullest.values()))
+    # Memory of other moments that the allocator does not reuse.
+    temporary = sum(max(moment.get(name, 0.0) for moment in moments) for name in {*chain(*moments)} - {"gradients"})
+    unused = (1 - soft.allocator_reuse) * max(0.0, moments[0]["gradients"] + temporary - peak)
+    if fullest["gradients"] < least:
+        remainder = sum(fullest.values()) - fullest["gradients"]
+        share = (peak - least) / remainder if remainder else 0.0
+        fullest = {part: size * share for part, size in fullest.items()} | {"gradients": least}
+    host = state if is_offloaded else {}
+    device = ({} if is_offloaded else state) | fullest
     device["buckets"] = soft.buckets_gib * 2**30
     # Parts of a GPU that no tensor uses.
-    device["fragmentation"] = (soft.reserved - 1) * sum(device.values())
+    device["fragmentation"] = unused + (soft.reserved - 1) * (sum(device.values()) + unused)
     axes = sum(size > 1 for size in work.sizes.shape)
     device["libraries"] = soft.context_gib * 2**30 + axes * soft.group_gib * 2**30
     return RankMemory({part: size for part, size in device.items() if size}, host)
 
 
+def step_moments(
+    work: Workload, stage: Stage, parts: list[tuple[RankShare, int]], gradients: float
+) -> list[dict[str, float]]:
+    """Return what a rank holds beside its weights and optimizer state at the moments when it may hold most, by part.
+
+    The moments are those of the last micro-batch in flight: while the loss computes a chunk of logits; before the
+    backward pass of the head; in the backward pass of the last block (before that of others, which hold fewer
+    activations), and after the backward pass of the embedding.
+
+    Args:
+        gradients: bytes of the gradients of the rank's shards.
+    """
+    soft, zero = work.software, work.parallel.zero_stage
+    held = _held_tensors(_without_data_ranks(work), stage)
+    gathered = _gathered_memory(work, stage, parts)
+    # Gradients of earlier micro-batches. There are none if all forward passes come before the first backward pass.
+    in_flight = micro_batches_in_flight(work, stage)
+    before = 0.0 if in_flight == work.accumulation else max(gradients, gathered.whole)
+    activations = {"activations": held.activations, "stage buffers": held.buffers}
+    waiting = gathered.waiting if before and zero >= 2 else 0.0
+    block = {
+        "gradients": before,
+        "compute weights": gathered.in_block,
+        **activations,
+        "recomputation": held.recomputed + gathered.recomputed,
+        "backward": held.backward + gathered.matrix_gradient,
+        "reduction": waiting,
+    }
+    # At the end of the backward pass of a block, it needs its activations no more, but has all of its gradients; those
+    # of the block behind it are reduced.
+    share = max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
+    second = block | {"activations": held.activations * share, "reduction": gathered.reduction}
+    block_end = block | {
+        "activations": held.activations * share,
+        "recomputation": 0.0,
+        "backward": held.gradient_of_block + gathered.block_gradients,
+        "reduction": gathered.reduction,
+    }
+    end = {
+        "gradients": max(gradients, gathered.whole),
+        "compute weights": gathered.in_ends,
+        "stage buffers": held.buffers,
+        "backward": gathered.end_gradients,
+        "reduction": gathered.waiting,
+    }
+    moments = [block, second, block_end, end]
+    if not before:
+        # The first block has the fewest activations in its backward pass, but the gradients of all others exist.
+        later = gradients - soft.gradient_bytes * (parts[0][0].num_trained + sum(p.num_trained for p, _ in parts[-1:]))
+        first = {"gradients": max(0.0, later), "activations": held.activations * (1 - share)}
+        moments.append(block | first)
+    if not stage.has_head or work.spec.score_head:
+        return moments
+    head = {"gradients": before, "compute weights": gathered.in_ends, "reduction": waiting, **activations}
+    loss = head | {"compute weights": gathered.in_loss, "loss": held.kept + held.chunk}
+    return [loss, head | {"loss": held.kept + held.scaled + gathered.head_cast}, *moments]
+
+
 def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:
     """Return the share of the first rank of a stage of each kind of block and of embedding and head, with counts."""
-    sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
-    key = (sizes, work.optimizer.slots, work.software)
+    key = _share_key(work)
     return [(rank_share(part, *key), count) for part, count in stage.parts]
+
+
+def _share_key(work: Workload) -> tuple[tuple[int, int, int], Callable[..., Slots], Software]:
+    sizes = (work.sizes.tensor, work.sizes.expert, work.sizes.shard * work.sizes.context)
+    return sizes, work.optimizer.slots, work.software
 
 
 def checkpoint_bytes(work: Workload) -> float:
@@ -209,32 +296,84 @@ def checkpoint_bytes(work: Workload) -> float:
     return sum(part.num_trained * soft.weight_bytes + part.state for part in parts)
 
 
-def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> dict[str, float]:
-    """Return the memory of gathered parameters, whole gradients and their reduction, beside the shards."""
+@dataclass(frozen=True)
+class _Gathered:
+    """Bytes of copies of weights, and of gradients before ZeRO shards them.
+
+    Attributes:
+        in_block: copies of weights in the backward pass of a block; in_loss: during the loss; in_ends: in the backward
+            passes of head and embedding.
+        recomputed: copies that the recomputation of a block makes.
+        whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
+        block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
+            largest matrix; end_gradients: those of embedding and
+            head; head_cast: the head's gradient in the compute dtype.
+        reduction: the buffer from which the gradients of a block are reduced; waiting: that of embedding and head,
+            which FSDP keeps until the next reduction.
+    """
+
+    in_block: float = 0.0
+    in_loss: float = 0.0
+    in_ends: float = 0.0
+    recomputed: float = 0.0
+    whole: float = 0.0
+    block_gradients: float = 0.0
+    matrix_gradient: float = 0.0
+    end_gradients: float = 0.0
+    head_cast: float = 0.0
+    reduction: float = 0.0
+    waiting: float = 0.0
+
+
+def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> _Gathered:
+    """Return the memory of copies of weights and of whole gradients, beside the shards."""
     soft, zero = work.software, work.parallel.zero_stage
+    blocks, ends = parts[: len(stage.blocks)], parts[len(stage.blocks) :]
+    largest = max(part.num_reduced for part, _ in blocks)
+    end_numbers = sum(part.num_reduced for part, _ in ends)
+    # The gradient of an embedding is as large as its matrix, and is added to that of earlier micro-batches.
+    repeated = work.accumulation > 1
     if not soft.copies_weights:
-        return {}
+        return _Gathered()
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
+    # A tied head is the matrix of the embedding.
+    head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
+    head_copy = 0.0 if head is None else head.copy_bytes
     if work.sizes.data * work.sizes.context == 1 and not is_offloaded:
-        # Weights are cast to the compute dtype in the forward pass, and autograd stores these copies unless it
-        # recomputes the forward pass.
-        if work.checkpointing.type == "full":
-            return {"compute weights": 0.0}
-        return {"compute weights": sum(part.copy_bytes * count for part, count in parts)}
+        # Weights are cast to the compute dtype in the forward pass of each micro-batch. Autograd stores these copies
+        # unless it recomputes the forward pass.
+        copies = sum(part.copy_bytes * count for part, count in blocks)
+        recomputed = 0.0
+        if work.checkpointing.type != "none":
+            recomputed, copies = max(part.copy_bytes for part, _ in blocks), 0.0
+        copies *= micro_batches_in_flight(work, stage)
+        end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * repeated
+        return _Gathered(copies, copies + head_copy, copies, recomputed, end_gradients=end_gradients)
+    compute, reduce = soft.compute_bytes, soft.reduce_bytes
+    of_ends = sum(part.gathered_bytes for part, _ in ends)
     size = sum(part.gathered_bytes * count for part, count in parts)
-    blocks = parts[: len(stage.blocks)]
+    in_block = in_loss = in_ends = size
     if zero == 3:
-        # The parameters of the current block, and the prefetched ones of the next.
-        size += 2 * max(part.gathered_bytes for part, _ in blocks) - sum(
-            part.gathered_bytes * count for part, count in blocks
-        )
-    result = {"compute weights": size}
+        # The parameters of the current block and the prefetched ones of the next; FSDP keeps these in a buffer until the
+        # next gather.
+        of_block = max(part.gathered_bytes for part, _ in blocks)
+        in_block, in_loss, in_ends = of_ends + 2 * of_block, of_ends + of_block, of_ends + of_block
+    whole = 0.0
     if zero <= 1 and work.accumulation > 1:
         # Gradients stay unsharded until the last micro-batch.
-        result["whole gradients"] = soft.reduce_bytes * sum(part.num_reduced * count for part, count in parts)
-    # The unsharded gradients of one block during their reduce-scatter.
-    result["reduction"] = (soft.compute_bytes + soft.reduce_bytes) * max(part.num_reduced for part, _ in blocks)
-    return result
+        whole = reduce * sum(part.num_reduced * count for part, count in parts)
+    return _Gathered(
+        in_block,
+        in_loss,
+        in_ends,
+        whole=whole,
+        block_gradients=compute * largest,
+        matrix_gradient=compute * max(part.num_largest for part, _ in blocks),
+        end_gradients=(reduce if whole else compute) * end_numbers,
+        head_cast=compute * (0 if head is None else head.num_reduced) * (compute < reduce),
+        reduction=reduce * largest,
+        waiting=reduce * end_numbers,
+    )
 
 
 def _without_data_ranks(work: Workload) -> Workload:
@@ -263,33 +402,104 @@ def _shared_step(
     return Workload(model, sizes, parallel, sequence, micro_batch, accumulation, checkpointing, software=software)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of activations and what the loss holds.
+
+    Attributes:
+        activations: what is stored for the backward passes of blocks, of all micro-batches in flight.
+        recomputed: what the recomputation of a block stores beside its checkpoint.
+        backward: gradients of activations in the backward pass of a block; gradient_of_block: that of its result.
+        kept: what the last norm and the loss store, and gradients that the loss has computed already, of all
+            micro-batches whose backward pass is not complete.
+        scaled: these gradients of one micro-batch, times the scale of the loss.
+        chunk: what the loss computes a chunk from.
+        buffers: what travels between stages.
+    """
+
+    activations: float = 0.0
+    recomputed: float = 0.0
+    backward: float = 0.0
+    gradient_of_block: float = 0.0
+    kept: float = 0.0
+    scaled: float = 0.0
+    chunk: float = 0.0
+    buffers: float = 0.0
+
+
 @lru_cache(maxsize=65536)
-def _step_activations(work: Workload, stage: Stage) -> dict[str, float]:
-    """Return the bytes of activations in flight, of what travels between stages, and of one chunk of the loss."""
-    checkpointing = work.checkpointing
+def _held_tensors(work: Workload, stage: Stage) -> _Held:
+    """Return what a rank of a stage holds of activations, of the loss, and of what travels between stages."""
+    checkpointing, soft, spec = work.checkpointing, work.software, work.spec
     in_flight = micro_batches_in_flight(work, stage)
-    total = recomputation = 0.0
+    waiting = passes_waiting(work, stage)
+    total = recomputed = backward = 0.0
     for block, numbers in stage.blocks:
         all_bytes, selective, input_bytes = block_activations(block, work)
         num_checkpointed = 0
-        if checkpointing.type != "none":
+        if checkpointing.type != "none" and not waiting:
             num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
         checkpoint = input_bytes if checkpointing.type == "full" else selective
         total += in_flight * (num_checkpointed * checkpoint + (len(numbers) - num_checkpointed) * all_bytes)
+        if waiting:
+            # The gradients of the results of matmuls, from which those of the weights are computed. A split backward
+            # pass recomputes a block twice, and keeps what the second pass needs, so checkpoints save nothing.
+            outputs = work.tokens / work.sizes.tensor * block.matmul_outputs * soft.compute_bytes
+            total += waiting * len(numbers) * outputs
         # Checkpointed blocks are recomputed one at a time, from what they have stored.
-        recomputation = max(recomputation, (all_bytes - checkpoint) * min(1, num_checkpointed))
-    result = {"activations": total, "recomputation": recomputation}
-    ranks = work.sizes.pipeline
-    if ranks > 1 and work.software.keeps_buffers:
-        # Buffers for the hidden states and their gradients of all micro-batches. Those in flight count as the input of
-        # a block.
-        incoming = stages_per_rank(work.parallel) * (stage.rank > 0)
-        outgoing = stages_per_rank(work.parallel) * (stage.rank + 1 < ranks)
-        buffers = incoming * max(0.0, work.accumulation - in_flight) + outgoing * work.accumulation
-        result["stage buffers"] = buffers * boundary_bytes(work)
-    if stage.has_head and not work.spec.score_head:
-        result["loss"] = loss_bytes(work)
-    return result
+        recomputed = max(recomputed, (all_bytes - checkpoint) * min(1, num_checkpointed))
+        backward = max(backward, backward_bytes(block, work))
+    gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
+    result = _Held(total, recomputed=recomputed, backward=backward, gradient_of_block=gradient)
+    if work.sizes.pipeline > 1 and soft.keeps_buffers:
+        result = replace(result, buffers=_num_buffers(work, stage, in_flight) * boundary_bytes(work))
+    if not stage.has_head or spec.score_head:
+        return result
+    states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
+    norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
+    in_loss = in_flight if work.parallel.pipeline_schedule in ("gpipe", "zero_bubble") else 1.0
+    kept = in_loss * (norm + states + weight) + states
+    return replace(result, kept=kept, scaled=states + weight, chunk=loss_bytes(work))
+
+
+def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:
+    """Return how many hidden states, or gradients of them, a rank has beside those that its blocks store.
+
+    It has buffers for what it receives of all micro-batches. Schedules of several stages per rank also wait for what
+    they have sent only at the end of a step.
+    """
+    chunks, batches, schedule = stages_per_rank(work.parallel), work.accumulation, work.parallel.pipeline_schedule
+    # In a V, both stages of the last rank are neighbors.
+    inner = int(schedule == "zbv" and stage.rank == work.sizes.pipeline - 1)
+    incoming = chunks - (stage.rank == 0) - inner
+    outgoing = chunks - stage.has_head - inner
+    # Those in flight count as the input of a block.
+    finished = max(0.0, batches - in_flight)
+    sent = batches * outgoing + finished * incoming if schedule not in ("gpipe", "1f1b") else 0.0
+    return incoming * finished + outgoing * batches + sent
+
+
+def backward_bytes(block: BlockSizes, work: Workload) -> float:
+    """Return the bytes of gradients of activations at the fullest moment of the backward pass of a block.
+
+    That is in the feed-forward: beside the gradient of the block's result, there are those of the input of the last
+    matmul, of the activation, and of the gate.
+    """
+    layer, soft = block.layer, work.software
+    assert layer is not None
+    part = layer.feed_forward.dense_equivalent()
+    size = getattr(part, "intermediate_size", work.spec.hidden_size)
+    gated = 2.0 if isinstance(part, GatedFeedForward) else 1.0
+    tokens = work.tokens / work.sizes.tensor
+    return soft.compute_bytes * tokens * (work.spec.hidden_size + gated * size)
+
+
+def _head_bytes(work: Workload) -> float:
+    """Return the bytes of the gradient of the head's weight, which the chunks of a loss accumulate in fp32."""
+    if work.software.whole_logits:
+        return 0.0
+    vocabulary = -(-work.spec.vocab_size // work.sizes.tensor)
+    return max(4.0, work.software.compute_bytes) * vocabulary * work.spec.hidden_size
 
 
 def boundary_bytes(work: Workload) -> float:
@@ -312,30 +522,33 @@ def least_memory(work: Workload, data: int) -> tuple[float, float]:
     sharded = replace(work, parallel=parallel, sizes=replace(sizes, shard=data, replicate=1))
     activations, total = 0.0, 0.0
     for stage in work.stages:
-        size = sum(_step_activations(_without_data_ranks(work), stage).values())
+        held = _held_tensors(_without_data_ranks(work), stage)
+        stored = held.activations + held.buffers
+        of_block = stored + held.recomputed + held.backward
+        of_loss = stored + held.kept + held.chunk
         shares = rank_shares(sharded, stage)
         numbers = sum(count * part.num_trained for part, count in shares)
+        # Without earlier micro-batches, gradients may reuse the memory of activations.
+        numbers *= micro_batches_in_flight(work, stage) < work.accumulation
         state = soft.gradient_bytes * numbers + sum(count * (part.weights + part.state) for part, count in shares)
         gathered = _gathered_memory(sharded, stage, shares)
-        # A stage of a single block gathers less without ZeRO 3.
+        # A stage of one or two blocks gathers less without ZeRO 3.
         whole = sum(part.gathered_bytes * count for part, count in shares)
-        copies = min(whole, gathered.get("compute weights", 0.0)) + gathered.get("reduction", 0.0)
+        of_block_with = of_block + min(whole, gathered.in_block)
+        of_loss_with = of_loss + min(whole, gathered.in_loss)
         # Shards of experts along another dim may be rounded up less.
-        activations, total = max(activations, size), max(total, size + copies + 0.98 * state)
+        activations = max(activations, of_block, of_loss)
+        total = max(total, max(of_block_with, of_loss_with) + 0.98 * state)
     return activations, total
 
 
 def loss_bytes(work: Workload) -> float:
-    """Return the bytes of hidden states and their gradient, of logits, and of what the chunks of a loss need.
-
-    A loss that computes one chunk of the logits at a time accumulates the gradient of the head's weight in fp32.
-    """
+    """Return the bytes of the logits, or of one chunk of them, in all dtypes and with their gradient."""
     software, vocabulary = work.software, -(-work.spec.vocab_size // work.sizes.tensor)
-    states = 2 * work.tokens * work.spec.hidden_size * software.compute_bytes
     if software.whole_logits:
-        return states + work.tokens * vocabulary * software.logit_bytes
-    tokens = min(work.tokens, max(256, LOGITS_CHUNK // vocabulary))
-    return states + tokens * vocabulary * software.logit_bytes + 4.0 * vocabulary * work.spec.hidden_size
+        return work.tokens * vocabulary * software.logit_bytes
+    tokens = min(work.tokens, max(256, software.chunk_logits // vocabulary))
+    return tokens * vocabulary * software.logit_bytes
 
 
 def fullest_stage(work: Workload) -> tuple[Stage, RankMemory]:

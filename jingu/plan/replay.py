@@ -74,13 +74,16 @@ class _StepRecorder(TorchDispatchMode):
             key = (group, func.name().partition("::")[2].partition(".")[0])
             self.record.calls[key] += 1
             self.record.sizes[key] += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            # Pipeline stages reuse receive buffers that they allocated before this recorder existed.
-            self.watch(args)
-        # Ignore results that alias arguments, such as gloo's own buffers: nothing is allocated for them here.
-        inputs = _storages(args).keys()
+        # Buffers that are reused may be older than this recorder: those in which pipeline stages receive, and those in
+        # which FSDP gathers, which it resizes.
+        inputs = [args, kwargs]
+        self.watch(inputs)
         result = func(*args, **(kwargs or {}))
+        # The wrapper around a pending result has no memory of its own.
+        if func.name().partition(".")[0].endswith("_wrap_tensor_autograd"):
+            return result
         # FSDP allocates memory by resizing known storages before it gathers into them.
-        if self.watch(result, inputs) or func.namespace == "fsdp":
+        if self.watch(result) or func.namespace == "fsdp":
             self.record.peak = max(self.record.peak, self.total())
         return result
 

@@ -30,11 +30,13 @@ class Software:
         flash_attention: whether fused attention saves queries, keys and values as they are, as on GPUs.
         attention_speed: speed of attention, relative to the fused kernel of PyTorch, or to two matmuls.
         saved_scores: bytes stored per score without fused attention.
+        stores_biased_scores: whether attention with a trained bias stores its scores, as on CPUs.
         sequence_parallel: whether norms and residuals are also sharded over the ranks of `tensor`.
         saved_per_hidden: bytes that a block saves per element of a token's hidden state; 0: count them.
         saved_matmuls: share of the matmuls whose results selective checkpointing saves.
         traffic: bytes that elementwise operations of a forward pass move, relative to the saved bytes.
         whole_logits: whether the logits of all tokens exist at the same time.
+        chunk_logits: logits in a chunk of the loss (`jingu/training/loss.py`).
         logit_bytes: bytes of a logit and its gradient, in all dtypes in which they exist.
         logit_traffic: bytes that the loss moves per logit, in the forward and the backward pass.
         matmul_speed: speed of matmuls, relative to bf16.
@@ -49,6 +51,8 @@ class Software:
         keeps_buffers: whether a pipeline has buffers for what it receives of all micro-batches, as PyTorch's.
         buckets_gib: GiB of buckets in which gradients are reduced and weights are gathered.
         context_gib: GiB of a GPU that driver and libraries take; group_gib: the same of a group of collectives.
+        allocator_reuse: share of the memory of one moment of a step, such as the loss, that the allocator reuses in others, such
+            as recomputation. GPUs' caching allocators keep blocks of one size for tensors of that size.
         reserved: memory that the allocator reserves, relative to that of the tensors.
     """
 
@@ -64,11 +68,13 @@ class Software:
     flash_attention: bool = True
     attention_speed: float = 1.0
     saved_scores: float = 5.0
+    stores_biased_scores: bool = False
     sequence_parallel: bool = True
     saved_per_hidden: float = 0.0
     saved_matmuls: float = 1.0
     traffic: float = 1.5
     whole_logits: bool = False
+    chunk_logits: float = 2.0**27
     logit_bytes: float = 6.0
     logit_traffic: float = 16.0
     matmul_speed: float = 1.0
@@ -85,6 +91,7 @@ class Software:
     buckets_gib: float = 0.0
     context_gib: float = 0.0
     group_gib: float = 0.0
+    allocator_reuse: float = 0.35
     reserved: float = 1.0
 
     def changes(self) -> dict[str, Any]:

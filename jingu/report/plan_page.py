@@ -99,7 +99,7 @@ def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
 # Parts of memory in the order of their colors: owned by the rank, gathered for computing, and temporary in a step.
 _PARTS = (
     *("weights", "gradients", "optimizer state", "compute weights", "reduction"),
-    *("activations", "recomputation", "loss"),
+    *("activations", "recomputation", "backward", "loss"),
 )
 
 

@@ -126,6 +126,8 @@ class ChunkedHead:
                 torch.mul(matmul(gradient_CV, weight_VD), factors_C1, out=hidden_gradient_ND[part])
             if weight_gradient_VD is not None:
                 matmul_accumulate(weight_gradient_VD, gradient_CV.t(), hidden_ND[part] * factors_C1)
+            # Free it before the next chunk is computed.
+            del gradient_CV
         return losses_N, hidden_gradient_ND, weight_gradient_VD
 
     def _capped_chunk(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,7 @@ ESTIMATED = {
     "memory.compute weights",
     "memory.activations",
     "memory.recomputation",
+    "memory.backward",
     "memory.loss",
     "memory.reduction",
     "memory.cache",
@@ -127,7 +128,7 @@ def interval_of(name: str) -> Callable[[dict[str, Any], Result], Any]:
 # Settings of jingu on a CPU that differ from those on a GPU.
 SOFTWARE = (
     *("compute_bytes", "gradient_bytes", "weight_bytes", "reduce_bytes", "state_share"),
-    *("offload_copies_weights", "flash_attention"),
+    *("offload_copies_weights", "stores_biased_scores", "allocator_reuse", "chunk_logits", "logit_bytes"),
 )
 # What each figure must equal, from the whole plan and the run.
 EXPECTED: dict[str, Callable[[dict[str, Any], Result], Any]] = {

@@ -1,0 +1,130 @@
+"""The memory of plans in closed form against the peaks of replayed steps, and these against PyTorch's profiler."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from jingu.compat.torch_distributed import pretend_ranks
+from jingu.parallel.layout import Precision
+from jingu.parallel.sharding import local_tensor
+from jingu.plan.memory import fullest_stage
+from jingu.training.replay_run import prepare_step, replay_run
+from tests.plan.test_memory import BF16, settings, workload
+
+FP32 = Precision("fp32", torch.float32, torch.float32, torch.float32)
+PRECISIONS = {"fp32": FP32, "bf16": BF16}
+DIMS: dict[str, Any] = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "max_position_embeddings": 256}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**DIMS, "family": "llama", "num_kv_heads": 4, "intermediate_size": 688, "vocab_size": 4096},
+    "gpt2": {**DIMS, "family": "gpt2", "vocab_size": 4096},
+    "mixtral": {
+        **DIMS,
+        "family": "mixtral",
+        "intermediate_size": 256,
+        "vocab_size": 4096,
+        "experts": {"num_experts": 4, "num_experts_per_token": 2},
+    },
+    # The block is larger than the loss.
+    "narrow": {**DIMS, "family": "llama", "num_kv_heads": 4, "intermediate_size": 688, "vocab_size": 64},
+}
+# Model, ranks, layout, precision, checkpointing, rows of a micro-batch and of a step.
+Cell = tuple[str, int, dict[str, Any], str, str, int, int]
+KINDS = ("none", "selective", "full")
+QUICK: list[Cell] = [
+    ("llama", 1, {}, "bf16", "full", 2, 16),
+    ("narrow", 1, {}, "fp32", "none", 2, 16),
+    ("llama", 4, {"zero_stage": 3}, "bf16", "none", 2, 16),
+]
+CELLS: list[Cell] = [
+    *((model, 1, {}, name, kind, 2, 16) for model in MODELS for name in PRECISIONS for kind in KINDS),
+    *(
+        ("llama", 4, {"zero_stage": zero}, *kind, 2, 16)
+        for zero in range(4)
+        for kind in (("fp32", "none"), ("bf16", "full"))
+    ),
+    *(("llama", 2, {"zero_stage": 0}, name, "selective", 2, 16) for name in PRECISIONS),
+    *(("gpt2", 2, {"zero_stage": 3}, name, "none", 2, 16) for name in PRECISIONS),
+    *(("llama", 2, {"tensor": 2}, name, kind, 2, 16) for name in PRECISIONS for kind in ("none", "full")),
+    *(("llama", 2, {"pipeline": 2}, name, kind, 2, 16) for name in PRECISIONS for kind in ("none", "full")),
+    *(("llama", 2, {"pipeline": 2, "pipeline_schedule": "gpipe"}, "fp32", kind, 2, 16) for kind in ("none", "full")),
+    *(("mixtral", 2, {"expert": 2}, name, "full", 2, 16) for name in PRECISIONS),
+    *(("llama", 1, {}, name, "none", 2, 2) for name in PRECISIONS),
+    *(("llama", 1, {}, name, "none", 8, 16) for name in PRECISIONS),
+    *(("llama", 1, {"offload": {"type": "host"}}, "fp32", kind, 2, 16) for kind in KINDS),
+    *(("narrow", 1, {}, name, "full", 4, 16) for name in PRECISIONS),
+]
+
+
+def run_of(cell: Cell) -> tuple[Any, Any, Precision]:
+    model, _, parallel, name, kind, micro, rows = cell
+    precision = PRECISIONS[name]
+    config, spec = settings(
+        MODELS[model],
+        parallel,
+        train={"activation_checkpointing": {"type": kind}},
+        batch={"sequence_length": 256, "global_batch_size": rows, "micro_batch_size": micro},
+        precision={"type": name},
+    )
+    return config, spec, precision
+
+
+def relative_error(cell: Cell) -> float:
+    """Return the error of the plan of the fullest rank."""
+    config, spec, precision = run_of(cell)
+    world = cell[1]
+    work = workload(config, spec, world, precision)
+    first = world // work.sizes.pipeline
+    peaks = [replay_run(config, spec, precision, world, stage * first).peak for stage in range(work.sizes.pipeline)]
+    memory = fullest_stage(work)[1]
+    return (memory.total + sum(memory.host.values())) / max(peaks) - 1
+
+
+@pytest.mark.parametrize("cell", QUICK)
+def test_a_planned_peak_equals_a_replayed_one(cell: Cell) -> None:
+    assert abs(relative_error(cell)) < 0.01
+
+
+@pytest.mark.slow
+def test_planned_peaks_equal_replayed_ones_in_many_cells() -> None:
+    errors = {str(cell): relative_error(cell) for cell in CELLS}
+    assert len(errors) >= 60
+    assert {cell: error for cell, error in errors.items() if abs(error) >= 0.01} == {}
+
+
+def profiled_peak(cell: Cell) -> int:
+    """Return the peak of the first of simulated ranks by the events of PyTorch's allocator."""
+    config, spec, precision = run_of(cell)
+    pretend_ranks(0, cell[1])
+    try:
+        step, model, optimizer = prepare_step(config, spec, precision, cell[1])
+        step(0)
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step(1)
+        current = top = 0
+        for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                current += event.nbytes()
+                top = max(top, current)
+        states = (tensor for state in optimizer.state.values() for tensor in state.values())
+        tensors = (local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers(), *states))
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return top + sum(storages.values())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"), [({"zero_stage": 0}, "fp32"), ({"zero_stage": 3}, "bf16"), ({"context": 4}, "bf16")]
+)
+def test_a_replay_counts_what_the_allocator_counts(parallel: dict[str, Any], name: str) -> None:
+    """Also the buffers into which FSDP gathers parameters, which exist before the step."""
+    cell = ("llama", 4, parallel, name, "none", 2, 16)
+    config, spec, precision = run_of(cell)
+    assert replay_run(config, spec, precision, 4, 0).peak == pytest.approx(profiled_peak(cell), rel=0.001)
