@@ -94,7 +94,7 @@ def test_main_memory_must_hold_what_is_offloaded(plan_folder: Path, capsys: pyte
         r"main memory +7\d\d\.\d+ +of 240\.0: does not fit: short by 5\d\d\.\d GiB", capsys.readouterr().out
     )
     # A disk is not limited.
-    assert main([*words, "parallel.offload.type=disk", "parallel.offload.path=state"]) == 0
+    assert main([*words, "--on", "h200", "parallel.offload.type=disk", "parallel.offload.path=state"]) == 0
     # Main memory is the only memory of a CPU.
     (plan_folder / "cpu.yaml").write_text(
         "{memory_gib: 8, peak_tflops: 1, matmul_tflops: 1, memory_gbs: 50, link_gbs: 10, nic_gbs: 1, is_shared: true}"
