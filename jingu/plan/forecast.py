@@ -295,6 +295,12 @@ def _range(figures: dict[str, Any], name: str) -> str:
     return f"{figures[name]:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
+def _bounds(value: float, interval: tuple[float, float], digits: int) -> str:
+    """Return the interval of a figure as text."""
+    low, high = (value * bound for bound in interval)
+    return f"{low:,.{digits}f} to {high:,.{digits}f}"
+
+
 def describe_software(software: Software) -> str:
     """Return which kernels and which engine a plan assumes."""
     attention = "fused attention" if software.fused_attention else "attention that stores its scores"
@@ -318,9 +324,13 @@ def print_search(result: SearchResult, machine: Machine) -> None:
     rows = []
     for number, plan in enumerate(result.best, start=1):
         terms = [f"{plan.seconds[term]:.2f}" for term in names]
-        rows.append((str(number), f"{plan.step:.2f}", f"{plan.memory / 2**30:.1f}", *terms, describe_layout(plan.work)))
+        interval = plan_interval(plan.work, machine)
+        bounds = _bounds(plan.step, interval.seconds, 2), _bounds(plan.memory / 2**30, interval.memory, 1)
+        figures = (f"{plan.step:.2f}", bounds[0], f"{plan.memory / 2**30:.1f}", bounds[1])
+        rows.append((str(number), *figures, *terms, describe_layout(plan.work)))
     if rows:
-        print_table(("", "s", "GiB", *names, "layout"), rows, range(3 + len(names)))
+        heads = ("", "s", "between", "GiB", "between")
+        print_table((*heads, *names, "layout"), rows, range(len(heads) + len(names)))
         print(f"\nThe first: {layout_settings(result.best[0].work)}")
     else:
         print("No layout fits.")
@@ -345,6 +355,9 @@ def print_serving(plan: ServingPlan, machine: Machine) -> None:
     print(
         f"cache            {format_bytes(plan.cache_per_stream)} per sequence and GPU: {plan.max_streams:,} streams fit"
     )
+    if not plan.max_streams:
+        short = plan.weights + plan.cache_per_stream - machine.usable_bytes
+        print(f"no stream fits: short by {format_bytes(short)} per GPU")
     print(f"first token      {plan.first_token * 1000:,.0f} ms after a prompt of {plan.context // 2:,} tokens\n")
     rows = [
         (
@@ -373,9 +386,10 @@ def print_clusters(forecasts: Sequence[Forecast], deadline: float | None = None)
         notes += ["smallest"] * (ranks == min(hours, default=0))
         notes += ["cheapest"] * (ranks == min(hours, key=lambda ranks: hours[ranks], default=0))
         price = "" if result.price is None else f"{result.gpu_hours * result.price:,.0f}"
-        cells = (f"{ranks:,}", f"{result.step:.2f}", f"{result.days:,.2f}", f"{result.gpu_hours:,.0f}", price)
+        days = (f"{result.days:,.2f}", _bounds(result.days, result.interval.seconds, 2))
+        cells = (f"{ranks:,}", f"{result.step:.2f}", *days, f"{result.gpu_hours:,.0f}", price)
         rows.append((*cells, ", ".join(notes), describe_layout(result.work)))
-    print_table(("GPUs", "step s", "days", "GPU-hours", "price", "", "layout"), rows, range(5))
+    print_table(("GPUs", "step s", "days", "between", "GPU-hours", "price", "", "layout"), rows, range(6))
 
 
 def layout_settings(work: Workload) -> str:

@@ -354,8 +354,7 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
     size = sum(part.gathered_bytes * count for part, count in parts)
     in_block = in_loss = in_ends = size
     if zero == 3:
-        # The parameters of the current block and the prefetched ones of the next; FSDP keeps these in a buffer until the
-        # next gather.
+        # The parameters of the current block, and the prefetched ones of the next in a buffer.
         of_block = max(part.gathered_bytes for part, _ in blocks)
         in_block, in_loss, in_ends = of_ends + 2 * of_block, of_ends + of_block, of_ends + of_block
     whole = 0.0
@@ -508,37 +507,38 @@ def boundary_bytes(work: Workload) -> float:
     return tokens * work.spec.hidden_size * work.software.compute_bytes
 
 
-def least_memory(work: Workload, data: int) -> tuple[float, float]:
+def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float]:
     """Return lower bounds of the memory of the fullest GPU for any ZeRO: of activations and loss, and with all state.
 
     Args:
         data: number of data-parallel ranks.
+        usable: bytes of a GPU; if activations and loss are larger, the bounds are those of the first such stage.
     """
-    if work.accumulation == 1:
-        # Gradients may reuse the memory of activations.
-        return 0.0, 0.0
-    soft, sizes = work.software, work.sizes
-    parallel = work.parallel.model_copy(update={"zero_stage": 3, "shard": data, "replicate": 1})
-    sharded = replace(work, parallel=parallel, sizes=replace(sizes, shard=data, replicate=1))
-    activations, total = 0.0, 0.0
+    activations, step = 0.0, _without_data_ranks(work)
+    largest: list[tuple[Stage, float, float]] = []
     for stage in work.stages:
-        held = _held_tensors(_without_data_ranks(work), stage)
+        held = _held_tensors(step, stage)
         stored = held.activations + held.buffers
-        of_block = stored + held.recomputed + held.backward
-        of_loss = stored + held.kept + held.chunk
+        of_block, of_loss = stored + held.recomputed + held.backward, stored + held.kept + held.chunk
+        activations = max(activations, of_block, of_loss)
+        if activations > usable:
+            return activations, activations
+        largest.append((stage, of_block, of_loss))
+    soft, total = work.software, 0.0
+    parallel = work.parallel.model_copy(update={"zero_stage": 3, "shard": data, "replicate": 1})
+    sharded = replace(work, parallel=parallel, sizes=replace(work.sizes, shard=data, replicate=1))
+    for stage, of_block, of_loss in largest:
         shares = rank_shares(sharded, stage)
-        numbers = sum(count * part.num_trained for part, count in shares)
         # Without earlier micro-batches, gradients may reuse the memory of activations.
-        numbers *= micro_batches_in_flight(work, stage) < work.accumulation
+        has_gradients = micro_batches_in_flight(work, stage) < work.accumulation
+        numbers = has_gradients * sum(count * part.num_trained for part, count in shares)
         state = soft.gradient_bytes * numbers + sum(count * (part.weights + part.state) for part, count in shares)
         gathered = _gathered_memory(sharded, stage, shares)
         # A stage of one or two blocks gathers less without ZeRO 3.
         whole = sum(part.gathered_bytes * count for part, count in shares)
-        of_block_with = of_block + min(whole, gathered.in_block)
-        of_loss_with = of_loss + min(whole, gathered.in_loss)
+        fullest = max(of_block + min(whole, gathered.in_block), of_loss + min(whole, gathered.in_loss))
         # Shards of experts along another dim may be rounded up less.
-        activations = max(activations, of_block, of_loss)
-        total = max(total, max(of_block_with, of_loss_with) + 0.98 * state)
+        total = max(total, fullest + 0.98 * state)
     return activations, total
 
 

@@ -67,7 +67,7 @@ class SearchResult:
     Attributes:
         num_estimates: number of estimated layouts.
         rejections: number of rejected layouts by reason; examples: one example for each reason.
-        conflicts: cached results of `_conflict`.
+        conflicts: cached results of `_conflict`; schedules: cached settings of a division with a schedule.
         nearest: the layout that is short of the least memory: missing bytes and description.
     """
 
@@ -76,6 +76,7 @@ class SearchResult:
     rejections: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     conflicts: dict[tuple[object, ...], JinguError | None] = field(default_factory=dict)
+    schedules: dict[tuple[object, ...], ParallelSettings] = field(default_factory=dict)
     nearest: tuple[float, str] = (inf, "")
 
     def reject(self, reason: str, example: str, number: int = 1) -> None:
@@ -290,7 +291,13 @@ def _search_cell(
     plans: list[Plan] = []
     for schedule, stages in [("1f1b", "auto")] if first_only else schedules:
         key = (schedule, stages, pipeline, kind, expert > 1, cell.accumulation)
-        settings = first.model_copy(update={"pipeline_schedule": schedule, "stages_per_rank": stages})
+        if result.conflicts.get(key) is not None and not _is_valid(base, key, result):
+            continue
+        place = (id(first), schedule, stages)
+        if place not in result.schedules:
+            update = {"pipeline_schedule": schedule, "stages_per_rank": stages}
+            result.schedules[place] = first.model_copy(update=update)
+        settings = result.schedules[place]
         work = replace(
             base,
             sizes=AxisSizes(pipeline, 1, cell.data, context, tensor, expert),
@@ -327,7 +334,7 @@ def _search_cell(
 def _cell_time(work: Workload, cell: _Cell, machine: Machine, result: SearchResult) -> _CellTime | None:
     """Return what the layouts of a cell with one schedule share; None if their activations do not fit."""
     usable = machine.usable_bytes / memory_margin(machine)
-    activations, least = least_memory(work, cell.data)
+    activations, least = least_memory(work, cell.data, usable)
     if activations > usable or (least > usable and machine.is_shared):
         result.reject("out of memory", describe_layout(work))
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jingu.errors import JinguError
@@ -13,6 +14,8 @@ from jingu.plan.machine import Machine
 
 # Numbers of concurrent streams for which the plan shows the throughput.
 BATCHES = (1, 4, 16, 64, 256)
+# Bytes of a served weight, with the scales of its group.
+SERVED_BYTES = {"bf16": 2.0, "int8": 1.06, "int4": 0.56, "nf4": 0.56}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,21 @@ class ServingPlan:
     speeds: dict[int, float]
 
 
+def served_form(overrides: Sequence[str]) -> str:
+    """Return the form of the served weights that settings name: `tune.quantization`, or nf4 with `tune.type=qlora`.
+
+    Raises:
+        JinguError: the size of such weights is not known.
+    """
+    form = "nf4" if "tune.type=qlora" in overrides else "bf16"
+    for word in overrides:
+        form = word.partition("=")[2] if word.startswith("tune.quantization=") else form
+    if form not in SERVED_BYTES:
+        fix = f"Choose {', '.join(SERVED_BYTES)}."
+        raise JinguError(f"the size of weights in the form {form} is not known.", where="tune.quantization", fix=fix)
+    return form
+
+
 def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, weight_bytes: float = 2.0) -> ServingPlan:
     """Return memory and speed of a served model.
 
@@ -54,7 +72,7 @@ def plan_serving(spec: ModelSpec, machine: Machine, gpus: int, context: int, wei
             f"the weights take {weights / 2**30:,.1f} GiB of each of {gpus} × {machine.name}, which have "
             f"{machine.usable_bytes / 2**30:,.1f} GiB: short by {-room / 2**30:,.1f} GiB.",
             where="--gpus",
-            fix="Use more GPUs, or quantized weights.",
+            fix="Use more GPUs, or quantized weights (tune.quantization=int4).",
         )
     prompt = context // 2
     speeds = {n: n / decode_seconds(spec, machine, n, prompt, weights, gpus) for n in BATCHES}

@@ -51,8 +51,8 @@ class Software:
         keeps_buffers: whether a pipeline has buffers for what it receives of all micro-batches, as PyTorch's.
         buckets_gib: GiB of buckets in which gradients are reduced and weights are gathered.
         context_gib: GiB of a GPU that driver and libraries take; group_gib: the same of a group of collectives.
-        allocator_reuse: share of the memory of one moment of a step, such as the loss, that the allocator reuses in others, such
-            as recomputation. GPUs' caching allocators keep blocks of one size for tensors of that size.
+        allocator_reuse: share of the memory of one moment of a step, such as the loss, that the allocator reuses in
+            others, such as recomputation. The caching allocators of GPUs keep blocks for tensors of one size.
         reserved: memory that the allocator reserves, relative to that of the tensors.
     """
 

@@ -39,7 +39,7 @@ from jingu.plan.forecast import (
 from jingu.plan.machine import Machine, find_machine
 from jingu.plan.memory import fullest_stage
 from jingu.plan.search import SearchResult, search_layouts
-from jingu.plan.serving import plan_serving
+from jingu.plan.serving import SERVED_BYTES, plan_serving, served_form
 from jingu.plan.software import Software, find_software
 from jingu.plan.workload import Workload, num_parameters
 from jingu.runtime.hub import CONFIG_FILES, is_available, local_path, parse_name
@@ -250,11 +250,14 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     # 1. Read the machine and the run.
     machine, mode, price = query.machine(), query.mode, query.price
     ranks = query.nodes * machine.gpus_per_node
-    request = replace(_read_target(query.target, query.overrides, ranks), software=query.software)
+    # A served model has no adapters; how its weights are quantized is read below.
+    overrides = [word for word in query.overrides if mode != "serve" or not word.startswith("tune.")]
+    request = replace(_read_target(query.target, overrides, ranks), software=query.software)
     config, spec = request.config, request.spec
     # 2. Modes that print something other than a forecast of one layout.
     if mode == "serve":
-        serving = plan_serving(spec, machine, query.gpus or 1, config.batch.sequence_length)
+        size = SERVED_BYTES[served_form(query.overrides)]
+        serving = plan_serving(spec, machine, query.gpus or 1, config.batch.sequence_length, size)
         if as_json:
             print(json.dumps(asdict(serving)))
         else:
@@ -456,6 +459,9 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
         ranks: number of ranks, which sizes the default batch and converts the batch of DeepSpeed.
     """
     path = Path(target).expanduser()
+    if "tune.type=qlora" in overrides:
+        overrides = [word for word in overrides if word != "tune.type=qlora"]
+        overrides = ["tune.type=lora", "tune.quantization=nf4", *overrides]
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
         spec, missing = resolve_spec(config)

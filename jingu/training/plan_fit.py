@@ -15,7 +15,7 @@ from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AxisSizes
 from jingu.plan.forecast import forecast, run_workload
 from jingu.plan.machine import Machine
-from jingu.plan.serving import plan_serving
+from jingu.plan.serving import SERVED_BYTES, plan_serving
 from jingu.plan.software import Software
 from jingu.plan.workload import Workload
 
@@ -27,8 +27,8 @@ TUNINGS = {
 }
 LENGTHS = (2048, 8192, 32768, 131072)
 MAX_MICRO_BATCH = 256
-# Bytes of a served weight.
-WEIGHTS = {"bf16": 2.0, "int8": 1.06, "int4": 0.56}
+# Forms of served weights.
+FORMS = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def _largest(tuning: str, work: Workload, machine: Machine) -> Training:
 def fit_streams(spec: ModelSpec, machine: Machine, gpus: int) -> list[Streams]:
     """Return how many streams of each length fit beside the weights."""
     result = []
-    for name, size in WEIGHTS.items():
+    for name in FORMS:
         for length in LENGTHS:
             try:
-                plan = plan_serving(spec, machine, gpus, length, size)
+                plan = plan_serving(spec, machine, gpus, length, SERVED_BYTES[name])
             except JinguError:
                 result.append(Streams(name, length, 0))
                 continue

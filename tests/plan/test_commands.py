@@ -191,3 +191,19 @@ def test_what_a_card_can_do(plan_folder: Path, capsys: pytest.CaptureFixture[str
     assert streams["int4", 8192] > streams["bf16", 8192] > streams["bf16", 32768]
     assert main(["plan", "llama-3.1-405b", "--fit", "--on", "RTX 4090"]) == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_quantized_weights_are_served_and_qlora_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3-8b", "--serve", "--on", "rtx-4090", "--json"]
+    sizes = {}
+    for form in ("bf16", "int8", "int4"):
+        assert main([*words, f"tune.quantization={form}"]) == 0
+        sizes[form] = json.loads(capsys.readouterr().out)["weights"]
+    assert sizes["int4"] < 0.6 * sizes["int8"] < 0.4 * sizes["bf16"]
+    assert main([*words, "tune.quantization=int3"]) == 2
+    assert "not known" in capsys.readouterr().err
+    # A stream of this length does not fit beside the weights.
+    assert main([*words[:-1], "batch.sequence_length=131072"]) == 1
+    assert "no stream fits: short by" in capsys.readouterr().out
+    assert main(["plan", "llama-3-8b", "--on", "rtx-4090", "--gpus", "1", "--json", "tune.type=qlora"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["weights"] < 0.5 * sizes["bf16"]
