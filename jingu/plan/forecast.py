@@ -151,7 +151,10 @@ def forecast(
     work: Workload, machine: Machine, steps: int, price: float | None = None, assumptions: list[str] | None = None
 ) -> Forecast:
     """Return the forecast of a run of this many steps."""
-    return Forecast(work, machine, steps, step_time(work, machine), fullest_stage(work)[1], price, assumptions or [])
+    notes = list(assumptions or [])
+    if work.software.compute_bytes == 2 and not machine.has_bf16:
+        notes.append(f"fp16 (precision.type=fp16), because {machine.name} has no bf16")
+    return Forecast(work, machine, steps, step_time(work, machine), fullest_stage(work)[1], price, notes)
 
 
 def run_workload(config: RunConfig, spec: ModelSpec, sizes: AxisSizes, plan: BatchPlan, software: Software) -> Workload:

@@ -119,6 +119,11 @@ class Machine(_Part):
         """Ranks that share a core, at least 1. While some of them wait, the others compute faster."""
         return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes in bf16; GPUs before Ampere do not."""
+        return not self.name.startswith(("v100", "t4"))
+
     def with_nodes(self, gpus_per_node: int) -> Machine:
         """Return the machine with another number of GPUs per node; ranks on a CPU share its memory and speed."""
         update: dict[str, object] = {"gpus_per_node": gpus_per_node}

@@ -207,3 +207,10 @@ def test_quantized_weights_are_served_and_qlora_is_planned(capsys: pytest.Captur
     assert "no stream fits: short by" in capsys.readouterr().out
     assert main(["plan", "llama-3-8b", "--on", "rtx-4090", "--gpus", "1", "--json", "tune.type=qlora"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["weights"] < 0.5 * sizes["bf16"]
+
+
+def test_cards_without_bf16_are_planned_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
+    for card, has_note in (("T4", True), ("v100-16", True), ("RTX 3060", False)):
+        main(["plan", "llama-3.2-1b", "--on", card, "--gpus", "1", "--json", "parallel.zero_stage=0"])
+        notes = json.loads(capsys.readouterr().out)["assumptions"]
+        assert any("has no bf16" in note for note in notes) == has_note
