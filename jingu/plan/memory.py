@@ -121,7 +121,7 @@ def micro_batches_in_flight(work: Workload, stage: Stage) -> float:
     return min(batches, warm_up / chunks)
 
 
-def passes_waiting(work: Workload, stage: Stage) -> float:
+def weight_passes(work: Workload, stage: Stage) -> float:
     """Return how many micro-batches in flight still need the gradients of weights, in units of all blocks of the rank.
 
     Only schedules that split backward passes have such micro-batches. The numbers are those of the orders of
@@ -230,49 +230,49 @@ def step_moments(
         gradients: bytes of the gradients of the rank's shards.
     """
     soft, zero = work.software, work.parallel.zero_stage
-    held = _held_tensors(_without_data_ranks(work), stage)
-    gathered = _gathered_memory(work, stage, parts)
+    tensors = _step_tensors(_without_data_ranks(work), stage)
+    copies_of_weights = _gathered_memory(work, stage, parts)
     # Gradients of earlier micro-batches. There are none if all forward passes come before the first backward pass.
     in_flight = micro_batches_in_flight(work, stage)
-    before = 0.0 if in_flight == work.accumulation else max(gradients, gathered.whole)
-    activations = {"activations": held.activations, "stage buffers": held.buffers}
-    waiting = gathered.waiting if before and zero >= 2 else 0.0
+    before = 0.0 if in_flight == work.accumulation else max(gradients, copies_of_weights.whole)
+    activations = {"activations": tensors.activations, "stage buffers": tensors.buffers}
+    end_buffer = copies_of_weights.end_buffer if before and zero >= 2 else 0.0
     block = {
         "gradients": before,
-        "compute weights": gathered.in_block,
+        "compute weights": copies_of_weights.in_block,
         **activations,
-        "recomputation": held.recomputed + gathered.recomputed,
-        "backward": held.backward + gathered.matrix_gradient,
-        "reduction": waiting,
+        "recomputation": tensors.recomputation + copies_of_weights.recomputation,
+        "backward": tensors.backward + copies_of_weights.matrix_gradient,
+        "reduction": end_buffer,
     }
     # At the end of the backward pass of a block, it needs its activations no more, but has all of its gradients; those
     # of the block behind it are reduced.
     share = max(0.0, 1 - 1 / (max(1, stage.num_blocks) * in_flight))
-    second = block | {"activations": held.activations * share, "reduction": gathered.reduction}
+    second = block | {"activations": tensors.activations * share, "reduction": copies_of_weights.reduction}
     block_end = block | {
-        "activations": held.activations * share,
+        "activations": tensors.activations * share,
         "recomputation": 0.0,
-        "backward": held.gradient_of_block + gathered.block_gradients,
-        "reduction": gathered.reduction,
+        "backward": tensors.gradient_of_block + copies_of_weights.block_gradients,
+        "reduction": copies_of_weights.reduction,
     }
     end = {
-        "gradients": max(gradients, gathered.whole),
-        "compute weights": gathered.in_ends,
-        "stage buffers": held.buffers,
-        "backward": gathered.end_gradients,
-        "reduction": gathered.waiting,
+        "gradients": max(gradients, copies_of_weights.whole),
+        "compute weights": copies_of_weights.in_ends,
+        "stage buffers": tensors.buffers,
+        "backward": copies_of_weights.end_gradients,
+        "reduction": copies_of_weights.end_buffer,
     }
     moments = [block, second, block_end, end]
     if not before:
         # The first block has the fewest activations in its backward pass, but the gradients of all others exist.
         later = gradients - soft.gradient_bytes * (parts[0][0].num_trained + sum(p.num_trained for p, _ in parts[-1:]))
-        first = {"gradients": max(0.0, later), "activations": held.activations * (1 - share)}
+        first = {"gradients": max(0.0, later), "activations": tensors.activations * (1 - share)}
         moments.append(block | first)
     if not stage.has_head or work.spec.score_head:
         return moments
-    head = {"gradients": before, "compute weights": gathered.in_ends, "reduction": waiting, **activations}
-    loss = head | {"compute weights": gathered.in_loss, "loss": held.kept + held.chunk}
-    return [loss, head | {"loss": held.kept + held.scaled + gathered.head_cast}, *moments]
+    head = {"gradients": before, "compute weights": copies_of_weights.in_ends, "reduction": end_buffer, **activations}
+    loss = head | {"compute weights": copies_of_weights.in_loss, "loss": tensors.loss_tensors + tensors.chunk}
+    return [loss, head | {"loss": tensors.loss_tensors + tensors.loss_copies + copies_of_weights.head_cast}, *moments]
 
 
 def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:
@@ -297,44 +297,44 @@ def checkpoint_bytes(work: Workload) -> float:
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _WeightCopies:
     """Bytes of copies of weights, and of gradients before ZeRO shards them.
 
     Attributes:
         in_block: copies of weights in the backward pass of a block; in_loss: during the loss; in_ends: in the backward
             passes of head and embedding.
-        recomputed: copies that the recomputation of a block makes.
+        recomputation: copies that the recomputation of a block makes.
         whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
         block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
             largest matrix; end_gradients: those of embedding and
             head; head_cast: the head's gradient in the compute dtype.
-        reduction: the buffer from which the gradients of a block are reduced; waiting: that of embedding and head,
+        reduction: the buffer from which the gradients of a block are reduced; end_buffer: that of embedding and head,
             which FSDP keeps until the next reduction.
     """
 
     in_block: float = 0.0
     in_loss: float = 0.0
     in_ends: float = 0.0
-    recomputed: float = 0.0
+    recomputation: float = 0.0
     whole: float = 0.0
     block_gradients: float = 0.0
     matrix_gradient: float = 0.0
     end_gradients: float = 0.0
     head_cast: float = 0.0
     reduction: float = 0.0
-    waiting: float = 0.0
+    end_buffer: float = 0.0
 
 
-def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> _Gathered:
+def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, int]]) -> _WeightCopies:
     """Return the memory of copies of weights and of whole gradients, beside the shards."""
     soft, zero = work.software, work.parallel.zero_stage
     blocks, ends = parts[: len(stage.blocks)], parts[len(stage.blocks) :]
     largest = max(part.num_reduced for part, _ in blocks)
     end_numbers = sum(part.num_reduced for part, _ in ends)
     # The gradient of an embedding is as large as its matrix, and is added to that of earlier micro-batches.
-    repeated = work.accumulation > 1
+    again = work.accumulation > 1
     if not soft.copies_weights:
-        return _Gathered()
+        return _WeightCopies()
     is_offloaded = work.parallel.offload.type != "none" and soft.offload_copies_weights
     # A tied head is the matrix of the embedding.
     head = rank_share(work.model.head, *_share_key(work)) if stage.has_head else None
@@ -343,12 +343,12 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
         # Weights are cast to the compute dtype in the forward pass of each micro-batch. Autograd stores these copies
         # unless it recomputes the forward pass.
         copies = sum(part.copy_bytes * count for part, count in blocks)
-        recomputed = 0.0
+        recomputation = 0.0
         if work.checkpointing.type != "none":
-            recomputed, copies = max(part.copy_bytes for part, _ in blocks), 0.0
+            recomputation, copies = max(part.copy_bytes for part, _ in blocks), 0.0
         copies *= micro_batches_in_flight(work, stage)
-        end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * repeated
-        return _Gathered(copies, copies + head_copy, copies, recomputed, end_gradients=end_gradients)
+        end_gradients = soft.gradient_bytes * max((part.num_reduced for part, _ in ends[:1]), default=0) * again
+        return _WeightCopies(copies, copies + head_copy, copies, recomputation, end_gradients=end_gradients)
     compute, reduce = soft.compute_bytes, soft.reduce_bytes
     of_ends = sum(part.gathered_bytes for part, _ in ends)
     size = sum(part.gathered_bytes * count for part, count in parts)
@@ -361,7 +361,7 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
     if zero <= 1 and work.accumulation > 1:
         # Gradients stay unsharded until the last micro-batch.
         whole = reduce * sum(part.num_reduced * count for part, count in parts)
-    return _Gathered(
+    return _WeightCopies(
         in_block,
         in_loss,
         in_ends,
@@ -371,7 +371,7 @@ def _gathered_memory(work: Workload, stage: Stage, parts: list[tuple[RankShare, 
         end_gradients=(reduce if whole else compute) * end_numbers,
         head_cast=compute * (0 if head is None else head.num_reduced) * (compute < reduce),
         reduction=reduce * largest,
-        waiting=reduce * end_numbers,
+        end_buffer=reduce * end_numbers,
     )
 
 
@@ -402,54 +402,54 @@ def _shared_step(
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StepTensors:
     """Bytes of activations and what the loss holds.
 
     Attributes:
         activations: what is stored for the backward passes of blocks, of all micro-batches in flight.
-        recomputed: what the recomputation of a block stores beside its checkpoint.
+        recomputation: what the recomputation of a block stores beside its checkpoint.
         backward: gradients of activations in the backward pass of a block; gradient_of_block: that of its result.
-        kept: what the last norm and the loss store, and gradients that the loss has computed already, of all
+        loss_tensors: what the last norm and the loss store, and gradients that the loss has computed already, of all
             micro-batches whose backward pass is not complete.
-        scaled: these gradients of one micro-batch, times the scale of the loss.
+        loss_copies: these gradients of one micro-batch, times the scale of the loss.
         chunk: what the loss computes a chunk from.
         buffers: what travels between stages.
     """
 
     activations: float = 0.0
-    recomputed: float = 0.0
+    recomputation: float = 0.0
     backward: float = 0.0
     gradient_of_block: float = 0.0
-    kept: float = 0.0
-    scaled: float = 0.0
+    loss_tensors: float = 0.0
+    loss_copies: float = 0.0
     chunk: float = 0.0
     buffers: float = 0.0
 
 
 @lru_cache(maxsize=65536)
-def _held_tensors(work: Workload, stage: Stage) -> _Held:
+def _step_tensors(work: Workload, stage: Stage) -> _StepTensors:
     """Return what a rank of a stage holds of activations, of the loss, and of what travels between stages."""
     checkpointing, soft, spec = work.checkpointing, work.software, work.spec
     in_flight = micro_batches_in_flight(work, stage)
-    waiting = passes_waiting(work, stage)
-    total = recomputed = backward = 0.0
+    delay = weight_passes(work, stage)
+    total = recomputation = backward = 0.0
     for block, numbers in stage.blocks:
         all_bytes, selective, input_bytes = block_activations(block, work)
         num_checkpointed = 0
-        if checkpointing.type != "none" and not waiting:
+        if checkpointing.type != "none" and not delay:
             num_checkpointed = sum(number % checkpointing.every == 0 for number in numbers)
         checkpoint = input_bytes if checkpointing.type == "full" else selective
         total += in_flight * (num_checkpointed * checkpoint + (len(numbers) - num_checkpointed) * all_bytes)
-        if waiting:
+        if delay:
             # The gradients of the results of matmuls, from which those of the weights are computed. A split backward
             # pass recomputes a block twice, and keeps what the second pass needs, so checkpoints save nothing.
             outputs = work.tokens / work.sizes.tensor * block.matmul_outputs * soft.compute_bytes
-            total += waiting * len(numbers) * outputs
-        # Checkpointed blocks are recomputed one at a time, from what they have stored.
-        recomputed = max(recomputed, (all_bytes - checkpoint) * min(1, num_checkpointed))
+            total += delay * len(numbers) * outputs
+        # Checkpointed blocks are recomputation one at a time, from what they have stored.
+        recomputation = max(recomputation, (all_bytes - checkpoint) * min(1, num_checkpointed))
         backward = max(backward, backward_bytes(block, work))
     gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
-    result = _Held(total, recomputed=recomputed, backward=backward, gradient_of_block=gradient)
+    result = _StepTensors(total, recomputation=recomputation, backward=backward, gradient_of_block=gradient)
     if work.sizes.pipeline > 1 and soft.keeps_buffers:
         result = replace(result, buffers=_num_buffers(work, stage, in_flight) * boundary_bytes(work))
     if not stage.has_head or spec.score_head:
@@ -457,8 +457,8 @@ def _held_tensors(work: Workload, stage: Stage) -> _Held:
     states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
     in_loss = in_flight if work.parallel.pipeline_schedule in ("gpipe", "zero_bubble") else 1.0
-    kept = in_loss * (norm + states + weight) + states
-    return replace(result, kept=kept, scaled=states + weight, chunk=loss_bytes(work))
+    loss_tensors = in_loss * (norm + states + weight) + states
+    return replace(result, loss_tensors=loss_tensors, loss_copies=states + weight, chunk=loss_bytes(work))
 
 
 def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:
@@ -517,9 +517,12 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
     activations, step = 0.0, _without_data_ranks(work)
     largest: list[tuple[Stage, float, float]] = []
     for stage in work.stages:
-        held = _held_tensors(step, stage)
-        stored = held.activations + held.buffers
-        of_block, of_loss = stored + held.recomputed + held.backward, stored + held.kept + held.chunk
+        tensors = _step_tensors(step, stage)
+        stored = tensors.activations + tensors.buffers
+        of_block, of_loss = (
+            stored + tensors.recomputation + tensors.backward,
+            stored + tensors.loss_tensors + tensors.chunk,
+        )
         activations = max(activations, of_block, of_loss)
         if activations > usable:
             return activations, activations
@@ -533,10 +536,12 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         has_gradients = micro_batches_in_flight(work, stage) < work.accumulation
         numbers = has_gradients * sum(count * part.num_trained for part, count in shares)
         state = soft.gradient_bytes * numbers + sum(count * (part.weights + part.state) for part, count in shares)
-        gathered = _gathered_memory(sharded, stage, shares)
+        copies_of_weights = _gathered_memory(sharded, stage, shares)
         # A stage of one or two blocks gathers less without ZeRO 3.
         whole = sum(part.gathered_bytes * count for part, count in shares)
-        fullest = max(of_block + min(whole, gathered.in_block), of_loss + min(whole, gathered.in_loss))
+        fullest = max(
+            of_block + min(whole, copies_of_weights.in_block), of_loss + min(whole, copies_of_weights.in_loss)
+        )
         # Shards of experts along another dim may be rounded up less.
         total = max(total, fullest + 0.98 * state)
     return activations, total
