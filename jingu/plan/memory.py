@@ -202,7 +202,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     peak = max(least, sum(fullest.values()))
     # Memory of other moments that the allocator does not reuse.
     temporary = sum(max(moment.get(name, 0.0) for moment in moments) for name in {*chain(*moments)} - {"gradients"})
-    unused = (1 - soft.allocator_reuse) * max(0.0, moments[0]["gradients"] + temporary - peak)
+    fragments = (1 - soft.allocator_reuse) * max(0.0, moments[0]["gradients"] + temporary - peak)
     if fullest["gradients"] < least:
         remainder = sum(fullest.values()) - fullest["gradients"]
         share = (peak - least) / remainder if remainder else 0.0
@@ -211,7 +211,7 @@ def stage_memory(work: Workload, stage: Stage) -> RankMemory:
     device = ({} if is_offloaded else state) | fullest
     device["buckets"] = soft.buckets_gib * 2**30
     # Parts of a GPU that no tensor uses.
-    device["fragmentation"] = unused + (soft.reserved - 1) * (sum(device.values()) + unused)
+    device["fragmentation"] = fragments + (soft.reserved - 1) * (sum(device.values()) + fragments)
     axes = sum(size > 1 for size in work.sizes.shape)
     device["libraries"] = soft.context_gib * 2**30 + axes * soft.group_gib * 2**30
     return RankMemory({part: size for part, size in device.items() if size}, host)
@@ -473,9 +473,9 @@ def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:
     incoming = chunks - (stage.rank == 0) - inner
     outgoing = chunks - stage.has_head - inner
     # Those in flight count as the input of a block.
-    finished = max(0.0, batches - in_flight)
-    sent = batches * outgoing + finished * incoming if schedule not in ("gpipe", "1f1b") else 0.0
-    return incoming * finished + outgoing * batches + sent
+    past_batches = max(0.0, batches - in_flight)
+    sends = batches * outgoing + past_batches * incoming if schedule not in ("gpipe", "1f1b") else 0.0
+    return incoming * past_batches + outgoing * batches + sends
 
 
 def backward_bytes(block: BlockSizes, work: Workload) -> float:
@@ -488,9 +488,9 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
     assert layer is not None
     part = layer.feed_forward.dense_equivalent()
     size = getattr(part, "intermediate_size", work.spec.hidden_size)
-    gated = 2.0 if isinstance(part, GatedFeedForward) else 1.0
+    factor = 2.0 if isinstance(part, GatedFeedForward) else 1.0
     tokens = work.tokens / work.sizes.tensor
-    return soft.compute_bytes * tokens * (work.spec.hidden_size + gated * size)
+    return soft.compute_bytes * tokens * (work.spec.hidden_size + factor * size)
 
 
 def _head_bytes(work: Workload) -> float:
@@ -518,7 +518,7 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
     largest: list[tuple[Stage, float, float]] = []
     for stage in work.stages:
         tensors = _step_tensors(step, stage)
-        stored = tensors.activations + tensors.buffers
+        activity = tensors.activations + tensors.buffers
         of_block, of_loss = (
             stored + tensors.recomputation + tensors.backward,
             stored + tensors.loss_tensors + tensors.chunk,
