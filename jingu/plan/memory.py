@@ -520,8 +520,8 @@ def least_memory(work: Workload, data: int, usable: float) -> tuple[float, float
         tensors = _step_tensors(step, stage)
         activity = tensors.activations + tensors.buffers
         of_block, of_loss = (
-            stored + tensors.recomputation + tensors.backward,
-            stored + tensors.loss_tensors + tensors.chunk,
+            activity + tensors.recomputation + tensors.backward,
+            activity + tensors.loss_tensors + tensors.chunk,
         )
         activations = max(activations, of_block, of_loss)
         if activations > usable:
