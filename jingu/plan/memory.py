@@ -16,7 +16,7 @@ from jingu.config.sections.optimizers import Slots
 from jingu.config.sections.parallel import ParallelSettings
 from jingu.config.sections.train import ActivationCheckpointingSettings
 from jingu.model.components import RelativeBias
-from jingu.model.feed_forward_specs import GatedFeedForward
+from jingu.model.feed_forward_specs import GatedFeedForward, PlainFeedForward
 from jingu.model.parts import score_bytes
 from jingu.parallel.mesh import AxisSizes
 from jingu.parallel.stages import stages_per_rank
@@ -445,7 +445,7 @@ def _step_tensors(work: Workload, stage: Stage) -> _StepTensors:
             # pass recomputes a block twice, and keeps what the second pass needs, so checkpoints save nothing.
             outputs = work.tokens / work.sizes.tensor * block.matmul_outputs * soft.compute_bytes
             total += delay * len(numbers) * outputs
-        # Checkpointed blocks are recomputation one at a time, from what they have stored.
+        # Checkpointed blocks are recomputed one at a time, from what they have stored.
         recomputation = max(recomputation, (all_bytes - checkpoint) * min(1, num_checkpointed))
         backward = max(backward, backward_bytes(block, work))
     gradient = work.tokens / work.sizes.tensor * spec.hidden_size * soft.compute_bytes
@@ -487,7 +487,7 @@ def backward_bytes(block: BlockSizes, work: Workload) -> float:
     layer, soft = block.layer, work.software
     assert layer is not None
     part = layer.feed_forward.dense_equivalent()
-    size = getattr(part, "intermediate_size", work.spec.hidden_size)
+    size = part.intermediate_size if isinstance(part, GatedFeedForward | PlainFeedForward) else work.spec.hidden_size
     factor = 2.0 if isinstance(part, GatedFeedForward) else 1.0
     tokens = work.tokens / work.sizes.tensor
     return soft.compute_bytes * tokens * (work.spec.hidden_size + factor * size)
