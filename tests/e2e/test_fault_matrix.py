@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 
 from jingu.config.load import dump_yaml
 from jingu.config.schema import RunConfig
@@ -256,7 +257,8 @@ def launched(request: pytest.FixtureRequest, disk: Path, library: Library, tmp_p
     folder = disk / re.sub(r"\W+", "-", request.node.name).strip("-")
     folder.mkdir()
     config = tiny(library, folder / "runs", {**SETTINGS, "name": "run"})
-    file = folder / "run.yaml"
+    # The log of a job of Slurm is beside its file. On the full disk, it could not say why the run has ended.
+    file = (tmp_path if launcher is Slurm else folder) / "run.yaml"
     file.write_text(dump_yaml(config), encoding="utf-8")
     if launcher is Slurm:
         yield Slurm(file, request.getfixturevalue("cluster"))
@@ -275,14 +277,18 @@ def stop_a_rank(run: Launched) -> None:
     run.ranks()[-1].send_signal(signal.SIGSTOP)
 
 
+def runs_dir(run: Launched) -> Path:
+    return Path(yaml.safe_load(run.file.read_text(encoding="utf-8"))["runs_dir"])
+
+
 def fill_the_disk(run: Launched) -> None:
-    with suppress(OSError), (run.file.parents[1] / "filler").open("wb", buffering=0) as file:
+    with suppress(OSError), (runs_dir(run) / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(2**16))
 
 
 def free_the_disk(run: Launched) -> None:
-    (run.file.parents[1] / "filler").unlink(missing_ok=True)
+    (runs_dir(run) / "filler").unlink(missing_ok=True)
 
 
 # Each fault, the exit code of the table, and what the run says if it does not start again.
@@ -327,9 +333,10 @@ def test_a_run_ends_with_the_same_bits_after_a_fault(launched, fault, tiny_run, 
     output = launched.read()
     assert "Traceback" not in output and "Resuming from step" in output, output
     assert output.count("Complete: 100 steps") == 1
-    folder = launched.file.parent / "runs"
     run = done(
-        RunConfig.model_validate({"runs_dir": str(folder), **tiny_run(name="run").model_dump(exclude={"runs_dir"})})
+        RunConfig.model_validate(
+            {"runs_dir": str(runs_dir(launched)), **tiny_run(name="run").model_dump(exclude={"runs_dir"})}
+        )
     )
     if not undisturbed:
         local = tiny_run(SETTINGS, name="local")
