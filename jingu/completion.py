@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 _BASH = """\
-# Completion of jingu: eval "$(jingu completion {shell})"
+# Completion of jingu: eval "$(jingu completion {command})"
 {prelude}_jingu() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=
     if ((COMP_CWORD > 2)); then
@@ -81,7 +81,7 @@ def _bash_script(shell: str) -> str:
         if choices
     ]
     return _BASH.format(
-        shell=shell,
+        command=shell,
         prelude=_ZSH_PRELUDE if shell == "zsh" else "",
         pairs="|".join(f'"{name}"' for name in options if " " in name),
         firsts=" ".join(groups),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jingu.model.norm_specs import Norm, RmsNorm
+from jingu.model.norm_specs import LayerNorm, Norm, RmsNorm
 from jingu.model.part_spec import Component, ModuleRow, PositiveFloat, PositiveInt, optional
 
 
@@ -216,7 +216,11 @@ class AttentionSpec(Component):
         if self.qk_norm:
             heads = self.num_heads + (0 if self.shares_kv else self.num_kv_heads)
             groups = 2 if self.qk_norm_width == "all_heads" else heads
-            saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size)
+            if self.qk_norm_width == "each_head" and isinstance(norm, LayerNorm):
+                # Computed in at least fp32; the results before the multiplication with the weights are saved, too.
+                saved += norm.saved_bytes(heads * self.head_dim, groups, wide) + heads * self.head_dim * wide
+            else:
+                saved += self.head_norm(norm).saved_bytes(heads * self.head_dim, groups, size)
         value_norm = self.own_value_norm(norm)
         if value_norm is not None and not self.shares_kv:
             values = self.num_kv_heads * self.value_size

@@ -134,7 +134,7 @@ def test_norms_with_an_offset_start_at_zero() -> None:
     ("changes", "message"),
     [
         ({"block_order": "parallel", "norm_placement": "around"}, "parallel"),
-        ({**BEHIND, "attention.qk_norm_after_rotary": True}, "over all heads"),
+        ({**BEHIND, "attention.qk_norm_after_rotary": True}, "for all heads"),
         ({"feed_forward.activation": "xielu"}, "xielu"),
         (
             {
