@@ -26,9 +26,8 @@ A family whose layers differ can be trained from scratch with a pattern of its o
 kinds of its layers in order, and `model.mixer` has the sizes of mixers with a state.
 [hybrid.yaml](../../examples/hybrid.yaml) is an example of minutes on two cores: three layers with the gated delta rule
 for one with attention reach 1.603 ± 0.002 bits per byte, and a plain stack of as many parameters 1.712 ± 0.015 (three
-seeds; [benchmarks](../benchmarks.md)). On CUDA in bf16 or fp16, such layers train with the kernels of
-[flash-linear-attention](https://pypi.org/project/flash-linear-attention/) where it is installed
-(`train.mixer_kernels`); otherwise with PyTorch.
+seeds; [benchmarks](../benchmarks.md)). With `train.mixer_kernels: fla`, such layers train with the kernels of
+the package flash-linear-attention, on CUDA in bf16 or fp16; no GPU has tried this yet, so PyTorch is the default.
 
 | `family` | architecture | components | presets | GGUF |
 |---|---|---|---|---|

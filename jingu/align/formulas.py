@@ -173,7 +173,7 @@ def _bare(text: str) -> str:
     if boxed_answer is not None and not boxed_answer[1]:
         text = boxed_answer[0].strip()
     match = _FORMULA.fullmatch(text)
-    return next(filter(None, match.groups())).strip() if match else text
+    return next(filter(None, match.groups())).strip().removesuffix(".").strip() if match else text
 
 
 def _answer(completion: str) -> str | None:

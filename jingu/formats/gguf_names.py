@@ -27,8 +27,8 @@ from jingu.tables import read_table
 ARCHITECTURES = read_table(__file__, "gguf.toml")
 METADATA = ARCHITECTURES.pop("metadata")
 _SHARED = ARCHITECTURES.pop("shared")
-# Norms that are stored as they are, where the others are stored as w and jingu has w - 1.
 _MixerSpec = TypeVar("_MixerSpec", GatedDelta, StateSpace)
+# Norms that are stored as they are, where the others are stored as w and jingu has w - 1.
 _PLAIN_NORMS = "ssm_norm.weight"
 
 

@@ -4,8 +4,8 @@ srun ends all tasks when one fails, and its own exit code does not tell which on
 `python -m jingu.launch.node_codes FOLDER CODE` prints the exit code of the job and when it is started again.
 
 A node that reboots kills its ranks, and for a moment this looks like a failure of a rank: srun and the script are
-quicker than Slurm, which calls a node lost only after minutes. So before a failure counts, the nodes must go on to
-answer for some seconds.
+quicker than Slurm, which calls a node lost only after minutes. So before a failure counts, the nodes must keep
+answering for some seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from jingu.runtime.exit_codes import EXIT_LOST, Restart, combine_exit_codes, find_restart
 from jingu.runtime.files import write_text_atomically
 
-# How long slurmd must go on to answer on all nodes after a failure, the time between two attempts, and that for one.
+# How long slurmd must keep answering on all nodes after a failure, the time between two attempts, and that for one.
 _STEADY_SECONDS = 12.0
 _POLL_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0

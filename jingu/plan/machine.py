@@ -75,6 +75,7 @@ class Machine(_Part):
         gpus_per_node: GPUs of a node.
         multiprocessors: units of a GPU that compute tiles of a matmul; 0: unknown, or a CPU.
         sustained: share of `matmul_tflops` that remains under continuous load, by the limit of power.
+        has_bf16: whether it computes in bf16; NVIDIA's GPUs before Ampere do not.
         is_shared: whether the ranks of a node share one device, as on CPUs.
         cores: cores of a node if `is_shared`; None for one per rank.
         interval: bounds of measured over planned seconds for 9 of 10 logged steps, from a calibration.
@@ -94,6 +95,7 @@ class Machine(_Part):
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
     multiprocessors: Annotated[int, Field(ge=0)] = 0
     sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    has_bf16: bool = True
     is_shared: bool = False
     cores: Annotated[int, Field(ge=1)] | None = None
     efficiency: Efficiency = Efficiency()
@@ -118,11 +120,6 @@ class Machine(_Part):
     def ranks_per_core(self) -> float:
         """Ranks that share a core, at least 1. While some of them wait, the others compute faster."""
         return max(1.0, self.gpus_per_node / self.cores) if self.is_shared and self.cores else 1.0
-
-    @property
-    def has_bf16(self) -> bool:
-        """Whether it computes in bf16; GPUs before Ampere do not."""
-        return not self.name.startswith(("v100", "t4"))
 
     def with_nodes(self, gpus_per_node: int) -> Machine:
         """Return the machine with another number of GPUs per node; ranks on a CPU share its memory and speed."""

@@ -77,7 +77,8 @@ class TrainSettings(Settings):
             decoders.
         compile: Whether to compile the blocks; auto: if there is a compiler and the run is long enough to benefit.
         mixer_kernels: What computes layers with a state, such as Mamba-2: torch: PyTorch; fla: the kernels of
-            flash-linear-attention, on CUDA in bf16 or fp16; auto: fla where it can be used, otherwise torch.
+            flash-linear-attention, on CUDA in bf16 or fp16, not yet tried on a GPU; auto: fla where it can be used,
+            otherwise torch.
         on_divergence: What to do when the loss is not finite for several steps: stop with an error; rollback: load the
             newest checkpoint and halve the learning rate; or continue.
         log_every: Steps between lines of metrics.jsonl.
@@ -94,7 +95,7 @@ class TrainSettings(Settings):
     z_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     compile: bool | Literal["auto"] = "auto"
-    mixer_kernels: Literal["auto", "torch", "fla"] = "auto"
+    mixer_kernels: Literal["auto", "torch", "fla"] = "torch"
     activation_checkpointing: ActivationCheckpointingSettings = ActivationCheckpointingSettings()
     on_divergence: Literal["stop", "rollback", "continue"] = "stop"
     log_every: Positive = 10
