@@ -223,8 +223,8 @@ def step_moments(
     """Return what a rank holds beside its weights and optimizer state at the moments when it may hold most, by part.
 
     The moments are those of the last micro-batch in flight: while the loss computes a chunk of logits; before the
-    backward pass of the head; in the backward pass of the last block (before that of others, which hold fewer
-    activations), and after the backward pass of the embedding.
+    backward pass of the head; in that of the norm before it; in the backward pass of the last block (before that of
+    others, which hold fewer activations), and after the backward pass of the embedding.
 
     Args:
         gradients: bytes of the gradients of the rank's shards.
@@ -272,7 +272,8 @@ def step_moments(
         return moments
     head = {"gradients": before, "compute weights": copies_of_weights.in_ends, "reduction": end_buffer, **activations}
     loss = head | {"compute weights": copies_of_weights.in_loss, "loss": tensors.loss_tensors + tensors.chunk}
-    return [loss, head | {"loss": tensors.loss_tensors + tensors.loss_copies + copies_of_weights.head_cast}, *moments]
+    head_end = head | {"loss": tensors.loss_tensors + tensors.loss_copies + copies_of_weights.head_cast}
+    return [loss, head_end, head | {"loss": tensors.norm_backward}, *moments]
 
 
 def rank_shares(work: Workload, stage: Stage) -> list[tuple[RankShare, int]]:
@@ -306,8 +307,8 @@ class _WeightCopies:
         recomputation: copies that the recomputation of a block makes.
         whole: gradients of all parameters, which ZeRO 0 and 1 keep until the last micro-batch.
         block_gradients: whole gradients of a block at the end of its backward pass; matrix_gradient: that of its
-            largest matrix; end_gradients: those of embedding and
-            head; head_cast: the head's gradient in the compute dtype.
+            largest matrix; end_gradients: those of embedding and head; head_cast: the head's gradient in the compute
+            dtype.
         reduction: the buffer from which the gradients of a block are reduced; end_buffer: that of embedding and head,
             which FSDP keeps until the next reduction.
     """
@@ -412,6 +413,7 @@ class _StepTensors:
         loss_tensors: what the last norm and the loss store, and gradients that the loss has computed already, of all
             micro-batches whose backward pass is not complete.
         loss_copies: these gradients of one micro-batch, times the scale of the loss.
+        norm_backward: what the backward pass of the last norm needs, and the gradient of the head.
         chunk: what the loss computes a chunk from.
         buffers: what travels between stages.
     """
@@ -422,6 +424,7 @@ class _StepTensors:
     gradient_of_block: float = 0.0
     loss_tensors: float = 0.0
     loss_copies: float = 0.0
+    norm_backward: float = 0.0
     chunk: float = 0.0
     buffers: float = 0.0
 
@@ -457,8 +460,13 @@ def _step_tensors(work: Workload, stage: Stage) -> _StepTensors:
     states, weight = work.tokens * spec.hidden_size * soft.compute_bytes, _head_bytes(work)
     norm = spec.norm.saved_bytes(spec.hidden_size, 1, soft.compute_bytes) * work.tokens / work.sizes.tensor
     in_loss = in_flight if work.parallel.pipeline_schedule in ("gpipe", "zero_bubble") else 1.0
-    loss_tensors = in_loss * (norm + states + weight) + states
-    return replace(result, loss_tensors=loss_tensors, loss_copies=states + weight, chunk=loss_bytes(work))
+    backward_inputs = in_loss * (norm + states + weight)
+    # Ranks of `tensor` gather the states of all tokens, and keep those of their own beside them.
+    loss_tensors = backward_inputs + states * (1 + (work.sizes.tensor > 1) / work.sizes.tensor)
+    # The gradients of the norm's result and input, and two products on the way, in at least fp32.
+    norm_backward = backward_inputs - states + 4 * gradient * max(1.0, 4.0 / soft.compute_bytes)
+    result = replace(result, loss_tensors=loss_tensors, norm_backward=norm_backward)
+    return replace(result, loss_copies=states + weight, chunk=loss_bytes(work))
 
 
 def _num_buffers(work: Workload, stage: Stage, in_flight: float) -> float:

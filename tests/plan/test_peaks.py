@@ -58,11 +58,8 @@ CELLS: list[Cell] = [
     *(("llama", 1, {}, name, "none", 8, 16) for name in PRECISIONS),
     *(("llama", 1, {"offload": {"type": "host"}}, "fp32", kind, 2, 16) for kind in KINDS),
     *(("narrow", 1, {}, name, "full", 4, 16) for name in PRECISIONS),
-]
-# The plan is 1.5 and 1.2% below their peaks.
-OUTSIDE: list[Cell] = [
-    ("narrow", 1, {}, "bf16", "none", 2, 16),
-    ("llama", 2, {"tensor": 2}, "fp32", "full", 2, 16),
+    *(("gpt2", 4, {"zero_stage": 2}, name, "full", 2, 16) for name in PRECISIONS),
+    ("narrow", 2, {"zero_stage": 3}, "fp32", "full", 2, 16),
 ]
 
 
@@ -97,8 +94,8 @@ def test_a_planned_peak_equals_a_replayed_one(cell: Cell) -> None:
 
 @pytest.mark.slow
 def test_planned_peaks_equal_replayed_ones_in_many_cells() -> None:
-    """docs/log.md has the cells that are not within 1%."""
-    errors = {str(cell): relative_error(cell) for cell in CELLS if cell not in OUTSIDE}
+    errors = {str(cell): relative_error(cell) for cell in CELLS}
+    assert len(errors) >= 60
     assert {cell: error for cell, error in errors.items() if abs(error) >= 0.01} == {}
 
 
