@@ -99,7 +99,7 @@ def render_plan(title: str, outcome: Forecast, clusters: list[Forecast]) -> str:
 # Parts of memory in the order of their colors: owned by the rank, gathered for computing, and temporary in a step.
 _PARTS = (
     *("weights", "gradients", "optimizer state", "compute weights", "reduction"),
-    *("activations", "recomputation", "backward", "loss"),
+    *("activations", "recomputation", "loss", "backward", "stage buffers"),
 )
 
 
@@ -115,7 +115,7 @@ def _draw_memory(outcome: Forecast, unit: float, unit_name: str) -> Markup:
     # Omit the limit if it is far larger than the bars, because its scale would make them invisible.
     usable = outcome.machine.usable_bytes
     limit = usable / unit if usable < 4 * outcome.memory.total else None
-    colours = {part: min(colour, 9) for colour, part in enumerate([*_PARTS, *sorted(other_parts)])}
+    colours = {part: min(colour, 10) for colour, part in enumerate([*_PARTS, *sorted(other_parts)])}
     return draw_bars("Memory of each rank", unit_name, colours, rows, limit)
 
 
