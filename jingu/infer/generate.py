@@ -80,7 +80,7 @@ class InferenceOptions:
         if self.cuda_graphs and place.type != "cuda":
             raise JinguError("this option needs a model on CUDA.", where="--cuda-graphs", fix="Leave it out.")
         if self.cuda_graphs and self.precision == "stored":
-            what = "matrices that stay as they are stored are dequantized in each step, which no graph captures."
+            what = "matrices in their stored form are dequantized in each step, which CUDA graphs cannot capture."
             raise JinguError(what, where="--cuda-graphs", fix="Leave it out, or choose another --precision.")
         if self.compile and place.type == "cpu":
             raise JinguError("this option needs a model on a GPU.", where="--compile", fix="Leave it out.")

@@ -114,7 +114,7 @@ def _check_processes(
 ) -> None:
     """Raise a JinguError for options that do not fit the number of processes."""
     if ranks is not None and precision == "stored":
-        what = "processes that share a model divide its matrices, and those that stay as they are stored are whole."
+        what = "matrices in their stored form cannot be divided over processes."
         raise JinguError(what, where="--precision", fix="Leave out --processes, or choose another precision.")
     if ranks is not None and runtime_adapters:
         what = "only a model of a single process can load adapters later."

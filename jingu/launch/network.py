@@ -76,7 +76,7 @@ def check_network(
     # 3. A file that the first rank renames must be visible on every node.
     is_visible = find_ranks_that_share(folder)
     if is_visible is None:
-        add(names[0], "shared folder", False, f"{folder} cannot be written here, so that nothing shows who shares it")
+        add(names[0], "shared folder", False, f"{folder} cannot be written here, so it is unknown which nodes share it")
     else:
         for name, leader in zip(names, leaders, strict=True):
             is_shared = is_visible[leader]

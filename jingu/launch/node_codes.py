@@ -118,7 +118,7 @@ def main(words: Sequence[str]) -> None:
     node_list = os.environ.get("SLURM_JOB_NODELIST", "")
     host = find_lost_node(node_list, _STEADY_SECONDS) if find_restart(code) == Restart.COUNTED else None
     if host is not None:
-        print(f"jingu: {host} no longer answers Slurm, so the failure is that of the node.", file=sys.stderr)
+        print(f"jingu: {host} no longer answers Slurm, so this counts as the loss of the node.", file=sys.stderr)
         code = EXIT_LOST
     print(code, find_restart(code).name.lower())
 

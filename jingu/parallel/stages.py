@@ -200,7 +200,7 @@ def _check_packed(spec: ModelSpec, kind: BaseFormat, sizes: AxisSizes) -> None:
     if kind == "stored":
         if max(sizes.tensor, sizes.expert) > 1:
             raise JinguError(
-                "ranks of `tensor` and `expert` divide matrices, and those that stay as they are stored are whole.",
+                "matrices in their stored form cannot be divided over ranks of `tensor` and `expert`.",
                 where="tune.quantization",
                 fix="Set parallel.tensor and parallel.expert to 1.",
             )

@@ -181,8 +181,8 @@ def _check_stored(config: RunConfig, adapter: Adapter) -> None:
     stored_matrices(open_model(Path(config.initialize.from_)), torch.device("cpu"), "tune.quantization")
     if isinstance(adapter, Lora) and adapter.init_lora_weights in (*RESIDUAL_INITS, "loftq"):
         raise JinguError(
-            f"{adapter.init_lora_weights} changes the frozen matrices, or starts from their error, and these stay as "
-            "they are stored.",
+            f"{adapter.init_lora_weights} changes the frozen matrices, or starts from the error of quantizing them, so "
+            "they cannot keep their stored form.",
             where="tune.init_lora_weights",
             fix="Choose another initialization, or another value of tune.quantization.",
         )

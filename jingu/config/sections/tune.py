@@ -37,7 +37,7 @@ class AdapterBase(Settings):
     Attributes:
         initial_adapter: A run or a peft folder whose adapter the new adapter starts from.
         quantization: Format to which the frozen matrices of the blocks are quantized (QLoRA; nf4 needs the bitsandbytes
-            package). `stored`: those that other tools have quantized stay as they are stored. null: none.
+            package). stored: matrices that other tools have quantized keep their form. null: none.
     """
 
     type: str
