@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from jingu.model.assignment import balanced_assignment
-from jingu.model.feed_forward_specs import BalancedRouter, Experts, RandomProjectionRouter, TopKRouter
+from jingu.model.feed_forward_specs import (
+    BalancedRouter,
+    Experts,
+    RandomProjectionRouter,
+    SparseMixerRouter,
+    TopKRouter,
+)
 from jingu.model.grouped_matmul import (
     GatherRows,
     QuantizedGroupedMatmul,
@@ -202,6 +208,8 @@ class MoELayer(nn.Module):
         if isinstance(router, RandomProjectionRouter):
             top_BTK = logits_BTE.topk(active, dim=-1).indices
             return top_BTK, torch.full_like(top_BTK, 1.0 / active, dtype=logits_BTE.dtype)
+        if isinstance(router, SparseMixerRouter):
+            return _choose_two_closely(logits_BTE, router.jitter)
         if router.softmax == "after":
             top = logits_BTE.topk(active, dim=-1)
             return top.indices, top.values.softmax(-1) * router.scaling_factor
@@ -276,6 +284,23 @@ class MoELayer(nn.Module):
         up_MF = up(x_MD).clamp(-clamped.limit, clamped.limit)
         alpha = clamped.alpha
         return down(apply_batch_invariant(lambda x: x * torch.sigmoid(alpha * x), gate_MF) * (up_MF + 1))
+
+
+def _choose_two_closely(logits_BTE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Return two experts of each token and their weights [B, T, 2], by the rule of `SparseMixerRouter`."""
+    experts: list[Tensor] = []
+    weights: list[Tensor] = []
+    left_BTE = logits_BTE
+    for _ in range(2):
+        with torch.no_grad():
+            best_BT1, expert_BT1 = left_BTE.max(-1, keepdim=True)
+            amount_BTE = torch.maximum(logits_BTE.abs(), best_BT1)
+            is_far_BTE = (best_BT1 - logits_BTE) / amount_BTE > 2 * jitter
+        shares_BTE = left_BTE.masked_fill(is_far_BTE, -torch.inf).softmax(-1)
+        experts.append(expert_BT1)
+        weights.append(shares_BTE.gather(-1, expert_BT1))
+        left_BTE = left_BTE.scatter(-1, expert_BT1, -torch.inf)
+    return torch.cat(experts, -1), torch.cat(weights, -1)
 
 
 def _keep_best_groups(scores_BTE: Tensor, router: TopKRouter) -> Tensor:

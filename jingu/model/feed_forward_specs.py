@@ -185,7 +185,24 @@ class RandomProjectionRouter(Component):
     type: Literal["random_projection"] = "random_projection"
 
 
-Router = Annotated[TopKRouter | BalancedRouter | RandomProjectionRouter, Field(discriminator="type")]
+class SparseMixerRouter(Component):
+    """The router of SparseMixer-2 (Liu et al., 2024) with two experts per token, which it chooses one after the other.
+
+    Each choice is the best expert. Its weight is its share in the softmax over those experts whose logits are close to
+    the best one: the difference is at most twice `jitter`, relative to the larger of both logits' amounts. The second
+    choice leaves out the first. Training uses the same choices and weights: it draws no experts at random.
+
+    Attributes:
+        jitter: half of the largest relative difference.
+    """
+
+    type: Literal["sparse_mixer"] = "sparse_mixer"
+    jitter: Annotated[float, Field(ge=0)] = 0.01
+
+
+Router = Annotated[
+    TopKRouter | BalancedRouter | RandomProjectionRouter | SparseMixerRouter, Field(discriminator="type")
+]
 
 
 class ClampedGate(Component):
@@ -257,6 +274,12 @@ class Experts(FeedForwardBase):
                 f"the balanced router gives each token one expert, not {self.num_experts_per_token}.",
                 where="model.experts",
                 fix="Set num_experts_per_token to 1, or choose another router.",
+            )
+        if isinstance(self.router, SparseMixerRouter) and self.num_experts_per_token != 2:
+            raise JinguError(
+                f"the router of SparseMixer gives each token two experts, not {self.num_experts_per_token}.",
+                where="model.experts",
+                fix="Set num_experts_per_token to 2, or choose another router.",
             )
         if self.clamped_gate is not None and not self.gated:
             raise JinguError("clamped_gate needs gated experts.", where="model.experts", fix="Set gated to true.")

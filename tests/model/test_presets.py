@@ -120,6 +120,7 @@ PUBLISHED = {
     # With the corrections of router scores.
     "deepseek-v3": 671_026_404_352 + 58 * 256,
     "olmoe-1b-7b": 6_919_161_856,
+    "phi-3-5-moe": 41_873_153_344,
     "baichuan2-7b": 7_505_973_248,
     "baichuan2-13b": 13_896_668_160,
     "chatglm3-6b": 12_487_168_064 // 2 - 32,

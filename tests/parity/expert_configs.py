@@ -9,6 +9,9 @@ from tests.parity.test_components import KINDS, LAYERS, config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50.0}
 MSCALES = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+# transformers has the short factors beyond the original context, too.
+LONG = {"rope_type": "longrope", "rope_theta": 50.0, "original_max_position_embeddings": 96}
+LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8], "long_factor": [4.0] * 8}
 DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
@@ -37,6 +40,21 @@ EXPERT_CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen2_moe-steps": lambda: config(
         "Qwen2Moe", **experts(), shared_expert_intermediate_size=28, decoder_sparse_step=2, qkv_bias=False
+    ),
+    "phimoe": lambda: config(
+        "Phimoe",
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        # Half of the second choices have other experts close by.
+        router_jitter_noise=0.3,
+        intermediate_size=20,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=9,
+        rope_parameters={**LONG, "short_mscale": 1.2, "long_mscale": 1.2},
+    ),
+    "phimoe-short": lambda: config(
+        "Phimoe", num_local_experts=6, num_experts_per_tok=2, router_jitter_noise=0.1, intermediate_size=20, head_dim=20
     ),
     "olmoe": lambda: config("Olmoe", **experts(size="intermediate_size"), num_key_value_heads=3),
     "granitemoe": lambda: config(

@@ -16,7 +16,8 @@ class ExpertsSettings(Settings):
         num_experts: Experts per block; `intermediate_size` is the size of one expert.
         num_experts_per_token: Experts that process each token.
         router: How tokens are assigned to experts: top_k: to the most probable experts; balanced: evenly during
-            training (BASE); random_projection: by a frozen random projection.
+            training (BASE); random_projection: by a frozen random projection; sparse_mixer: two, one after the other, weighted
+            among those that are close (SparseMixer).
         shared_intermediate_size: Intermediate size of a shared expert that processes every token.
         shared_expert_gate: Whether a learned gate weights the shared expert.
         capacity_factor: Maximum tokens per expert from a training sequence, as a multiple of an even share; further
@@ -32,7 +33,7 @@ class ExpertsSettings(Settings):
 
     num_experts: Positive | None = None
     num_experts_per_token: Positive | None = None
-    router: Literal["top_k", "balanced", "random_projection"] | None = None
+    router: Literal["top_k", "balanced", "random_projection", "sparse_mixer"] | None = None
     shared_intermediate_size: Positive | None = None
     shared_expert_gate: bool | None = None
     capacity_factor: Annotated[float, Field(gt=0)] | None = None

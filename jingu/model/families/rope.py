@@ -139,6 +139,8 @@ class RopeDefaults:
         has_partial_rotary: whether configs say the rotated share, although a config without it rotates whole heads.
         has_proportional: whether `rope_type` may be `proportional`.
         scaled_partial_rotary_factor: that share where positions are scaled; None: the same (MiMo).
+        has_mscales: whether scaled positions are those of longrope, and configs name the factors of cosines and sines
+            in short and in long texts, which must be equal (Phi-3.5-MoE).
         has_share_of_head: whether that share is one of whole heads with latent attention, too (Mistral 4), instead of
             one of their rotated part.
     """
@@ -155,6 +157,7 @@ class RopeDefaults:
     has_proportional: bool = False
     scaled_partial_rotary_factor: float | None = None
     has_share_of_head: bool = False
+    has_mscales: bool = False
 
     def read(self, rope: HFConfig, config: HFConfig) -> tuple[RotaryPositions, int]:
         """Return the positions of an object `rope_parameters`, and the context length."""
@@ -190,6 +193,8 @@ class RopeDefaults:
             rope = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
         if self.names_original_context and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             rope["rope_type"] = "longrope"  # names of early releases of Phi-3
+        if self.has_mscales:
+            rope = self._read_mscales(rope)
         position, context = read_rope(rope, config)
         scaling = AlphaScaling(alpha=alpha) if alpha else position.scaling
         interleaved = self.interleaved
@@ -197,6 +202,19 @@ class RopeDefaults:
             interleaved = bool(config["rope_interleave"])
         fields = {"interleaved": interleaved, "scaling": scaling, "proportional": proportional}
         return position.model_copy(update=fields), context
+
+    @staticmethod
+    def _read_mscales(rope: HFConfig) -> HFConfig:
+        """Return an object `rope_parameters` with the factor that `short_mscale` and `long_mscale` name."""
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return rope
+        short, long = rope.get("short_mscale"), rope.get("long_mscale")
+        if kind != "longrope":
+            raise unsupported_option("rope_scaling", kind, "known is longrope")
+        if short is None or short != long:
+            raise unsupported_option("long_mscale", long, f"expected short_mscale, which is {short}")
+        return {**rope, "attention_factor": short}
 
     def read_query_scaling(self, config: HFConfig) -> SpecValues:
         """Return the fields of queries that grow with the position."""
@@ -223,6 +241,9 @@ class RopeDefaults:
             keys["rope_parameters"]["partial_rotary_factor"] = position.partial_rotary_factor
         if self.names_original_context and isinstance(position.scaling, LongropeScaling):
             keys["original_max_position_embeddings"] = position.scaling.original_max_position_embeddings
+        if self.has_mscales and isinstance(position.scaling, LongropeScaling):
+            factor = position.scaling.attention_factor
+            keys["rope_parameters"] |= {"short_mscale": factor, "long_mscale": factor}
         if self.has_interleave_key:
             keys["rope_interleave"] = position.interleaved
         if spec.attention.latent is not None and (weight := mscale_weight(spec)):
