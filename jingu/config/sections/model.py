@@ -16,8 +16,8 @@ class ExpertsSettings(Settings):
         num_experts: Experts per block; `intermediate_size` is the size of one expert.
         num_experts_per_token: Experts that process each token.
         router: How tokens are assigned to experts: top_k: to the most probable experts; balanced: evenly during
-            training (BASE); random_projection: by a frozen random projection; sparse_mixer: two, one after the other, each
-            weighted among those that are close to it (SparseMixer).
+            training (BASE); random_projection: by a frozen random projection; sparse_mixer: two, one after the other,
+            each weighted among those that are close to it (SparseMixer).
         shared_intermediate_size: Intermediate size of a shared expert that processes every token.
         shared_expert_gate: Whether a learned gate weights the shared expert.
         capacity_factor: Maximum tokens per expert from a training sequence, as a multiple of an even share; further
