@@ -155,19 +155,39 @@ def stored_bytes(model: StoredModel, plain_bytes: float) -> float:
     Args:
         plain_bytes: bytes of a number in those that are not quantized.
     """
-    spec = model.spec.model_copy(update={"mtp_layers": 0})
+    decoder, kept_bytes = _build_stored(model, "tune.quantization")
+    shapes = parameter_shapes(decoder.spec)
+    plain = {name: part.shape for name, part in decoder.named_parameters()}
+    numbers, plain_numbers = (
+        sum(
+            shape.numel()
+            for name, shape in each.items()
+            if "blocks." in name and "router" not in name and len(shape) > 1
+        )
+        for each in (shapes, plain)
+    )
+    return (kept_bytes + plain_numbers * plain_bytes) / numbers
+
+
+def served_bytes(model: StoredModel, plain_bytes: float) -> float:
+    """Return the bytes of all parameters of a model whose quantized matrices stay as they are stored.
+
+    Args:
+        plain_bytes: bytes of a number in the parameters that are not quantized.
+    """
+    decoder, kept_bytes = _build_stored(model, "tune.quantization")
+    return kept_bytes + plain_bytes * sum(part.numel() for part in decoder.parameters())
+
+
+def _build_stored(model: StoredModel, where: str) -> tuple[Any, int]:
+    """Return a model without memory, but for its quantized matrices, and the bytes of these."""
     with torch.device("meta"):
-        decoder = build_model(spec)
-
-    def count_plain() -> int:
-        matrices = (part for name, part in decoder.named_parameters() if "blocks." in name and "router" not in name)
-        return sum(part.numel() for part in matrices if part.dim() > 1)
-
-    numbers = count_plain()
-    keep_stored(decoder, stored_matrices(model, torch.device("cpu"), "tune.quantization"))
+        decoder = build_model(model.spec.model_copy(update={"mtp_layers": 0, "mtp_loss_weight": 0.0}))
+    keep_stored(decoder, stored_matrices(model, torch.device("cpu"), where))
     weights = [module for module in decoder.modules() if isinstance(module, StoredWeight)]
+    # Matrices that one stored tensor holds share its parts.
     parts = {part.data_ptr(): part.nbytes for module in weights for part in module.parts()}
-    return (sum(parts.values()) + count_plain() * plain_bytes) / numbers
+    return decoder, sum(parts.values())
 
 
 # Adapters and quantization, which are applied when a parameter is read

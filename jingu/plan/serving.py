@@ -41,14 +41,16 @@ class ServingPlan:
 def served_form(overrides: Sequence[str]) -> str:
     """Return the form of the served weights that settings name: `tune.quantization`, or nf4 with `tune.type=qlora`.
 
+    `stored` is that of the files, which has no entry in `SERVED_BYTES`.
+
     Raises:
         JinguError: the size of such weights is not known.
     """
     form = "nf4" if "tune.type=qlora" in overrides else "bf16"
     for word in overrides:
         form = word.partition("=")[2] if word.startswith("tune.quantization=") else form
-    if form not in SERVED_BYTES:
-        fix = f"Choose {', '.join(SERVED_BYTES)}."
+    if form not in (*SERVED_BYTES, "stored"):
+        fix = f"Choose {', '.join(SERVED_BYTES)}, or stored."
         raise JinguError(f"the size of weights in the form {form} is not known.", where="tune.quantization", fix=fix)
     return form
 

@@ -19,6 +19,8 @@ from jingu.config.sections.train import PrecisionSettings
 from jingu.config.sections.tune import FullSettings
 from jingu.errors import JinguError, pluralize
 from jingu.formatting import format_bytes, format_rounded, memory_unit, print_table
+from jingu.model.count import count_parameters
+from jingu.model.parameter_table import parameter_sizes
 from jingu.model.resolve import find_preset, spec_from_settings
 from jingu.model.spec import ModelSpec
 from jingu.parallel.mesh import AxisSizes
@@ -256,7 +258,7 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     config, spec = request.config, request.spec
     # 2. Modes that print something other than a forecast of one layout.
     if mode == "serve":
-        size = SERVED_BYTES[served_form(query.overrides)]
+        size = _served_bytes(query, spec)
         serving = plan_serving(spec, machine, query.gpus or 1, config.batch.sequence_length, size)
         if as_json:
             print(json.dumps(asdict(serving)))
@@ -288,6 +290,21 @@ def plan(query: PlanQuery, as_json: bool = False) -> int:
     elif outcome.spare < 0:
         print("None of these layouts has room for generation and the models beside the trained one.")
     return 0 if outcome.spare >= 0 else 1
+
+
+def _served_bytes(query: PlanQuery, spec: ModelSpec) -> float:
+    """Return the bytes of a served weight. Raises JinguError for weights in their stored form that cannot be served."""
+    form = served_form(query.overrides)
+    if form != "stored":
+        return SERVED_BYTES[form]
+    if (query.gpus or 1) > 1:
+        what = f"matrices in their stored form cannot be divided over {query.gpus} GPUs."
+        raise JinguError(what, where="--gpus", fix="Set it to 1, or choose another tune.quantization.")
+    from jingu.formats.models import open_model
+    from jingu.formats.stored_model import served_bytes
+
+    model = open_model(Path(query.target).expanduser())
+    return served_bytes(model, SERVED_BYTES["bf16"]) / count_parameters(spec, parameter_sizes(spec)).total
 
 
 def _fit(query: PlanQuery, *, as_json: bool) -> int:
@@ -493,6 +510,8 @@ def _read_target(target: str, overrides: Sequence[str], ranks: int) -> PlanReque
     initialize = config.initialize.model_copy(update={"from_": config.initialize.from_ or target})
     with_model = config.model_copy(update={"initialize": initialize})
     spec = _add_tuning(spec.model_copy(update={"max_position_embeddings": longest}), with_model)
+    # The size of matrices in their stored form is that of the model's files.
+    config = with_model if spec.quantization == "stored" else config
     has_layout = any(word.startswith("parallel.") for word in overrides)
     batch = config.batch
     assumptions = [f"{batch.global_batch_size:,} sequences of {batch.sequence_length:,} tokens per step"]
