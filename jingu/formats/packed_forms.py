@@ -71,8 +71,11 @@ def _gptq_shape(parts: Locations, _read: ReadPart, config: Config) -> torch.Size
     expect(parts, "scales", (num_groups, outputs))
     expect(parts, "qzeros", (num_groups, outputs * num_bits // 32))
     expect(parts, "g_idx", (inputs,), (0,))
-    if not _has_index(parts) and _group_size(inputs, num_groups, config) is None:
-        raise ValueError(f"scales has {num_groups} groups for {inputs} inputs")
+    if not _has_index(parts):
+        if _group_size(inputs, num_groups, config) is None:
+            raise ValueError(f"scales has {num_groups} groups for {inputs} inputs")
+        if config.get("desc_act") and num_groups > 1:
+            raise ValueError("it has no g_idx, and its columns have the order of activations (desc_act in config.json)")
     return torch.Size((outputs, inputs))
 
 
@@ -392,7 +395,7 @@ def _codes_of_bnb8(parts: Parts, _config: Config) -> Codes:
 # compressed-tensors
 
 
-def _integer_shape(parts: Locations, read: ReadPart, _config: Config) -> torch.Size:
+def _integer_shape(parts: Locations, read: ReadPart, config: Config) -> torch.Size:
     packed = matrix_shape(parts["weight_packed"], "weight_packed")
     expect(parts, "weight_shape", (2,))
     rows, columns = (int(size) for size in read("weight_shape"))
@@ -404,7 +407,23 @@ def _integer_shape(parts: Locations, read: ReadPart, _config: Config) -> torch.S
         raise ValueError(f"weight_scale has the shape {list(scale)} for a matrix {[rows, columns]}")
     expect(parts, "weight_zero_point", tuple(scale), (-(-rows * num_bits // 32), scale[1]))
     expect(parts, "weight_g_idx", (columns,))
+    _check_scheme(parts, columns, scale[1], config)
     return torch.Size((rows, columns))
+
+
+def _check_scheme(parts: Locations, columns: int, num_groups: int, config: Config) -> None:
+    """Raise ValueError if a matrix lacks what the schemes in config.json say of all matrices."""
+    schemes = [_mapping(group, "weights") for group in _mapping(config, "config_groups").values()]
+    if not schemes:
+        return
+    if all(scheme.get("symmetric") is False for scheme in schemes) and "weight_zero_point" not in parts:
+        raise ValueError("it has no weight_zero_point, and its scheme is not symmetric")
+    if all(scheme.get("actorder") == "group" for scheme in schemes) and "weight_g_idx" not in parts:
+        raise ValueError("it has no weight_g_idx, and its columns have the order of activations (actorder)")
+    sizes = {scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is not None and num_groups * size != columns:
+        raise ValueError(f"weight_scale has {num_groups} groups for {columns} columns in groups of {size}")
 
 
 def _num_bits(words: int, columns: int) -> int | None:

@@ -34,6 +34,8 @@ _ACTIVATION_SCALES = (
     *(".input_scale", ".input_scale_ub", ".input_global_scale", ".activation_scale", "_proj_activation_scale"),
     *(".k_scale", ".v_scale"),
 )
+# Suffixes of the parts by which scales are divided.
+_DIVISORS = ("weight_global_scale",)
 _GET_AGAIN = "Get the files again."
 # Another name of a scale, and the usual one.
 _RENAMED = (".qscale_weight", ".weight_scale_inv")
@@ -109,7 +111,7 @@ class PackedMatrix:
 
     def read(self) -> Tensor:
         """Return the dequantized matrix. Raises JinguError if a part holds what the form does not know."""
-        parts = self.tensors or {suffix: _read_place(place) for suffix, place in self.parts.items()}
+        parts = self.tensors or self._check({suffix: _read_place(place) for suffix, place in self.parts.items()})
         device = parts[self.form.first].device
         threads = torch.get_num_threads() if device.type == "cpu" else 1
         rows = None if self.is_transposed else self.rows
@@ -136,7 +138,19 @@ class PackedMatrix:
             assert isinstance(location.dtype, torch.dtype)
             raw = raw.clone() if location.begin % location.dtype.itemsize else raw
             tensors[suffix] = raw.view(location.dtype).view(location.shape).to(device)
-        return replace(self, tensors=tensors)
+        return replace(self, tensors=self._check(tensors))
+
+    def _check(self, parts: Parts) -> Parts:
+        """Return the parts. Raises JinguError if a scale is not finite, or a divisor is zero."""
+        for suffix, part in parts.items():
+            if suffix == self.form.first or not part.dtype.is_floating_point or part.dtype == torch.float8_e8m0fnu:
+                continue
+            numbers = part.float()
+            is_bad = ~numbers.isfinite() | (numbers == 0 if suffix in _DIVISORS else False)
+            if bool(is_bad.any()):
+                problem = f"{self.parts[suffix][1]} has the number {numbers[is_bad].flatten()[0]:g}"
+                raise _wrong_part(self.form, self.parts[self.form.first], problem)
+        return parts
 
     def narrow(self, rows: slice) -> PackedMatrix:
         """Return some rows of a matrix [O, I]."""
@@ -195,6 +209,9 @@ def join_packed(tensors: Mapping[str, Place], forms: Sequence[PackedForm], confi
         form = _choose_form(stem, plain, forms)
         parts = {suffix: plain.pop(stem + suffix) for suffix in form.dtypes if stem + suffix in plain}
         name = stem + form.suffix
+        if name in plain or name in matrices:
+            what = f"{parts[form.first][1]} is a matrix in {form.name}, and another tensor is the same matrix {name}."
+            raise JinguError(what, where=parts[form.first][0], fix="Delete one of them, or get the files again.")
         shape = _check_parts(form, stem, parts, config)
         matrix = PackedMatrix(form, parts, config, shape, form.is_transposed and len(shape) == 3)
         matrices[name] = (parts[form.first][0], name, matrix)

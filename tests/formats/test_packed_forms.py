@@ -576,6 +576,98 @@ def test_damages_of_other_forms_are_named(damage: str, tmp_path: Path) -> None:
         read(parts, method, tmp_path, **config)
 
 
+def small_matrix(form: str) -> tuple[str, dict[str, Any], Tensors]:
+    """The method, config and parts of a matrix `m` in a form."""
+    codes, zeros, scales = integers(16, 64, 4, 2)
+    if form == "gptq":
+        parts = pack_gptq(codes, zeros, scales.half(), torch.arange(64, dtype=torch.int32) // 32, 4)
+    elif form == "awq":
+        parts = {"qweight": pack(codes, 4, AWQ_ORDER), "qzeros": pack(zeros, 4, AWQ_ORDER), "scales": scales.half()}
+    elif form == "fp8":
+        return form, {}, {"m.weight": fp8(48, 36), "m.weight_scale_inv": torch.ones(6, 3)}
+    elif form == "modelopt":
+        code_bytes = torch.zeros(6, 16, dtype=torch.uint8)
+        parts = {"weight": code_bytes, "weight_scale": torch.ones(6, 2).to(torch.float8_e4m3fn)}
+        parts |= {"weight_scale_2": torch.tensor(0.1)}
+    elif form == "bitsandbytes":
+        packed, state = bnb.quantize_4bit(torch.ones(48, 64), blocksize=64, quant_type="nf4", compress_statistics=True)
+        parts = {"weight": packed, **{f"weight.{k}": part for k, part in state.as_dict(packed=True).items()}}
+    elif form == "int8":
+        parts = {"weight": torch.ones(16, 32, dtype=torch.int8), "SCB": torch.ones(16)}
+    elif form == "integers":
+        parts = {
+            "weight_packed": pack(codes.t(), 4),
+            "weight_scale": scales.t(),
+            "weight_shape": torch.tensor([16, 64]),
+        }
+    else:
+        parts = {"weight_packed": torch.zeros(6, 16, dtype=torch.uint8), "weight_global_scale": torch.ones(1)}
+        parts |= {"weight_scale": torch.ones(6, 2).to(torch.float8_e4m3fn)}
+    methods = {"int8": "bitsandbytes", "integers": "compressed-tensors", "fp4": "compressed-tensors"}
+    config = {"bits": 4, "group_size": 32} if form in ("gptq", "awq") else {}
+    return methods.get(form, form), config, {f"m.{name}": part for name, part in parts.items()}
+
+
+SCALES = {
+    "gptq": ["scales"],
+    "awq": ["scales"],
+    "fp8": ["weight_scale_inv"],
+    "modelopt": ["weight_scale", "weight_scale_2"],
+    "bitsandbytes": ["weight.nested_absmax", "weight.quant_map"],
+    "int8": ["SCB"],
+    "integers": ["weight_scale"],
+    "fp4": ["weight_scale", "weight_global_scale"],
+}
+
+
+@pytest.mark.parametrize(("form", "part"), [(form, part) for form, parts in SCALES.items() for part in parts])
+def test_a_scale_that_is_no_number_is_named(form: str, part: str, tmp_path: Path) -> None:
+    method, config, parts = small_matrix(form)
+    assert all(matrix.isfinite().all() for matrix in read(parts, method, tmp_path, **config).values())
+    damaged = parts[f"m.{part}"].float().clone()
+    damaged[(0,) * damaged.dim()] = torch.nan
+    parts[f"m.{part}"] = damaged.to(parts[f"m.{part}"].dtype)
+    with pytest.raises(JinguError, match=rf"m\..* is no matrix in .*: m\.{part} has the number nan"):
+        read(parts, method, tmp_path, **config)
+
+
+def test_a_divisor_of_zero_is_named(tmp_path: Path) -> None:
+    method, config, parts = small_matrix("fp4")
+    with pytest.raises(JinguError, match=r"m\.weight_global_scale has the number 0"):
+        read({**parts, "m.weight_global_scale": torch.zeros(1)}, method, tmp_path, **config)
+
+
+def scheme(**weights: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"weights": {"num_bits": 4, **weights}}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "left_out", "words"),
+    [
+        ("gptq", {"desc_act": True}, "g_idx", r"it has no g_idx, and its columns have the order"),
+        ("integers", scheme(symmetric=False), None, r"it has no weight_zero_point, and its scheme is not symmetric"),
+        ("integers", scheme(actorder="group"), None, r"it has no weight_g_idx, and its columns have the order"),
+        ("integers", scheme(strategy="group", group_size=16), None, r"weight_scale has 2 groups for 64 columns"),
+    ],
+    ids=str,
+)
+def test_what_the_config_says_and_a_matrix_lacks(
+    form: str, config: dict[str, Any], left_out: str | None, words: str, tmp_path: Path
+) -> None:
+    method, usual, parts = small_matrix(form)
+    parts = {name: part for name, part in parts.items() if name != f"m.{left_out}"}
+    read(parts, method, tmp_path, **usual)
+    with pytest.raises(JinguError, match=rf"m\..* is no matrix in .*: {words}"):
+        read(parts, method, tmp_path, **usual, **config)
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "integers", "fp4"])
+def test_a_matrix_that_is_there_twice_is_named(form: str, tmp_path: Path) -> None:
+    method, config, parts = small_matrix(form)
+    with pytest.raises(JinguError, match=r"m\.\w+ is a matrix in .*, and another tensor is the same matrix m\.weight"):
+        read({**parts, "m.weight": torch.ones(16, 64)}, method, tmp_path, **config)
+
+
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
